@@ -1,0 +1,53 @@
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEPS := $(VENV)/.installed
+NATIVE := build/libmegatrain.so
+SOURCES := CMakeLists.txt $(wildcard csrc/*)
+
+export PYTHONPATH := src
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup native demo test check wheel clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(DEPS) $(NATIVE)  ## create .venv, install pinned dependencies, build the native library
+
+# torch goes first and by exact version, so that no later resolve can choose another build of it.
+$(DEPS): constraints.txt requirements-dev.txt
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+native: $(NATIVE)  ## build build/libmegatrain.so
+
+# Ninja is a preference for a new build folder; one that was configured otherwise is used as it is.
+$(NATIVE): $(SOURCES) | $(DEPS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_GENERATOR=Ninja cmake -S . -B build
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build
+	touch $@
+
+demo: setup  ## train a small model beside plain PyTorch
+	$(BIN)/python -m megatrain demo $(ARGS)
+
+test: setup  ## the whole CPU suite; ARGS="-k name" narrows it
+	$(BIN)/python -m pytest tests $(ARGS)
+
+check: setup  ## lint, format, types, and the rules that are tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src/megatrain
+	$(BIN)/python -m pytest -q tests/unit/rules
+
+wheel: setup  ## build dist/megatrain-*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean:  ## remove what was built; keeps .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,39 @@
+"""MegaTrain: train every parameter of models far larger than the GPU, on one machine, at full precision."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from megatrain._version import __version__
+
+if TYPE_CHECKING:
+    from megatrain import errors as errors
+    from megatrain.engine.init import init as init
+    from megatrain.engine.session import Engine as Engine
+    from megatrain.hf.mixin import MegaMixin as MegaMixin
+    from megatrain.hf.trainer import Trainer as Trainer
+    from megatrain.settings import Settings as Settings
+
+_WHERE = {
+    "Engine": "megatrain.engine.session",
+    "MegaMixin": "megatrain.hf.mixin",
+    "Settings": "megatrain.settings",
+    "Trainer": "megatrain.hf.trainer",
+    "init": "megatrain.engine.init",
+}
+
+__all__ = ["Engine", "MegaMixin", "Settings", "Trainer", "__version__", "errors", "init"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: `import megatrain` stays free of torch, transformers and CUDA.
+    if name == "errors":
+        return importlib.import_module("megatrain.errors")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'megatrain' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Saving and resuming: ordinary HF directories, and our exact states beside them."""

@@ -1,0 +1,1 @@
+"""The command `megatrain`: one file per command."""

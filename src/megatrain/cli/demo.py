@@ -1,0 +1,175 @@
+"""`megatrain demo`: the same small training run twice, in plain PyTorch and streamed, with the losses side by side."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import megatrain as mt
+from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
+
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MAX_GRAD_NORM = 1.0
+SLOTS = 3
+ROWS, LENGTH = 4, 128  # of one batch
+TOLERANCE = 1e-3
+"""How far apart the FP32 losses of the two runs may be: rounding differs, and training amplifies it."""
+PROMPT = "We the People of the United States"
+
+
+def run_demo(*, steps: int, device: str | None, precision: str, out: Path | None) -> str | None:
+    """Train, compare, save, reload, generate. Returns what went wrong in one sentence, or None."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    console = Console()
+    tokenizer = byte_tokenizer(max_length=LENGTH * 2)
+    model = small_llama()
+    plain = copy.deepcopy(model)
+
+    engine = mt.Engine(model, device=device, precision=precision, slots=SLOTS)
+    where = torch.device(engine.device)
+    batches = text_batches(tokenizer, steps, where)
+    plain_losses, plain_seconds = plain_run(plain, batches, precision)
+    optimizer = engine.optimizer(**ADAMW, max_grad_norm=MAX_GRAD_NORM)
+    losses: list[float] = []
+    table = Table("step", "MegaTrain", "plain PyTorch", "difference")
+    for column in table.columns:
+        column.justify = "right"
+    every = max(1, steps // 12)
+    start = time.perf_counter()
+    with Live(table, console=console, auto_refresh=False) as live:
+        for step, loss in enumerate(train(model, optimizer, batches)):
+            losses.append(loss)
+            if (step + 1) % every == 0 or step in (0, steps - 1):
+                other = plain_losses[step]
+                table.add_row(str(step + 1), f"{loss:.6f}", f"{other:.6f}", f"{loss - other:+.1e}")
+                live.refresh()
+    seconds = time.perf_counter() - start
+
+    apart = max(abs(a - b) for a, b in zip(losses, plain_losses, strict=True))
+    counters = engine.counters
+    console.print(
+        f"{plain.num_parameters() / 1e6:.1f}M parameters in {len(engine.blocks)} blocks on {where} in {precision}: "
+        f"{counters.bytes_h2d / 1e6:,.0f} MB of weights in through {SLOTS} slots ({counters.fetches} fetches), "
+        f"{counters.bytes_d2h / 1e6:,.0f} MB of gradients out; "
+        f"MegaTrain {seconds:.1f} s, plain PyTorch {plain_seconds:.1f} s; losses at most {apart:.1e} apart.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    with nullcontext(str(out)) if out is not None else tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        engine.close()
+        console.print(f"Reloaded with transformers{'' if out is None else f' from {out}'}, it continues:")
+        console.print(PROMPT + continuation(directory), soft_wrap=True, highlight=False, markup=False)
+    return verdict(losses, apart, precision)
+
+
+def small_llama() -> Any:
+    """A Llama of 1M parameters with random weights, the same at every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH * 2,
+        pad_token_id=256,
+        bos_token_id=257,
+        eos_token_id=258,
+    )
+    return LlamaForCausalLM(config)
+
+
+def text_batches(tokenizer: Any, steps: int, device: torch.device) -> list[dict[str, Tensor]]:
+    """Random windows of the bundled text, one batch per step."""
+    text = resources.files("megatrain.cli").joinpath("text/us-founding.txt").read_text(encoding="ascii")
+    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    starts = torch.randint(len(tokens) - LENGTH, (steps, ROWS), generator=torch.Generator().manual_seed(1))
+    batches = []
+    for step in starts.tolist():
+        ids = torch.stack([tokens[start : start + LENGTH] for start in step]).to(device)
+        batches.append({"input_ids": ids, "labels": ids})
+    return batches
+
+
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], clip: float | None = None
+) -> Iterator[float]:
+    """The loop both runs share. The engine's optimizer clips on its own; torch's has to be told."""
+    schedule = LambdaLR(optimizer, lambda step: learning_rate(step, len(batches)))
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """A tenth of the run up to the full rate, then a cosine down to a tenth of it."""
+    warmup = max(1, steps // 10)
+    progress = min(1.0, max(0, step - warmup) / max(1, steps - warmup))
+    return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def plain_run(model: Any, batches: list[dict[str, Tensor]], precision: str) -> tuple[list[float], float]:
+    """The run that MegaTrain is held against: everything on the device, torch's AdamW."""
+    device = batches[0]["input_ids"].device
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    start = time.perf_counter()
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        losses = list(train(model, optimizer, batches, clip=MAX_GRAD_NORM))
+    return losses, time.perf_counter() - start
+
+
+def continuation(directory: str, count: int = 100) -> str:
+    """What the saved model writes after the prompt, greedily, as stock transformers loads it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(
+        prompt["input_ids"],
+        attention_mask=prompt["attention_mask"],
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+    )
+    written: str = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return written
+
+
+def verdict(losses: list[float], apart: float, precision: str) -> str | None:
+    """What is wrong with the run, if anything. Comparisons are written so that NaN is wrong."""
+    part = max(1, len(losses) // 4)
+    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+    if not last < first:
+        return f"the loss did not fall: {first:.4f} on average at the start, {last:.4f} at the end."
+    if precision == "fp32" and not apart <= TOLERANCE:
+        return f"the losses are {apart:.1e} apart from plain PyTorch's; {TOLERANCE:g} is allowed."
+    return None

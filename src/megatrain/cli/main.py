@@ -1,0 +1,61 @@
+"""The entry point: registers the commands, prints our own errors as one sentence.
+
+What a command needs is imported when it runs, so `megatrain --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatrain._version import __version__
+from megatrain.errors import MegaTrainError
+
+app = typer.Typer(
+    help="Train language models larger than the GPU by streaming their layers through it.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"megatrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train language models larger than the GPU by streaming their layers through it."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 60,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    out: Annotated[Path | None, typer.Option(help="Keep the trained model in this directory.")] = None,
+) -> None:
+    """Train a small random Llama beside plain PyTorch and compare the losses."""
+    from megatrain.cli.demo import run_demo
+
+    verdict = run_demo(steps=steps, device=device, precision=precision, out=out)
+    if verdict is not None:
+        typer.echo(f"megatrain demo: {verdict}", err=True)
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    try:
+        app()
+    except MegaTrainError as error:
+        typer.echo(f"megatrain: {error}", err=True)
+        sys.exit(1)

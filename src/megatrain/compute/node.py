@@ -1,0 +1,140 @@
+"""One autograd node per block. Forward runs the training graph, drops it and keeps the inputs; backward fetches the
+weights again, rebuilds the graph with the same random numbers and differentiates it.
+
+Inputs of the node are all tensors in the block's arguments that require grad, and an anchor that always does: a frozen
+embedding must not cut the graph. Outputs are everything that leaves the block (compute/block.py).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatrain.compute.block import Block, Emitted, Recording, emit
+from megatrain.compute.replay import Ambient
+from megatrain.compute.trees import Recipe, take_apart
+from megatrain.store.slab import Slab
+
+Weights = dict[tuple[int, int], torch.Tensor]
+
+
+class Flow(Protocol):
+    """What a node needs from the engine (engine/step.py)."""
+
+    device: torch.device
+
+    def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]:
+        """The block's slabs on the device while the context is open."""
+
+    def gradients(self, slab: Slab, gradients: dict[int, torch.Tensor]) -> None:
+        """Take the gradients of a slab's parameters, by segment."""
+
+
+@dataclass
+class _Call:
+    """One use of a block: what forward leaves for backward beside the saved tensors."""
+
+    flow: Flow
+    block: Block
+    recipe: Recipe
+    differentiable: tuple[int, ...]
+    recording: Recording | None
+    ambient: Ambient
+    emitted: Emitted | None = None
+
+    def run(self, inputs: list[torch.Tensor], weights: Weights, *, replaying: bool) -> Emitted:
+        args, kwargs = self.recipe.rebuild(inputs)
+        with torch.enable_grad():
+            return emit(self.block, weights, args, kwargs, self.recording, replaying=replaying)
+
+    def detached(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """Inputs cut from the outer graph; those that require grad outside require it inside."""
+        return [t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(tensors)]
+
+
+class _BlockNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        with call.flow.weights(call.block, "forward") as views:
+            emitted = call.run(call.detached(tensors), call.block.bind(views, leaves=True), replaying=False)
+        call.emitted = emitted
+        outputs = tuple(t.detach() for t in emitted.tensors)
+        ctx.mark_non_differentiable(*[o for o, t in zip(outputs, emitted.tensors, strict=True) if not t.requires_grad])
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        inputs = call.detached(ctx.saved_tensors)
+        with call.flow.weights(call.block, "backward") as views:
+            weights = call.block.bind(views, leaves=True)
+            with call.ambient.replayed():
+                emitted = call.run(inputs, weights, replaying=True)
+            input_grads, weight_grads = _differentiate(call, emitted, grads, inputs, weights)
+        for slab_index, gradients in weight_grads.items():
+            slab = next(slab for slab in call.block.slabs if slab.index == slab_index)
+            call.flow.gradients(slab, gradients)
+        return (None, None, *input_grads)
+
+
+def _differentiate(
+    call: _Call,
+    emitted: Emitted,
+    grads: tuple[torch.Tensor | None, ...],
+    inputs: list[torch.Tensor],
+    weights: Weights,
+) -> tuple[list[torch.Tensor | None], dict[int, dict[int, torch.Tensor]]]:
+    """Gradients of the node's inputs, and of the weights by slab and segment."""
+    pairs = [(t, g) for t, g in zip(emitted.tensors, grads, strict=True) if g is not None and t.requires_grad]
+    targets = [t for t in inputs if t.requires_grad]
+    leaves = [(place, weight) for place, weight in weights.items() if weight.requires_grad]
+    if not pairs or not (targets or leaves):
+        return [None] * len(inputs), {}
+    found = torch.autograd.grad(
+        [t for t, _ in pairs],
+        [*targets, *[weight for _, weight in leaves]],
+        [g for _, g in pairs],
+        allow_unused=True,
+    )
+    by_input = iter(found[: len(targets)])
+    input_grads = [next(by_input) if t.requires_grad else None for t in inputs]
+    by_slab: dict[int, dict[int, torch.Tensor]] = {}
+    for ((slab, segment), _), gradient in zip(leaves, found[len(targets) :], strict=True):
+        if gradient is not None:
+            by_slab.setdefault(slab, {})[segment] = gradient
+    return input_grads, by_slab
+
+
+def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording | None) -> Any:
+    """Run a block in the forward pass, as a node of the outer graph if anything in it can have a gradient."""
+    tensors, recipe = take_apart((args, kwargs))
+    differentiable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+    if not torch.is_grad_enabled() or not (block.trainable or differentiable):
+        return _without_gradient(flow, block, args, kwargs)
+    call = _Call(flow, block, recipe, differentiable, recording, Ambient.capture(flow.device))
+    anchor = torch.zeros((), requires_grad=True)
+    outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+    emitted, call.emitted = call.emitted, None
+    assert emitted is not None
+    return Emitted([], emitted.recipe).deliver(list(outputs), args, kwargs, recording)
+
+
+def _without_gradient(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Evaluation, generation, or a frozen block on inputs without gradient: no node, side effects as they come."""
+    with flow.weights(block, "inference") as views:
+        weights = block.bind(views, leaves=False)
+        result = block.call(weights, args, kwargs, replaying=False)
+        storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+        tensors, recipe = take_apart(result)
+        if any(t.untyped_storage().data_ptr() in storages for t in tensors):
+            return recipe.rebuild([t.clone() if t.untyped_storage().data_ptr() in storages else t for t in tensors])
+        return result
+

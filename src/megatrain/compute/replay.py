@@ -1,0 +1,51 @@
+"""What a recomputed forward must see again: random numbers and autocast, as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """Random number generators and autocast at the moment a block's forward began."""
+
+    cpu_rng: torch.Tensor
+    cuda_rng: torch.Tensor | None
+    device: torch.device
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+
+    @classmethod
+    def capture(cls, device: torch.device) -> Ambient:
+        kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
+        return cls(
+            cpu_rng=torch.get_rng_state(),
+            cuda_rng=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            device=device,
+            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Run with the captured state, and put the present one back afterwards."""
+        present_cpu = torch.get_rng_state()
+        present_cuda = torch.cuda.get_rng_state(self.device) if self.cuda_rng is not None else None
+        try:
+            torch.set_rng_state(self.cpu_rng)
+            if self.cuda_rng is not None:
+                torch.cuda.set_rng_state(self.cuda_rng, self.device)
+            with ExitStack() as stack:
+                for kind, enabled, dtype in self.autocast:
+                    stack.enter_context(
+                        torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self.autocast_cache)
+                    )
+                yield
+        finally:
+            torch.set_rng_state(present_cpu)
+            if present_cuda is not None:
+                torch.cuda.set_rng_state(present_cuda, self.device)

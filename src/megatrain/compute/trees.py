@@ -1,0 +1,71 @@
+"""Arguments and results as flat lists of tensors, with a recipe to put them back together."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A nested structure with its tensors taken out."""
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    positions: tuple[int, ...]
+
+    def rebuild(self, tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> Any:
+        """The structure with these tensors in the places of the old ones; containers are new objects."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        return _restore(pytree.tree_unflatten(leaves, self.spec))
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """Stands for a UserDict while its content is flattened."""
+
+    kind: type
+
+
+def take_apart(tree: Any) -> tuple[list[torch.Tensor], Recipe]:
+    """Split a structure into its tensors and the recipe for the rest."""
+    leaves, spec = pytree.tree_flatten(_expose(tree))
+    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    tensors = [leaves[i] for i in positions]
+    kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return tensors, Recipe(spec, kept, positions)
+
+
+def mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, MutableMapping[Any, Any]]:
+    """Dict-like arguments, by position or keyword: a block may leave new entries in them (shared keys and values)."""
+    found = [*enumerate(args), *kwargs.items()]
+    return {place: value for place, value in found if isinstance(value, dict | UserDict)}
+
+
+def _expose(tree: Any) -> Any:
+    """UserDicts are leaves to pytree; show their content."""
+    if isinstance(tree, UserDict):
+        return {_Wrapped(type(tree)): {key: _expose(value) for key, value in tree.items()}}
+    if type(tree) is dict:
+        return {key: _expose(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_expose(value) for value in tree)
+    return tree
+
+
+def _restore(tree: Any) -> Any:
+    if type(tree) is dict:
+        if len(tree) == 1 and isinstance(next(iter(tree)), _Wrapped):
+            ((wrapped, content),) = tree.items()
+            return wrapped.kind(_restore(content))
+        return {key: _restore(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_restore(value) for value in tree)
+    return tree

@@ -1,0 +1,145 @@
+"""Taking a model over: its weights move into the store, block by block, and its modules become skeletons.
+
+Originals are freed as it goes, so peak RAM is the model and one block. `release` is the way back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatrain.compute.block import Block
+from megatrain.errors import ModelMoved
+from megatrain.model.blocks import Found
+from megatrain.model.hooks import keeps_fp32
+from megatrain.store.layout import lay_out
+from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
+from megatrain.store.ram import HostMemory
+from megatrain.store.slab import Slab
+
+Owners = dict[int, list[tuple[torch.nn.Module, str]]]
+
+
+class Adoption:
+    """What an engine changed in a model, so that it can be undone."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, precision: str, memory: HostMemory) -> None:
+        self.model = model
+        self.device = device
+        self.precision = precision
+        self.memory = memory
+        self.slabs: list[Slab] = []
+        self.blocks: list[Block] = []
+        self._wrapped: list[torch.nn.Module] = []
+        self._guarded: list[torch.nn.Module] = []
+        floats = [p for p in model.parameters() if p.is_floating_point()]
+        bf16 = sum(p.numel() for p in floats if p.dtype != torch.float32)
+        self._mixed = bf16 * 2 > sum(p.numel() for p in floats)
+        """A mostly-BF16 model: its FP32 parameters were kept so on purpose."""
+
+    def take(self, found: list[Found], deposit: Deposit, run: Callable[[Block, Any, Any], Any]) -> None:
+        """Move weights into slabs and route the blocks' forwards through `run`."""
+        owners: Owners = {}
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), []).append((module, key))
+        for item in found:
+            self._move(item, owners, deposit)
+            if not item.loose:
+                self._wrap(item, run)
+        for module in self.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(self.device)
+            if module is self.model or any(isinstance(p, StoreTensor) for p in module._parameters.values()):
+                self._guard(module)
+
+    def release(self) -> None:
+        """Make the model an ordinary one on the CPU again; its parameters are views of the slabs' memory."""
+        for module in self._wrapped:
+            del module.forward  # type: ignore[method-assign]
+        for module in self._guarded:
+            del module._apply  # type: ignore[method-assign]
+        replaced: dict[int, torch.nn.Parameter] = {}
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                if isinstance(parameter, StoreTensor):
+                    plain = torch.nn.Parameter(parameter.host(), requires_grad=parameter.requires_grad)
+                    module._parameters[key] = replaced.setdefault(id(parameter), plain)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.cpu()
+
+    # ---- weights
+
+    def _target(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        if not parameter.is_floating_point() or (parameter.dtype == torch.float64 and not parameter.requires_grad):
+            return parameter.dtype
+        if self.precision == "fp32":
+            return torch.float32
+        if parameter.dtype == torch.float32 and (self._mixed or keeps_fp32(self.model, name)):
+            return torch.float32
+        return torch.bfloat16
+
+    def _move(self, item: Found, owners: Owners, deposit: Deposit) -> None:
+        """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
+        groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
+        seen: set[int] = set()
+        for name, parameter in item.parameters():
+            # A parameter that is tied to one of an earlier block is in the store already.
+            if isinstance(parameter, StoreTensor) or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full = f"{item.name}.{name}".lstrip(".")
+            groups.setdefault((self._target(full, parameter), parameter.requires_grad), {})[full] = parameter
+        for (dtype, _), parameters in groups.items():
+            layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
+            slab = Slab(len(self.slabs), item.name or type(item.module).__name__, layout, self.memory)
+            self.slabs.append(slab)
+            for index, parameter in enumerate(parameters.values()):
+                slab.put(index, parameter)
+                visible = as_parameter(
+                    StoreTensor.whole(slab, index, "weight", self.device), parameter.requires_grad, deposit
+                )
+                for module, key in owners[id(parameter)]:
+                    module._parameters[key] = visible
+
+    # ---- modules
+
+    def _wrap(self, item: Found, run: Callable[[Block, Any, Any], Any]) -> None:
+        parameters: dict[str, Any] = dict(item.module.named_parameters(remove_duplicate=False))
+        places = {name: (p.slab, p.index) for name, p in parameters.items()}
+        original = item.module.forward
+        block = Block(len(self.blocks), item.name, item.module, places, parameters, original)
+        self.blocks.append(block)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(block, args, kwargs)
+
+        item.module.forward = forward  # type: ignore[method-assign]
+        self._wrapped.append(item.module)
+
+    def _guard(self, module: torch.nn.Module) -> None:
+        """`.to()`, `.cuda()`, `.half()` and the like all go through `_apply`."""
+        device = self.device
+
+        def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+            for dtype in {p.dtype for p in module.parameters()}:
+                probe = torch.empty(0, dtype=dtype, device=device)
+                moved = fn(probe)
+                if moved.device != device or moved.dtype != dtype:
+                    raise ModelMoved(
+                        f"{type(module).__name__} belongs to a MegaTrain engine on {device} and cannot be moved or cast to "
+                        f"{moved.device}, {moved.dtype}: its weights live in the engine's store; close the engine and "
+                        "attach a new one with other settings, or load a saved copy."
+                    )
+            return module
+
+        module._apply = _apply  # type: ignore[method-assign, assignment]
+        self._guarded.append(module)
+

@@ -1,0 +1,24 @@
+"""`megatrain.init`: say once what a run may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain import settings as settings_module
+from megatrain.hardware import inventory
+from megatrain.settings import Settings
+
+
+def init(offload_dir: Any = None, max_vram_gb: float | None = None, optimizer_compression: Any = False, **more: Any) -> Settings:
+    """Set the defaults of every engine and trainer made from here on; returns them.
+
+    `more` are the other fields of `Settings`. Values are checked here; what the hardware makes of them is announced
+    when an engine is attached. A second call replaces the first.
+    """
+    inventory.refuse_distributed()
+    settings = Settings().override(
+        offload_dir=offload_dir, max_vram_gb=max_vram_gb, optimizer_compression=optimizer_compression, **more
+    )
+    inventory.choose_device(settings.device)
+    settings_module.store(settings)
+    return settings

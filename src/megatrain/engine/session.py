@@ -1,0 +1,311 @@
+"""The lifetime of an engine: attach to a model, hand out its optimizer, save, load, close."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from megatrain import settings as settings_module
+from megatrain.checkpoint import states
+from megatrain.compute.block import Block
+from megatrain.engine.adopt import Adoption
+from megatrain.engine.step import Step
+from megatrain.errors import AlreadyAttached, EngineClosed, SettingsError
+from megatrain.hardware import inventory
+from megatrain.model import hooks as transformers_hooks
+from megatrain.model.blocks import find_blocks
+from megatrain.optim.optimizer import Optimizer
+from megatrain.optim.schedule import Updates
+from megatrain.settings import Settings
+from megatrain.store.parameter import StoreTensor
+from megatrain.store.ram import HostMemory
+from megatrain.stream.cuda import CudaLanes
+from megatrain.stream.drain import Drain
+from megatrain.stream.fetch import Fetcher
+from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes
+from megatrain.stream.timeline import Timeline
+from megatrain.stream.transfer import Transfer
+from megatrain.telemetry.counters import Counters
+from megatrain.telemetry.notices import announce
+
+_ATTACHED = "_megatrain_engine"
+
+
+class Engine:
+    """Trains a model whose weights stay in host memory; the GPU holds a few layers at a time.
+
+    `model` keeps its interface: call it, call `.backward()` on any loss, read `parameters()`, `state_dict()` and
+    `save_pretrained()`. Keyword arguments are the fields of `Settings`, on top of what `megatrain.init` was given.
+    """
+
+    def __init__(self, model: torch.nn.Module, **overrides: Any) -> None:
+        self.settings: Settings = settings_module.current().override(**overrides)
+        inventory.refuse_distributed()
+        hooks = transformers_hooks.load()
+        self._closed = False
+        self.model = model
+        self.device = inventory.choose_device(self.settings.device)
+        previous = engine_of(model)
+        if previous is not None and not previous.closed:
+            raise AlreadyAttached(
+                f"this {type(model).__name__} already belongs to an engine; use that one, or close it before attaching another."
+            )
+        if previous is not None:
+            previous.release()
+        found = find_blocks(model, hooks)
+        announce_unavailable(self.settings)
+        inventory.cap_vram(self.device, self.settings.max_vram_gb)
+        self.precision = _precision(model, self.settings.precision)
+        self.counters = Counters()
+        self._lanes = _lanes(self.settings.lanes, self.device)
+        self._memory = HostMemory(
+            pin=self.device.type == "cuda" and self.settings.pin,
+            threads=inventory.cores(),
+            guard=lambda nbytes, held: inventory.require_ram(
+                nbytes, "the next part of the model's state", self.settings.max_ram_gb, held
+            ),
+        )
+        self._adoption = Adoption(model, self.device, self.precision, self._memory)
+        _disable_checkpointing(model)
+        # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
+        self._adoption.take(found, self._deposit, self._run)
+        self.slabs = self._adoption.slabs
+        self._step = self._build(hooks)
+        self._step.expect(self._adoption.blocks)
+        self._attach(model)
+
+    # ---- what users do
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks that stream, in registration order."""
+        return self._adoption.blocks
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def optimizer(
+        self,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | None = None,
+    ) -> Optimizer:
+        """AdamW over `params` (parameters or groups of the model; None: all that require grad)."""
+        self._step.check()
+        if params is None:
+            params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            if not params:
+                raise SettingsError("no parameter of the model requires grad, so there is nothing to optimize.")
+        params = list(params)
+        self._require_states(params)
+        return Optimizer(
+            params, self._step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        )
+
+    def grad_norm(self) -> float:
+        """The global norm of the gradients accumulated so far, before clipping; waits for the backward."""
+        return self._step.norm()
+
+    def synchronize(self) -> None:
+        """Wait until every copy and update that was submitted is done."""
+        self._step.settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def trace(self) -> Iterator[Timeline]:
+        """Record what the lanes do inside the block; the timeline is complete when it ends."""
+        self.synchronize()
+        self._lanes.timeline.start(self.device)
+        try:
+            yield self._lanes.timeline
+        finally:
+            self.synchronize()
+            self._lanes.timeline.stop()
+
+    def host_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state dict as plain tensors in host memory: views of the store, not copies."""
+        return {
+            name: value.host() if isinstance(value, StoreTensor) else value
+            for name, value in self.model.state_dict().items()
+        }
+
+    def save(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
+        """Write an HF directory (sharded safetensors, config) and, with an optimizer, its exact state."""
+        self._step.check()
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        states.save_model(self.model, self.host_state_dict, directory)
+        if optimizer is not None:
+            states.save_optimizer(self.model, optimizer, directory)
+
+    def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
+        """Read back what `save` wrote; training continues bit for bit."""
+        self._step.check()
+        states.load_model(self.model, directory)
+        if optimizer is not None:
+            states.load_optimizer(self.model, optimizer, directory)
+
+    def close(self) -> None:
+        """Finish pending updates and stop. Weights stay readable; running the model needs a new engine."""
+        if self._closed:
+            return
+        try:
+            self.synchronize()
+        finally:
+            self._closed = True
+            self._lanes.close()
+            self._memory.unpin()
+
+    def release(self) -> torch.nn.Module:
+        """Close, and give the model back as an ordinary one on the CPU."""
+        self.close()
+        if getattr(self.model, _ATTACHED, None) is not None:
+            self._adoption.release()
+            self._moving.remove()
+            if "save_pretrained" in self.model.__dict__:
+                del self.model.save_pretrained
+            delattr(self.model, _ATTACHED)
+        return self.model
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- how it is put together
+
+    def _build(self, hooks: transformers_hooks.Hooks) -> Step:
+        transfers = [Transfer(self.device, inventory.cores()) for _ in range(2)]
+        fetcher = Fetcher(self.slabs, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
+        drain = Drain(
+            self.slabs, self.settings.grad_slots, self.device, self._lanes, transfers[1], self._memory, self.counters
+        )
+        return Step(
+            device=self.device,
+            slabs=self.slabs,
+            lanes=self._lanes,
+            fetcher=fetcher,
+            drain=drain,
+            updates=Updates(self.slabs, self._lanes, self.counters),
+            recorder=transformers_hooks.CaptureRecorder(hooks),
+            for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
+            check_open=self._check_open,
+        )
+
+    def _attach(self, model: Any) -> None:
+        object.__setattr__(model, _ATTACHED, self)
+        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+
+        def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            """Inputs to the compute device; no key/value cache while training."""
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
+            if takes_cache and torch.is_grad_enabled():
+                kwargs["use_cache"] = False
+            return args, kwargs
+
+        self._moving = model.register_forward_pre_hook(prepare, prepend=True, with_kwargs=True)
+        if hasattr(type(model), "save_pretrained"):
+            own = model.save_pretrained
+
+            def save_pretrained(save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+                # Views of host memory: stock code would bring whole shards to the GPU to make them contiguous.
+                with_state = self.host_state_dict() if state_dict is None else state_dict
+                return own(save_directory, *args, state_dict=with_state, **kwargs)
+
+            model.save_pretrained = save_pretrained
+        # Not a method of self: the finalizer must not keep the engine alive.
+        weakref.finalize(self, _stop, self._lanes)
+
+    def _run(self, block: Block, args: Any, kwargs: Any) -> Any:
+        return self._step.forward(block, args, kwargs)
+
+    def _deposit(self, slab: Any, index: int, gradient: torch.Tensor) -> None:
+        self._step.deposit(slab, index, gradient)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed(
+                "this engine is closed: its model's weights can still be read and saved, but to run or train it attach a "
+                "new megatrain.Engine(model)."
+            )
+
+    def _require_states(self, params: list[Any]) -> None:
+        """Refuse before the first allocation what the optimizer's states would not leave room for."""
+        listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
+        slabs = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor)}
+        states_bytes = sum(slab.optimizer_bytes for slab in slabs.values() if slab.exp_avg is None)
+        gradients = sum(slab.layout.nbytes for slab in slabs.values() if slab.grad.buffer is None)
+        inventory.require_ram(
+            states_bytes + gradients, "AdamW in FP32 (two moments, residual, gradient)",
+            self.settings.max_ram_gb, self._memory.held,
+        )  # fmt: skip
+
+
+def engine_of(model: torch.nn.Module) -> Engine | None:
+    """The engine a model belongs to, open or closed."""
+    return getattr(model, _ATTACHED, None)
+
+
+def announce_unavailable(settings: Settings) -> None:
+    """Settings that this version accepts and cannot honour yet are said, never ignored in silence."""
+    if settings.offload_dir is not None:
+        announce(f"offload_dir={settings.offload_dir!r}: the disk tier is not in this version, all state stays in RAM")
+    if settings.optimizer_compression:
+        announce(
+            f"optimizer_compression={settings.optimizer_compression!r}: compressed states are not in this version, "
+            "moments are kept in FP32 (nothing is lost but memory)"
+        )
+
+
+def _stop(lanes: Lanes) -> None:
+    lanes.close()
+
+
+def _precision(model: torch.nn.Module, asked: str | None) -> str:
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    loaded = max(counts, key=lambda dtype: counts[dtype])
+    natural = "fp32" if loaded == torch.float32 else "bf16"
+    if loaded == torch.float16 and asked is None:
+        announce("the model was loaded in FP16: training in BF16 with an exact FP32 master")
+    elif asked == "fp32" and natural == "bf16":
+        announce("precision='fp32' on a model loaded in 16 bits: weights take twice the memory")
+    return asked or natural
+
+
+def _lanes(asked: Any, device: torch.device) -> Lanes:
+    if not isinstance(asked, str):
+        return asked  # type: ignore[no-any-return]
+    if asked == "auto":
+        asked = "cuda" if device.type == "cuda" else "sync"
+    if asked == "cuda":
+        if device.type != "cuda":
+            raise SettingsError("lanes='cuda' needs a CUDA device; use 'sync' or 'threads' on the CPU.")
+        return CudaLanes(device)
+    if device.type == "cuda":
+        raise SettingsError(f"lanes={asked!r} run copies without CUDA streams; use 'auto' on a CUDA device.")
+    return SyncLanes() if asked == "sync" else ThreadLanes()
+
+
+def _disable_checkpointing(model: torch.nn.Module) -> None:
+    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in switched:
+        module.gradient_checkpointing = False
+    if switched:
+        announce("gradient checkpointing is off: every block already recomputes its forward in the backward")

@@ -1,0 +1,155 @@
+"""The whole flow of a training step, on one page.
+
+    forward    the model calls a block → its weights are in a slot (fetched ahead) → it runs → the slot is released
+    backward   autograd reaches the block's node → its weights are fetched again → it is recomputed and
+               differentiated → its gradients are drained to host memory
+    step       the norm is taken, updates are released in forward order on the update lane → at once, the first
+               blocks of the next forward are fetched, each as soon as its own update is done
+
+Compute is the user's thread. Everything else runs on lanes (stream/lanes.py) and is ordered by tickets: a slab
+remembers its last write, its last read and its last gradient, a slot the compute that used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatrain.compute import node
+from megatrain.compute.block import Block, Recorder
+from megatrain.optim.optimizer import HyperTable
+from megatrain.optim.schedule import Outcome, Updates
+from megatrain.store.slab import Slab
+from megatrain.stream.drain import Drain
+from megatrain.stream.fetch import Fetcher
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.predict import BOUNDARY, Predictor
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Step:
+    """Runs blocks on streamed weights, collects their gradients, and releases updates."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        slabs: Sequence[Slab],
+        lanes: Lanes,
+        fetcher: Fetcher,
+        drain: Drain,
+        updates: Updates,
+        recorder: Recorder,
+        for_training: Callable[[tuple[Any, ...], dict[str, Any]], Arguments],
+        check_open: Callable[[], None],
+    ) -> None:
+        self.device = device
+        self.slabs = slabs
+        self.blocks: list[Block] = []
+        self._lanes = lanes
+        self._fetcher = fetcher
+        self._drain = drain
+        self._updates = updates
+        self._recorder = recorder
+        self._for_training = for_training
+        self._check_open = check_open
+        self._predictor = Predictor()
+        self._forward_order: dict[int, None] = {}
+
+    def expect(self, blocks: list[Block]) -> None:
+        """The first step has no past to predict from: assume registration order, there and back."""
+        self.blocks = blocks
+        for phase, order in (("forward", blocks), ("backward", blocks[::-1])):
+            for block in order:
+                self._predictor.record((phase, block.index))
+        self._predictor.record(BOUNDARY)
+
+    # ---- forward and backward
+
+    def forward(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model calls a block."""
+        self.check()
+        if torch.is_grad_enabled():
+            args, kwargs = self._for_training(args, kwargs)
+        return node.run(self, block, args, kwargs, self._recorder.active())
+
+    @contextmanager
+    def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
+        """The block's weights on the device, and those of the blocks after it on their way."""
+        self._predictor.record((phase, block.index))
+        if phase == "forward":
+            self._forward_order.setdefault(block.index)
+        lease = self._fetcher.acquire(block.slabs, self._ahead())
+        try:
+            with self._span(f"{phase} {block.name}"):
+                yield lease.views
+        finally:
+            self._fetcher.release(lease)
+
+    def gradients(self, slab: Slab, gradients: dict[int, torch.Tensor]) -> None:
+        """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
+        self._drain.collect(slab, gradients)
+
+    def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
+        """The gradient of a parameter that the model or the loss used outside any block."""
+        self._drain.collect(slab, {index: gradient})
+
+    # ---- step
+
+    def step(self, hypers: HyperTable, max_norm: float | None) -> Outcome:
+        """Release the updates; block *i* of the next forward waits for update *i* alone."""
+        self.check()
+        outcome = self._updates.release(hypers, max_norm, self._in_forward_order())
+        self._forward_order = {}
+        self._predictor.record(BOUNDARY)
+        self._fetcher.prefetch(self._ahead(), keep=())
+        self._updates.check()
+        return outcome
+
+    def zero_grad(self) -> None:
+        for slab in self.slabs:
+            slab.grad.clear()
+
+    def norm(self) -> float:
+        """The global gradient norm of what has been accumulated so far."""
+        self.check()
+        return self._updates.norm()
+
+    # ---- around it
+
+    def check(self) -> None:
+        """Raise what lanes found out since the last call."""
+        self._check_open()
+        self._lanes.check()
+        self._updates.check()
+
+    def settle(self) -> None:
+        """Wait until all submitted work on the store is done."""
+        for slab in self.slabs:
+            slab.written.wait()
+            slab.read.wait()
+            slab.grad.landed.wait()
+        self._lanes.check()
+
+    def _ahead(self) -> list[Slab]:
+        """Slabs of the uses that are expected next, nearest first."""
+        return [slab for use in self._predictor.upcoming(self._fetcher.depth) for slab in self._slabs_of(use)]
+
+    def _slabs_of(self, use: Hashable) -> list[Slab]:
+        assert isinstance(use, tuple)
+        return self.blocks[use[1]].slabs
+
+    def _in_forward_order(self) -> list[Slab]:
+        """Slabs as the last forward used them, then those it did not use."""
+        ordered = {slab.index: slab for index in self._forward_order for slab in self.blocks[index].slabs}
+        return list((ordered | {slab.index: slab for slab in self.slabs if slab.index not in ordered}).values())
+
+    @contextmanager
+    def _span(self, label: str) -> Iterator[None]:
+        timeline = self._lanes.timeline
+        with (timeline.device_span if self.device.type == "cuda" else timeline.host_span)("compute", label):
+            yield

@@ -1,0 +1,71 @@
+"""Every exception a user can meet. Each message is one sentence: what happened, the numbers, what to do."""
+
+from __future__ import annotations
+
+
+class MegaTrainError(RuntimeError):
+    """Base class of everything MegaTrain raises on purpose."""
+
+
+class SettingsError(MegaTrainError, ValueError):
+    """A setting has a value that cannot be honoured."""
+
+
+class NothingToStream(MegaTrainError, ValueError):
+    """The model has no repeated layers, so there is nothing to stream."""
+
+
+class UnsupportedModel(MegaTrainError, ValueError):
+    """The model cannot be trained as it is (weights on meta, an unknown dtype...)."""
+
+
+class AlreadyAttached(MegaTrainError):
+    """The model already belongs to an open engine."""
+
+
+class EngineClosed(MegaTrainError):
+    """The engine was closed; its model can be read but not run."""
+
+
+class ModelMoved(MegaTrainError):
+    """Somebody tried to move or cast a model whose weights live in the engine's store."""
+
+
+class DeviceUnavailable(MegaTrainError):
+    """The device that was asked for is not there."""
+
+
+class DistributedUnsupported(MegaTrainError):
+    """More than one process was launched."""
+
+
+class UnsupportedTransformers(MegaTrainError, ImportError):
+    """The installed transformers lacks what MegaTrain hooks into."""
+
+
+class NativeLibraryMissing(MegaTrainError):
+    """The native library is not built, or is of another version."""
+
+
+class NotEnoughMemory(MegaTrainError, MemoryError):
+    """An allocation would not fit; nothing was allocated."""
+
+
+class DataError(MegaTrainError, ValueError):
+    """The dataset cannot be turned into batches."""
+
+
+class MissingLabels(DataError):
+    """A training batch has no labels, so there is no loss."""
+
+
+class NonFiniteGradients(MegaTrainError):
+    """Too many steps in a row had an infinite or NaN gradient norm."""
+
+
+class CheckpointError(MegaTrainError):
+    """A checkpoint is incomplete, damaged, or of another model."""
+
+
+class LaneFailed(MegaTrainError):
+    """Work on a background lane failed; the cause is attached."""

@@ -1,0 +1,1 @@
+"""What the machine has: GPU, RAM under cgroup limits, cores under affinity."""

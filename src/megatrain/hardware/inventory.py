@@ -1,0 +1,138 @@
+"""The machine as this process may use it: devices, RAM and cores under the limits of its container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
+from megatrain.telemetry.notices import announce
+
+GIB = 1 << 30
+CUDA_CONTEXT_BYTES = 640 << 20
+"""What the CUDA context and library workspaces take beside the allocator (about 0.5 GiB seen on an H200)."""
+
+
+def choose_device(asked: str | None) -> torch.device:
+    """The compute device: what was asked for, or CUDA if there is one, else the CPU, announced."""
+    if asked is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        announce("no CUDA GPU was found: training on the CPU")
+        return torch.device("cpu")
+    device = torch.device(asked)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        built = "this PyTorch was built without CUDA" if torch.version.cuda is None else "no usable GPU is visible"
+        raise DeviceUnavailable(
+            f"device={asked!r} was asked for, but {built} (torch {torch.__version__}); "
+            "use device='cpu' or None, or install a CUDA build of PyTorch."
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DeviceUnavailable(f"device={asked!r} was asked for, but only {torch.cuda.device_count()} GPU(s) are visible.")
+    return torch.device("cuda", index)
+
+
+def refuse_distributed() -> None:
+    """MegaTrain drives one GPU from one process; a launcher's second process would train a copy unseen."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdigit() and int(world) > 1:
+        raise DistributedUnsupported(
+            f"WORLD_SIZE={world}, but MegaTrain trains on one GPU in one process; start it with plain `python`, "
+            "not torchrun or accelerate launch."
+        )
+
+
+def cap_vram(device: torch.device, max_vram_gb: float | None) -> None:
+    """Hold PyTorch's allocator to `max_vram_gb`; a cap above the hardware is clamped, announced."""
+    if max_vram_gb is None:
+        return
+    if device.type != "cuda":
+        announce(f"max_vram_gb={max_vram_gb:g} has no effect: there is no GPU in this run")
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    wanted = int(max_vram_gb * GIB)
+    if wanted >= total:
+        announce(f"max_vram_gb={max_vram_gb:g} is above the GPU's {total / GIB:.1f} GiB: clamped to what it has")
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    usable = wanted - CUDA_CONTEXT_BYTES
+    if usable <= 0:
+        raise NotEnoughMemory(
+            f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA itself "
+            "takes; raise it to at least 2."
+        )
+    torch.cuda.set_per_process_memory_fraction(usable / total, device)
+
+
+def available_ram() -> int:
+    """Bytes that can still be allocated: the host's available memory or the cgroup's headroom, whichever is less."""
+    free = int(psutil.virtual_memory().available)
+    headroom = _cgroup_headroom()
+    return free if headroom is None else min(free, headroom)
+
+
+def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0) -> None:
+    """Refuse, before anything is allocated, what cannot fit in RAM."""
+    free = available_ram()
+    if nbytes > free:
+        raise NotEnoughMemory(
+            f"{what} needs {nbytes / GIB:.2f} GiB of RAM, but only {free / GIB:.2f} GiB are available "
+            f"(short by {(nbytes - free) / GIB:.2f} GiB); use a smaller model, or a machine with more memory."
+        )
+    if max_ram_gb is not None and held + nbytes > max_ram_gb * GIB:
+        raise NotEnoughMemory(
+            f"{what} would bring MegaTrain's state to {(held + nbytes) / GIB:.2f} GiB of RAM, over "
+            f"max_ram_gb={max_ram_gb:g}; raise max_ram_gb to at least {(held + nbytes) / GIB:.2f}."
+        )
+
+
+def cores() -> int:
+    """Cores this process may run on (affinity mask)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _cgroup_headroom() -> int | None:
+    """Limit minus unreclaimable usage of the tightest cgroup (v2, then v1) that this process is in."""
+    rooms = [room for room in (_headroom(*files) for files in _cgroup_files()) if room is not None]
+    return min(rooms) if rooms else None
+
+
+def _cgroup_files() -> list[tuple[Path, Path, Path]]:
+    base = Path("/sys/fs/cgroup")
+    found = [(base / "memory.max", base / "memory.current", base / "memory.stat")]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            group = base / path.lstrip("/")
+            while group != base and base in group.parents:
+                found.append((group / "memory.max", group / "memory.current", group / "memory.stat"))
+                group = group.parent
+        elif "memory" in controllers.split(","):
+            group = base / "memory" / path.lstrip("/")
+            for folder in (group, base / "memory"):
+                found.append((folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes", folder / "memory.stat"))
+    return found
+
+
+def _headroom(limit_file: Path, usage_file: Path, stat_file: Path) -> int | None:
+    try:
+        limit = limit_file.read_text().strip()
+        usage = int(usage_file.read_text())
+        stat = dict(line.split()[:2] for line in stat_file.read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max" or int(limit) >= 1 << 60:
+        return None
+    # Page cache counts as usage but is given back under pressure.
+    reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+    return max(0, int(limit) - usage + reclaimable)

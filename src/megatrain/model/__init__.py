@@ -1,0 +1,1 @@
+"""Finding the blocks of a model, and what has to be known about transformers."""

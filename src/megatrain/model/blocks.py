@@ -1,0 +1,120 @@
+"""Which modules stream: decoder layers, and around them every module that owns weights.
+
+Layers are what transformers marks as `GradientCheckpointingLayer` (the outermost ones), and members of a repeated
+`ModuleList` elsewhere. What is left over is cut at the topmost module that owns parameters itself. Parameters of a
+module that also contains layers (a position table on the model itself) are `loose`: they belong to no call and are
+read where the model uses them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.errors import NothingToStream, UnsupportedModel
+from megatrain.model.hooks import Hooks
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A module that will stream, or (`loose`) a module whose own parameters do."""
+
+    name: str
+    module: torch.nn.Module
+    loose: bool = False
+    layer: bool = False
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Names inside the module, tied ones under each of their names."""
+        if self.loose:
+            return [(key, value) for key, value in self.module._parameters.items() if value is not None]
+        return list(self.module.named_parameters(remove_duplicate=False))
+
+
+def find_blocks(model: torch.nn.Module, hooks: Hooks) -> list[Found]:
+    """All blocks, in the order in which the model registers them. Every parameter is in one of them."""
+    _check_parameters(model)
+    layers = _layers(model, hooks)
+    if not layers:
+        raise NothingToStream(
+            f"{type(model).__name__} has no repeated layers: MegaTrain found no GradientCheckpointingLayer and no "
+            "ModuleList or Sequential with at least two members of one class that own parameters, so there is "
+            "nothing to stream; train it with plain PyTorch."
+        )
+    blocks = {id(module): Found(name, module, layer=True) for name, module in layers}
+    return list(_walk("", model, blocks, set()))
+
+
+def _layers(model: torch.nn.Module, hooks: Hooks) -> list[tuple[str, torch.nn.Module]]:
+    modules = list(model.named_modules())
+    marked = _outermost([(n, m) for n, m in modules if isinstance(m, hooks.layer) and _owns(m)])
+    found = marked + _members(modules, torch.nn.ModuleList, marked)
+    return found or _members(modules, torch.nn.Sequential, [])
+
+
+def _members(
+    modules: list[tuple[str, torch.nn.Module]], container: type, taken: list[tuple[str, torch.nn.Module]]
+) -> list[tuple[str, torch.nn.Module]]:
+    """Members of containers that repeat a class, unless they contain or lie in a block that is already taken."""
+    inside = {id(part) for _, block in taken for part in block.modules()}
+    marked = {id(block) for _, block in taken}
+    found = []
+    for name, module in modules:
+        if not isinstance(module, container) or id(module) in inside:
+            continue
+        members = [(f"{name}.{key}".lstrip("."), member) for key, member in module.named_children() if _owns(member)]
+        classes = Counter(type(member) for _, member in members)
+        found += [
+            (key, member)
+            for key, member in members
+            if classes[type(member)] > 1 and not any(id(part) in marked for part in member.modules())
+        ]
+    return _outermost(found)
+
+
+def _outermost(found: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
+    nested = {id(part) for _, module in found for part in module.modules() if part is not module}
+    unique = {id(module): (name, module) for name, module in reversed(found) if id(module) not in nested}
+    return list(reversed(unique.values()))
+
+
+def _walk(name: str, module: torch.nn.Module, layers: dict[int, Found], seen: set[int]) -> Iterator[Found]:
+    """Blocks below a module, top down, in registration order."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if id(module) in layers:
+        yield layers[id(module)]
+        return
+    own = any(parameter is not None for parameter in module._parameters.values())
+    contains_layers = any(id(part) in layers for part in module.modules())
+    if own and not contains_layers:
+        yield Found(name, module)
+        return
+    if own:
+        yield Found(name, module, loose=True)
+    for key, child in module.named_children():
+        yield from _walk(f"{name}.{key}".lstrip("."), child, layers, seen)
+
+
+def _owns(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _check_parameters(model: torch.nn.Module) -> None:
+    parameters = list(model.named_parameters())
+    if not parameters:
+        raise NothingToStream(f"{type(model).__name__} has no parameters, so there is nothing to train.")
+    for name, parameter in parameters:
+        if parameter.device.type == "meta":
+            raise UnsupportedModel(
+                f"parameter {name} is on the meta device: its weights were never loaded; load or initialise the "
+                "model before attaching an engine."
+            )
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedModel(
+                f"parameter {name} is {parameter.dtype}, which MegaTrain cannot train; load the model in bfloat16 or float32."
+            )

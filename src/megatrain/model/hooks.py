@@ -1,0 +1,103 @@
+"""The places in transformers that MegaTrain relies on, in one file: a version that lacks one is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain.errors import UnsupportedTransformers
+
+OLDEST = "5.17"
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What was found in the installed transformers."""
+
+    layer: type
+    """Marks decoder layers in almost every architecture."""
+    cache: type
+    """Base class of key/value caches."""
+    collector: Any
+    """Context variable that holds the outputs being recorded."""
+    pretrained: type
+
+
+def load() -> Hooks:
+    """Find the hooks, or say which one is gone."""
+    return Hooks(
+        layer=_find("transformers.modeling_layers", "GradientCheckpointingLayer"),
+        cache=_find("transformers.cache_utils", "Cache"),
+        collector=_find("transformers.utils.output_capturing", "_active_collector"),
+        pretrained=_find("transformers.modeling_utils", "PreTrainedModel"),
+    )
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as cause:
+        try:
+            version = importlib.import_module("transformers").__version__
+        except ImportError:
+            version = "missing"
+        raise UnsupportedTransformers(
+            f"transformers {version} has no {module}.{name}, which MegaTrain hooks into; "
+            f"install transformers>={OLDEST} (pip install 'transformers>={OLDEST}')."
+        ) from cause
+
+
+class CaptureRecorder:
+    """Tensors that transformers records inside modules (`output_router_logits`, `output_attentions`...)."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._collector = hooks.collector
+
+    def active(self) -> Capture | None:
+        outer = self._collector.get()
+        return Capture(self._collector, outer) if outer else None
+
+
+class Capture:
+    """One forward's collector, as it stood when a block began."""
+
+    def __init__(self, collector: Any, outer: dict[str, Any]) -> None:
+        self._collector = collector
+        self._outer = outer
+        # Hooks look at how many entries there are (the first hidden state is special), so an inner collector must
+        # start with as many, in the forward and in the recompute alike.
+        self._before = {key: len(entries) for key, entries in outer.items() if not key.startswith("_")}
+        self._options = {key: value for key, value in outer.items() if key.startswith("_")}
+
+    def inside(self, call: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
+        inner: dict[str, Any] = {key: [None] * count for key, count in self._before.items()} | self._options
+        token = self._collector.set(inner)
+        try:
+            result = call()
+        finally:
+            self._collector.reset(token)
+        return result, {key: inner[key][count:] for key, count in self._before.items()}
+
+    def replay(self, recorded: dict[str, list[Any]]) -> None:
+        for key, entries in recorded.items():
+            self._outer[key].extend(entries)
+
+
+def without_cache(hooks: Hooks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments for training: a live cache would be written again by the recompute, silently."""
+    args = tuple(None if isinstance(value, hooks.cache) else value for value in args)
+    kwargs = {key: None if isinstance(value, hooks.cache) else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def keeps_fp32(model: torch.nn.Module, name: str) -> bool:
+    """Whether transformers keeps this parameter in FP32 when it loads the model in BF16."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    parts = name.split(".")
+    return any(pattern in parts or pattern in name for pattern in kept)

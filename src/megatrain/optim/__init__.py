@@ -1,0 +1,1 @@
+"""The optimizer users hold, its arithmetic, and when updates run."""

@@ -1,0 +1,83 @@
+"""What the user asks for. `megatrain.init` stores one `Settings`; an `Engine` takes overrides of its fields."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megatrain.errors import SettingsError
+
+PRECISIONS = ("bf16", "fp32")
+COMPRESSIONS = (False, True, "8bit", "4bit", "lossless")
+LANES = ("auto", "sync", "threads", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Limits and choices of a run. Every field has a default; nothing here changes results except `precision`."""
+
+    offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    """Directory, or several, for state that does not fit in RAM."""
+    max_vram_gb: float | None = None
+    """Most GPU memory this process may take, in GiB; None: all of it."""
+    max_ram_gb: float | None = None
+    """Most host RAM that state may take, in GiB; None: what is free."""
+    optimizer_compression: bool | str = False
+    """False, True (= "4bit"), "8bit", "4bit" or "lossless"."""
+    device: str | None = None
+    """"cuda", "cuda:N" or "cpu"; None: CUDA if there is one, else the CPU, announced."""
+    precision: str | None = None
+    """"bf16" or "fp32"; None: what the model was loaded in."""
+    slots: int = 3
+    """Weight slots per ring: 1 means no prefetch, 2 is double buffering."""
+    grad_slots: int = 2
+    """Gradient slots per ring."""
+    lanes: Any = "auto"
+    """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
+    pin: bool = True
+    """Pin host memory for transfers; False: go through a pinned staging ring."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_vram_gb", "max_ram_gb"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                raise SettingsError(f"{name} must be a positive number of GiB or None, not {value!r}.")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
+        if self.optimizer_compression not in COMPRESSIONS:
+            raise SettingsError(
+                f"optimizer_compression must be False, True, '8bit', '4bit' or 'lossless', "
+                f"not {self.optimizer_compression!r}."
+            )
+        for name in ("slots", "grad_slots"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
+        if isinstance(self.lanes, str) and self.lanes not in LANES:
+            raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
+        if self.device is not None and str(self.device).split(":")[0] not in ("cpu", "cuda"):
+            raise SettingsError(f"device must be 'cuda', 'cuda:N', 'cpu' or None, not {self.device!r}.")
+
+    def override(self, **changes: Any) -> Settings:
+        """A copy with the given fields replaced; an unknown name is an error, never ignored."""
+        known = {field.name for field in fields(self)}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise SettingsError(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
+        return replace(self, **changes)
+
+
+_current = Settings()
+
+
+def current() -> Settings:
+    """The settings of the last `megatrain.init`, or the defaults."""
+    return _current
+
+
+def store(settings: Settings) -> None:
+    """Make `settings` the ones that new engines start from."""
+    global _current
+    _current = settings

@@ -1,0 +1,1 @@
+"""Where state lives: slab layout, host memory, and the parameters users see."""

@@ -1,0 +1,67 @@
+"""How the parameters of a block lie in a slab: one flat run of one dtype, so that it moves in one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGN_ELEMENTS = 128
+"""Every parameter starts on a multiple of this, so that vector loads are aligned whatever came before it."""
+ALIGN_BYTES = 4096
+"""Slabs are padded to whole pages: they are registered with the driver, and later read with O_DIRECT."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one parameter lies in its slab, in elements."""
+
+    name: str
+    shape: torch.Size
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of one slab, in order, and the slab's padded length in elements."""
+
+    dtype: torch.dtype
+    segments: tuple[Segment, ...]
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def runs(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Element ranges that cover the given segments, neighbours merged across their padding."""
+        runs: list[tuple[int, int]] = []
+        previous = -2
+        for index in sorted(indices):
+            segment = self.segments[index]
+            if index == previous + 1:
+                runs[-1] = (runs[-1][0], segment.end)
+            else:
+                runs.append((segment.offset, segment.end))
+            previous = index
+        return runs
+
+
+def lay_out(parameters: Sequence[tuple[str, torch.Size]], dtype: torch.dtype) -> Layout:
+    """Place parameters one after the other, each aligned, the slab padded to whole pages."""
+    segments = []
+    offset = 0
+    for name, shape in parameters:
+        segments.append(Segment(name, shape, offset, shape.numel()))
+        offset += _round_up(shape.numel(), ALIGN_ELEMENTS)
+    return Layout(dtype, tuple(segments), _round_up(offset, ALIGN_BYTES // dtype.itemsize))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple

@@ -1,0 +1,216 @@
+"""What users see as parameters: tensors without storage that claim the compute device.
+
+Shape, dtype and device are there for optimizers, schedulers and `model.device`. Reading one waits for pending updates
+and brings the current values to the device; writing one reaches the store. Views (slices, transposes, `.data`) stay
+views of the store: each carries a meta tensor with its geometry inside the slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from megatrain.errors import MegaTrainError
+from megatrain.store.slab import Slab
+
+Deposit = Callable[[Slab, int, torch.Tensor], None]
+STATES = ("residual", "exp_avg", "exp_avg_sq")
+"""The roles that only the optimizer reads."""
+
+
+class StoreTensor(torch.Tensor):
+    """A view of one role (`weight` or `grad`) of a slab."""
+
+    slab: Slab
+    index: int
+    role: str
+    geometry: torch.Tensor
+
+    # Attribute access and methods behave like a plain tensor's; only real operators reach __torch_dispatch__.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, slab: Slab, index: int, role: str, device: torch.device, geometry: torch.Tensor) -> StoreTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            geometry.size(),
+            strides=geometry.stride(),
+            storage_offset=geometry.storage_offset(),
+            dtype=geometry.dtype,
+            device=device,
+            requires_grad=False,
+        )
+        tensor.slab, tensor.index, tensor.role, tensor.geometry = slab, index, role, geometry
+        return tensor  # type: ignore[no-any-return]
+
+    @classmethod
+    def whole(cls, slab: Slab, index: int, role: str, device: torch.device) -> StoreTensor:
+        """The tensor of one parameter of a slab."""
+        segment = slab.layout.segments[index]
+        flat = torch.empty(slab.layout.numel, dtype=slab.layout.dtype, device="meta")
+        return cls(slab, index, role, device, flat[segment.offset : segment.end].view(segment.shape))
+
+    # ---- reading and writing the store
+
+    def host(self) -> torch.Tensor:
+        """The bytes in host memory, in the store's own dtype (FP32 for a gradient that is being summed)."""
+        if self.role == "weight":
+            self.slab.settle()
+            return self._strided(self.slab.weight)
+        return self._strided(self.slab.grad.current())
+
+    def materialise(self) -> torch.Tensor:
+        """The current values on the claimed device."""
+        return self.host().to(dtype=self.dtype, device=self.device)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Replace the values; a split master is then exactly the BF16 values written."""
+        if self.role == "weight":
+            self.slab.overwrite()
+            self._strided(self.slab.weight).copy_(values)
+            if self.slab.residual is not None:
+                self._strided(self.slab.residual).zero_()
+        else:
+            # An update of the step before may still be reading the gradient.
+            self.slab.settle()
+            self._strided(self.slab.grad.current()).copy_(values)
+            self.slab.grad.square_sum = None
+
+    def _strided(self, flat: torch.Tensor) -> torch.Tensor:
+        view = self.geometry
+        return flat.as_strided(view.size(), view.stride(), view.storage_offset())
+
+    # ---- what users reach for by attribute
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The summed gradient: reading shows it, in-place changes reach the store, None clears it."""
+        if not getattr(self, "_is_param", False) or self.index not in self.slab.grad.present:
+            return None
+        return StoreTensor.whole(self.slab, self.index, "grad", self.device)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if not getattr(self, "_is_param", False):
+            raise MegaTrainError("the gradient of a view or of a detached parameter cannot be set; set the parameter's own.")
+        if value is None:
+            self.slab.grad.drop(self.index)
+            return
+        if value.shape != self.shape:
+            raise ValueError(f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}.")
+        values = value.detach().clone()
+        gradient = self.slab.grad
+        gradient.current()
+        if not gradient.present:
+            gradient.clear()
+        gradient.present.add(self.index)
+        gradient.square_sum = None
+        StoreTensor.whole(self.slab, self.index, "grad", self.device).write(values)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.slab.grad.drop(self.index)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape:
+            raise MegaTrainError(
+                f"a parameter of shape {tuple(self.shape)} lives in MegaTrain's store and cannot be replaced by data of "
+                f"shape {tuple(value.shape)}; resize the model before attaching an engine."
+            )
+        self.write(value.detach())
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{'Parameter' if getattr(self, '_is_param', False) else 'StoreTensor'}({self.materialise()!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        raise MegaTrainError(
+            "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; "
+            "copy it before attaching the engine, or load the copy from a saved directory."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.host().detach().to(self.dtype).clone()
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)
+
+    # ---- operators
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (func.is_view or func is torch.ops.aten.detach.default) and isinstance(args[0], StoreTensor):
+            return _view(func, args[0], args[1:], kwargs)
+        plain_args, plain_kwargs = pytree.tree_map_only(StoreTensor, StoreTensor.materialise, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        written = _written(func, args, kwargs, plain_args, plain_kwargs)
+        for target, values in written:
+            target.write(values)
+        originals = {id(values): target for target, values in written}
+        return pytree.tree_map_only(torch.Tensor, lambda out: originals.get(id(out), out), result)
+
+
+def _view(func: Any, base: StoreTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a view operator to the geometry alone."""
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda geometry: StoreTensor(base.slab, base.index, base.role, base.device, geometry),
+        func(base.geometry, *args, **kwargs),
+    )
+
+
+def _written(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain_args: tuple[Any, ...], plain_kwargs: dict[str, Any]
+) -> list[tuple[StoreTensor, torch.Tensor]]:
+    """Pairs of (store tensor, new values) for the arguments that the operator's schema says it writes."""
+    pairs: list[tuple[StoreTensor, torch.Tensor]] = []
+    for position, spec in enumerate(func._schema.arguments):
+        if spec.alias_info is None or not spec.alias_info.is_write:
+            continue
+        if spec.name in kwargs:
+            before, after = kwargs[spec.name], plain_kwargs[spec.name]
+        elif position < len(args):
+            before, after = args[position], plain_args[position]
+        else:
+            continue
+        for target, values in zip(pytree.tree_leaves(before), pytree.tree_leaves(after), strict=True):
+            if isinstance(target, StoreTensor):
+                pairs.append((target, values))
+    return pairs
+
+
+def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> torch.nn.Parameter:
+    """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
+    parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    slab, index = tensor.slab, tensor.index
+
+    def collect(leaf: Any) -> None:
+        gradient = torch.Tensor.grad.__get__(leaf)  # type: ignore[attr-defined]
+        torch.Tensor.grad.__set__(leaf, None)  # type: ignore[attr-defined]
+        deposit(slab, index, gradient)
+
+    # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(collect)
+    parameter.requires_grad_(requires_grad)
+    return parameter  # type: ignore[no-any-return]
+
+
+def states_of(parameter: StoreTensor) -> dict[str, torch.Tensor]:
+    """The optimizer's roles of one parameter, as views of its slab."""
+    slab = parameter.slab
+    segment = slab.layout.segments[parameter.index]
+    found = {role: getattr(slab, role) for role in STATES}
+    return {
+        role: flat[segment.offset : segment.end].view(segment.shape) for role, flat in found.items() if flat is not None
+    }

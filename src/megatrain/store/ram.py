@@ -1,0 +1,92 @@
+"""Host memory: anonymous pages of exactly the size asked for, touched by several threads, registered with CUDA.
+
+PyTorch's pinned allocator rounds up to powers of two and can waste half; `cudaHostRegister` pins what is there.
+Where registering is refused (containers, WSL, low limits) memory stays pageable and transfers go through a small
+pinned staging ring (stream/transfer.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from megatrain.native import library as native
+from megatrain.telemetry.notices import warn
+
+_TOUCH_FROM = 8 << 20
+"""Below this many bytes one thread faults the pages in faster than several can be started."""
+
+
+class HostBuffer:
+    """One page-aligned run of host memory. `pinned` says whether the GPU can copy from it directly."""
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self.nbytes = nbytes
+        self.pinned = False
+        self._map = mmap.mmap(-1, max(nbytes, 1))
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        if nbytes >= _TOUCH_FROM:
+            native.touch(self.address, nbytes, threads)
+
+    @property
+    def address(self) -> int:
+        return self.bytes.data_ptr()
+
+    def view(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.bytes.view(dtype)
+
+    def pin(self) -> bool:
+        """Register with CUDA; False if the driver refuses."""
+        if not self.pinned and self.nbytes:
+            code = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
+            if int(code) != 0:
+                # A code left behind would surface at the next kernel launch.
+                torch.cuda.cudart().cudaGetLastError()
+                return False
+            self.pinned = True
+            self._unregister = weakref.finalize(self, _unregister, self.address)
+        return True
+
+    def unpin(self) -> None:
+        if self.pinned:
+            self._unregister()
+            self.pinned = False
+
+
+class HostMemory:
+    """Allocates host buffers and decides once whether memory can be pinned."""
+
+    def __init__(self, *, pin: bool, threads: int, guard: Callable[[int, int], None] | None = None) -> None:
+        self.pinning = pin
+        self._guard = guard
+        """Called with (bytes wanted, bytes held) before each allocation; raises to refuse it."""
+        self.threads = threads
+        self.held = 0
+        self._buffers: list[HostBuffer] = []
+
+    def allocate(self, nbytes: int, *, transferred: bool) -> HostBuffer:
+        """Zeroed memory; pinned if it takes part in transfers and pinning works here."""
+        if self._guard is not None:
+            self._guard(nbytes, self.held)
+        buffer = HostBuffer(nbytes, self.threads)
+        if transferred and self.pinning and not buffer.pin():
+            self.pinning = False
+            warn(
+                f"the driver refused to pin {nbytes / (1 << 20):.0f} MiB of host memory: transfers go through a pinned "
+                "staging ring and are slower (raise the container's locked-memory limit to avoid this)"
+            )
+        self.held += nbytes
+        self._buffers.append(buffer)
+        return buffer
+
+    def unpin(self) -> None:
+        """Give the pages back to the driver; contents stay readable."""
+        for buffer in self._buffers:
+            buffer.unpin()
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

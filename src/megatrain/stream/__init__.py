@@ -1,0 +1,1 @@
+"""State in motion: lanes, weight slots, gradients out, and the record of it."""

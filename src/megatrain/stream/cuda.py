@@ -1,0 +1,107 @@
+"""Lanes on CUDA: copies on streams of their own, each issued by a thread of its own.
+
+The thread is what lets a copy wait for a host-side update without holding compute up; the stream is what lets it run
+under compute. A CUDA event that was never recorded counts as reached, so a ticket first waits until its work was
+*issued* and only then lets a stream wait for the event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatrain.errors import LaneFailed
+from megatrain.store.ticket import Ticket
+from megatrain.stream.lanes import Failures, HostTicket, Lane, ThreadLane, Work
+from megatrain.stream.timeline import Timeline
+
+
+class DeviceTicket(HostTicket):
+    """Work on a stream: `finish` means issued; the event says when the device is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = torch.cuda.Event()
+
+    def wait(self) -> None:
+        super().wait()
+        self.event.synchronize()
+
+    def order(self) -> None:
+        super().wait()
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class _Marked:
+    """What compute had been given when the mark was set."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class StreamLane:
+    """A lane whose work is issued on one CUDA stream."""
+
+    def __init__(self, name: str, device: torch.device, timeline: Timeline, failures: Failures) -> None:
+        self.name = name
+        self.device = device
+        self.timeline = timeline
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._issuer = ThreadLane(f"{name}-issue", Timeline(), failures)
+
+    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+        ticket = DeviceTicket()
+
+        def issue() -> None:
+            try:
+                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                    for earlier in after:
+                        earlier.order()
+                    with self.timeline.device_span(self.name, label):
+                        work()
+                    ticket.event.record()
+            except BaseException as cause:
+                ticket.finish(self._issuer._failed(label, cause))
+            else:
+                ticket.finish()
+
+        self._issuer.submit(issue, label=label)
+        return ticket
+
+    def close(self) -> None:
+        self._issuer.close()
+        self.stream.synchronize()
+
+
+class CudaLanes:
+    """Copies on two streams, updates on a CPU thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.timeline = Timeline()
+        self._failures = Failures()
+        self._copies = [StreamLane(name, device, self.timeline, self._failures) for name in ("h2d", "d2h")]
+        self._update = ThreadLane("update", self.timeline, self._failures)
+        self.h2d: Lane = self._copies[0]
+        self.d2h: Lane = self._copies[1]
+        self.update: Lane = self._update
+
+    def mark(self) -> Ticket:
+        return _Marked()
+
+    def check(self) -> None:
+        error: LaneFailed | None = self._failures.take()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        self._update.close()
+        for lane in self._copies:
+            lane.close()

@@ -1,0 +1,170 @@
+"""Weights in: a ring of slots on the device, filled ahead of compute.
+
+A slot holds one version of one slab. It may be refilled when nobody has it pinned, and the copy is ordered after the
+compute that used it last. Blocks of like size share a ring, so that a large embedding does not size the slots of
+every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.store.slab import Slab
+from megatrain.store.ticket import DONE, Ticket
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.transfer import Transfer
+from megatrain.telemetry.counters import Counters
+
+
+class Slot:
+    """A device buffer that slabs land in."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.slab: Slab | None = None
+        self.version = -1
+        self.pins = 0
+        self.used = 0
+        """When it was used last, in uses: the least recent is refilled first."""
+        self.arrived: Ticket = DONE
+        self.released: Ticket = DONE
+
+    def holds(self, slab: Slab) -> bool:
+        return self.slab is slab and self.version == slab.version
+
+    def view(self, slab: Slab) -> torch.Tensor:
+        return self.buffer[: slab.layout.nbytes].view(slab.layout.dtype)
+
+
+class Ring:
+    """Slots of one size."""
+
+    def __init__(self, nbytes: int, slots: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.device = device
+        self.slots = [Slot(nbytes, device) for _ in range(slots)]
+
+    def find(self, slab: Slab) -> Slot | None:
+        return next((slot for slot in self.slots if slot.holds(slab)), None)
+
+    def victim(self, keep: set[int]) -> Slot | None:
+        """The least recently used slot that is not pinned and does not hold a slab to keep."""
+        free = [slot for slot in self.slots if slot.pins == 0 and not self._kept(slot, keep)]
+        return min(free, key=lambda slot: slot.used, default=None)
+
+    def grow(self) -> Slot:
+        slot = Slot(self.nbytes, self.device)
+        self.slots.append(slot)
+        return slot
+
+    @staticmethod
+    def _kept(slot: Slot, keep: set[int]) -> bool:
+        return slot.slab is not None and slot.slab.index in keep and slot.version == slot.slab.version
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Slabs pinned on the device: flat views by slab index."""
+
+    slots: list[Slot]
+    views: dict[int, torch.Tensor]
+
+
+class Fetcher:
+    """Brings slabs to the device, on demand and ahead of it."""
+
+    def __init__(
+        self, slabs: Sequence[Slab], slots: int, device: torch.device, lanes: Lanes, transfer: Transfer, counters: Counters
+    ) -> None:
+        self._lanes = lanes
+        self._transfer = transfer
+        self._counters = counters
+        self._clock = 0
+        self.depth = slots - 1
+        """How many uses ahead to fetch: one slot is in use, the others are ahead of it."""
+        self._rings = {slab.index: ring for ring, members in _rings(slabs, slots, device) for slab in members}
+
+    def slot_bytes(self) -> int:
+        return sum(slot.buffer.numel() for ring in set(self._rings.values()) for slot in ring.slots)
+
+    def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = ()) -> Lease:
+        """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival."""
+        needed = {slab.index for slab in slabs}
+        slots = []
+        for slab in slabs:
+            slot = self._rings[slab.index].find(slab)
+            if slot is None:
+                slot = self._fill(slab, needed)
+            else:
+                self._counters.hits += 1
+            self._clock += 1
+            slot.used = self._clock
+            slot.pins += 1
+            slots.append(slot)
+        try:
+            self.prefetch(ahead, keep=slabs)
+            # Compute must not read a slot before its copy is there.
+            for slot in slots:
+                slot.arrived.order()
+        except BaseException:
+            for slot in slots:
+                slot.pins -= 1
+            raise
+        return Lease(slots, {slab.index: slot.view(slab) for slab, slot in zip(slabs, slots, strict=True)})
+
+    def release(self, lease: Lease) -> None:
+        """Compute that used the slabs has been submitted; their slots may be refilled after it."""
+        mark = self._lanes.mark()
+        for slot in lease.slots:
+            slot.pins -= 1
+            slot.released = mark
+
+    def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
+        """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""
+        kept = {slab.index for slab in keep}
+        for slab in slabs:
+            kept.add(slab.index)
+            ring = self._rings[slab.index]
+            if ring.find(slab) is None and ring.victim(kept) is not None:
+                self._fill(slab, kept)
+                self._counters.prefetched += 1
+
+    def _fill(self, slab: Slab, keep: set[int]) -> Slot:
+        ring = self._rings[slab.index]
+        slot = ring.victim(keep)
+        if slot is None:
+            slot = ring.grow()
+            self._counters.grown_slots += 1
+        view = slot.view(slab)
+        slot.slab, slot.version = slab, slab.version
+        self._clock += 1
+        slot.used = self._clock
+        # After `written`: the update of this slab must have finished, or half-updated weights travel.
+        # After `released`: the compute that used this slot last must have read it.
+        slot.arrived = self._lanes.h2d.submit(
+            lambda: self._transfer.to_device(view, slab.weight, slab.weight_buffer.pinned),
+            after=(slab.written, slot.released),
+            label=slab.name,
+        )
+        # The next update of the slab waits for this: it writes the bytes that are being read.
+        slab.read = slot.arrived
+        self._counters.fetches += 1
+        self._counters.bytes_h2d += slab.layout.nbytes
+        return slot
+
+
+def _rings(slabs: Sequence[Slab], slots: int, device: torch.device) -> list[tuple[Ring, list[Slab]]]:
+    """Slabs within a factor of two of the largest share a ring, which never has more slots than slabs."""
+    rings: list[tuple[Ring, list[Slab]]] = []
+    members: list[Slab] = []
+    for slab in sorted(slabs, key=lambda slab: (-slab.layout.nbytes, slab.index)):
+        if members and slab.layout.nbytes * 2 < members[0].layout.nbytes:
+            rings.append((Ring(members[0].layout.nbytes, min(slots, len(members)), device), members))
+            members = []
+        members.append(slab)
+    if members:
+        rings.append((Ring(members[0].layout.nbytes, min(slots, len(members)), device), members))
+    return rings

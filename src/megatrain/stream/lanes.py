@@ -1,0 +1,199 @@
+"""Lanes: ordered queues of work that run beside compute, and the tickets that order one against another.
+
+One interface, three implementations: `SyncLanes` runs work inline; `ThreadLanes` runs every lane on a CPU thread with
+seeded random delays, so that a missing wait fails in a test without a GPU; `CudaLanes` (stream/cuda.py) issues copies
+on CUDA streams. Compute is whatever the caller's thread (and its current CUDA stream) does.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from megatrain.errors import LaneFailed
+from megatrain.store.ticket import DONE, Ticket
+from megatrain.stream.timeline import Timeline
+
+Work = Callable[[], None]
+
+
+class Lane(Protocol):
+    """An ordered queue. `after` names work of other lanes (or compute) that must be finished first."""
+
+    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket: ...
+
+
+class Lanes(Protocol):
+    """The lanes of one engine."""
+
+    h2d: Lane
+    d2h: Lane
+    update: Lane
+    timeline: Timeline
+
+    def mark(self) -> Ticket:
+        """A ticket for everything compute has been given so far."""
+
+    def check(self) -> None:
+        """Raise, once, the first failure of a background lane that nobody has seen."""
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+
+
+class _InlineLane:
+    def __init__(self, name: str, timeline: Timeline) -> None:
+        self.name = name
+        self.timeline = timeline
+
+    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+        for ticket in after:
+            ticket.wait()
+        with self.timeline.host_span(self.name, label):
+            work()
+        return DONE
+
+
+class SyncLanes:
+    """Everything inline, in the caller's thread: the reference that the others must equal."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.h2d: Lane = _InlineLane("h2d", self.timeline)
+        self.d2h: Lane = _InlineLane("d2h", self.timeline)
+        self.update: Lane = _InlineLane("update", self.timeline)
+
+    def mark(self) -> Ticket:
+        return DONE
+
+    def check(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Failures:
+    """Failures of background lanes, until they reach the user's thread."""
+
+    def __init__(self) -> None:
+        self._first: LaneFailed | None = None
+        self._lock = threading.Lock()
+
+    def add(self, error: LaneFailed) -> None:
+        with self._lock:
+            self._first = self._first or error
+
+    def take(self) -> LaneFailed | None:
+        with self._lock:
+            first, self._first = self._first, None
+            return first
+
+
+class HostTicket:
+    """Work that is finished when its thread says so."""
+
+    def __init__(self) -> None:
+        self._finished = threading.Event()
+        self._error: LaneFailed | None = None
+
+    def wait(self) -> None:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+    def order(self) -> None:
+        self.wait()
+
+    def finish(self, error: LaneFailed | None = None) -> None:
+        self._error = error
+        self._finished.set()
+
+
+class ThreadLane:
+    """A lane on one CPU thread. `delay`, if given, is slept before and after each piece of work."""
+
+    def __init__(self, name: str, timeline: Timeline, failures: Failures, delay: Callable[[], float] | None = None) -> None:
+        self.name = name
+        self.timeline = timeline
+        self._failures = failures
+        self._delay = delay
+        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], str, HostTicket] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+        ticket = HostTicket()
+        self._queue.put((work, after, label, ticket))
+        return ticket
+
+    def close(self) -> None:
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, after, label, ticket = item
+            try:
+                for earlier in after:
+                    earlier.wait()
+                self._pause()
+                with self.timeline.host_span(self.name, label):
+                    work()
+                self._pause()
+            except BaseException as cause:
+                ticket.finish(self._failed(label, cause))
+            else:
+                ticket.finish()
+            # Without this the last job's closure keeps its buffers alive while the lane is idle.
+            del item, work, after, ticket
+
+    def _failed(self, label: str, cause: BaseException) -> LaneFailed:
+        if isinstance(cause, LaneFailed):
+            return cause
+        error = LaneFailed(f"work on the {self.name} lane failed ({label}): {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._failures.add(error)
+        return error
+
+    def _pause(self) -> None:
+        if self._delay is not None:
+            time.sleep(self._delay())
+
+
+class ThreadLanes:
+    """Every lane on a CPU thread of its own; with a seed, delays of up to `max_delay` seconds at random."""
+
+    def __init__(self, seed: int | None = None, max_delay: float = 1e-3) -> None:
+        self.timeline = Timeline()
+        self._failures = Failures()
+
+        def delay(lane: str) -> Callable[[], float] | None:
+            if seed is None:
+                return None
+            source = random.Random(f"{seed}/{lane}")
+            # Half of the pauses are zero: a lane that runs ahead is as telling as one that lags.
+            return lambda: max(0.0, source.uniform(-max_delay, max_delay))
+
+        self._lanes = [ThreadLane(name, self.timeline, self._failures, delay(name)) for name in ("h2d", "d2h", "update")]
+        self.h2d: Lane = self._lanes[0]
+        self.d2h: Lane = self._lanes[1]
+        self.update: Lane = self._lanes[2]
+
+    def mark(self) -> Ticket:
+        # Compute on the CPU is synchronous: what was given to it is finished.
+        return DONE
+
+    def check(self) -> None:
+        error = self._failures.take()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()

@@ -1,0 +1,59 @@
+"""Sum of squares of a flat gradient, in a fixed tree: the same bits on every device and for any thread count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatrain.store.slab import Snapshot
+
+CHUNK = 1 << 16
+_BATCH = 256
+"""Chunks handled at once: bounds the FP64 temporary to 128 MiB."""
+
+
+def square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """FP64 scalar on the device of `flat`. Squares are exact in FP64; chunks are halved pairwise, then added in order."""
+    partials = [_tree(piece) for piece in flat.split(CHUNK * _BATCH)]
+    return combine(torch.cat(partials))
+
+
+def combine(partials: torch.Tensor) -> torch.Tensor:
+    """Add FP64 partial sums pairwise, in a tree that depends on their number alone."""
+    while partials.numel() > 1:
+        if partials.numel() % 2:
+            partials = torch.cat([partials, partials.new_zeros(1)])
+        half = partials.numel() // 2
+        partials = partials[:half] + partials[half:]
+    return partials.reshape(())
+
+
+def snapshot_square_sum(gradient: Snapshot) -> float:
+    """Of a slab's rounded gradient: as computed where it was made, else on the host, absent parameters as zeros."""
+    if gradient.square_sum is not None:
+        return float(gradient.square_sum)
+    flat = torch.zeros(gradient.layout.numel, dtype=torch.float32)
+    for start, end in gradient.layout.runs(sorted(gradient.present)):
+        flat[start:end] = gradient.rounded(start, end)
+    return float(square_sum(flat))
+
+
+def total(square_sums: Iterable[float]) -> float:
+    """The global norm from the slabs' sums, added in FP64 in slab order."""
+    result = 0.0
+    for value in square_sums:
+        result += value
+    return float(result**0.5) if result == result else result
+
+
+def _tree(piece: torch.Tensor) -> torch.Tensor:
+    chunks = -(-piece.numel() // CHUNK)
+    if piece.numel() != chunks * CHUNK:
+        piece = torch.cat([piece, piece.new_zeros(chunks * CHUNK - piece.numel())])
+    values = piece.view(chunks, CHUNK).double()
+    values.mul_(values)
+    while values.shape[1] > 1:
+        half = values.shape[1] // 2
+        values = values[:, :half] + values[:, half:]
+    return values.reshape(chunks)

@@ -1,0 +1,57 @@
+"""Copies between host memory and the device: direct where memory is pinned, through a pinned ring where it is not."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.native import library as native
+
+CHUNK_BYTES = 32 << 20
+"""Staging chunk: 16 MiB already reaches the link's full rate; larger only costs pinned memory."""
+CHUNKS = 3
+
+
+class Transfer:
+    """Copies for one lane. Staging chunks are made on first need and belong to that lane alone."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._device = device
+        self._threads = threads
+        self._chunks: list[torch.Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, pinned: bool) -> None:
+        """Host → device, in the current stream; the source may be reused when the stream has passed."""
+        if pinned or self._device.type == "cpu":
+            target.copy_(source, non_blocking=True)
+            return
+        for chunk, event, start, end in self._pieces(target):
+            event.synchronize()
+            size = end - start
+            native.copy(chunk.data_ptr(), source.data_ptr() + start, size, self._threads)
+            target.view(torch.uint8)[start:end].copy_(chunk[:size], non_blocking=True)
+            event.record()
+        # The source was read by this thread, not by the stream: it is free as soon as the last piece was copied.
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor, pinned: bool) -> None:
+        """Device → host, in the current stream."""
+        if pinned or self._device.type == "cpu":
+            target.copy_(source, non_blocking=True)
+            return
+        for chunk, event, start, end in self._pieces(source):
+            size = end - start
+            chunk[:size].copy_(source.view(torch.uint8)[start:end], non_blocking=True)
+            event.record()
+            # The bytes must have arrived before this thread copies them on.
+            event.synchronize()
+            native.copy(target.data_ptr() + start, chunk.data_ptr(), size, self._threads)
+
+    def _pieces(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.cuda.Event, int, int]]:
+        if not self._chunks:
+            self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(CHUNKS)]
+            self._events = [torch.cuda.Event() for _ in range(CHUNKS)]
+        nbytes = tensor.numel() * tensor.element_size()
+        return [
+            (self._chunks[i % CHUNKS], self._events[i % CHUNKS], start, min(start + CHUNK_BYTES, nbytes))
+            for i, start in enumerate(range(0, nbytes, CHUNK_BYTES))
+        ]

@@ -1,0 +1,219 @@
+"""Train one model twice, in plain transformers + torch and in the engine, and compare the two runs.
+
+Both runs go through the same `train`; they differ only in the optimizer and in who holds the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import megatrain as mt
+
+from . import zoo
+
+LR = 1e-3
+STEPS = 5
+
+LOGITS = 1e-6
+"""Relative and absolute."""
+
+GRADIENT = 1e-5
+"""‖Δg‖ / ‖g‖, for every parameter."""
+
+WEIGHT = 5e-5
+"""Largest |Δw| after `STEPS` steps at `LR`."""
+
+NOISE = 1e-6
+"""Rounding noise: below this share of the largest element of the whole gradient. See `zoo.KeyBias`."""
+
+Batch = Mapping[str, Tensor]
+LossOf = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training run showed."""
+
+    losses: list[Tensor]
+    """Per micro-batch."""
+
+    logits: list[Tensor]
+    """Per micro-batch."""
+
+    gradients: list[dict[str, Tensor]]
+    """Per step, only of the parameters that have one."""
+
+    weights: dict[str, Tensor]
+    """After the last step."""
+
+    rng: Tensor
+    """State of the generator after the last step: equal if both runs drew equally often."""
+
+
+def loss_of_output(output: Any) -> Tensor:
+    return output.loss
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    # `+ 0` makes a plain tensor of whatever the engine hands out.
+    return {name: p.grad + 0 for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() + 0 for name, p in model.named_parameters()}
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    windows: Sequence[Sequence[Batch]],
+    *,
+    loss_of: LossOf = loss_of_output,
+    seed: int = 7,
+) -> Run:
+    """One optimizer step per window; the loss of a window is the mean of its micro-batches' losses."""
+    losses, logits, gradients = [], [], []
+    torch.manual_seed(seed)
+    for window in windows:
+        for batch in window:
+            output = model(**batch)
+            loss = loss_of(output)
+            (loss / len(window)).backward()
+            losses.append(loss.detach() + 0)
+            logits.append(output.logits.detach() + 0)
+        gradients.append(gradients_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(
+        losses=losses,
+        logits=logits,
+        gradients=gradients,
+        weights=weights_of(model),
+        rng=torch.get_rng_state(),
+    )
+
+
+def torch_adamw(model: nn.Module, params: Any = None, **options: Any) -> torch.optim.AdamW:
+    defaults = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    return torch.optim.AdamW(
+        model.parameters() if params is None else params, foreach=False, **{**defaults, **options}
+    )
+
+
+def engine_adamw(engine: mt.Engine, params: Any = None, **options: Any) -> torch.optim.Optimizer:
+    defaults = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": None}
+    return engine.optimizer(params=params, **{**defaults, **options})
+
+
+@contextmanager
+def adopted(model: nn.Module, **options: Any) -> Iterator[mt.Engine]:
+    engine = mt.Engine(model, **{"device": "cpu", "precision": "fp32", **options})
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def train_both(
+    model: nn.Module,
+    windows: Sequence[Sequence[Batch]],
+    *,
+    loss_of: LossOf = loss_of_output,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    **options: Any,
+) -> tuple[Run, Run]:
+    """(reference, ours), from the same weights, batches and seed. `groups` makes the parameter groups."""
+    plain = deepcopy(model)
+    reference = train(
+        plain, torch_adamw(plain, groups and groups(plain), **options), windows, loss_of=loss_of
+    )
+    with adopted(model) as engine:
+        optimizer = engine_adamw(engine, groups and groups(model), **options)
+        ours = train(model, optimizer, windows, loss_of=loss_of)
+    return reference, ours
+
+
+def backward_in_both(model: nn.Module, scenario: Callable[[nn.Module], Any], *, seed: int = 7) -> Any:
+    """Play a scenario on a plain copy and on the adopted model. What it returns and the gradients that it leaves
+    must be equal. Returns what the plain one returned."""
+    plain = deepcopy(model)
+    torch.manual_seed(seed)
+    expected = scenario(plain)
+    torch.manual_seed(seed)
+    with adopted(model):
+        actual = scenario(model)
+        torch.testing.assert_close(actual, expected, rtol=LOGITS, atol=LOGITS)
+        assert_gradients_match(gradients_of(plain), gradients_of(model))
+    return expected
+
+
+def assert_runs_match(name: str, reference: Run, ours: Run) -> None:
+    """`name` in the zoo says which elements are key biases."""
+    assert_outputs_match(reference, ours)
+    assert_gradients_match(reference.gradients[0], ours.gradients[0])
+    for step, (theirs, mine) in enumerate(zip(reference.gradients, ours.gradients, strict=True)):
+        assert set(mine) == set(theirs), f"step {step}: different parameters have gradients"
+    assert torch.equal(ours.rng, reference.rng), "the runs drew random numbers a different number of times"
+    assert_weights_match(name, reference, ours)
+
+
+def assert_outputs_match(reference: Run, ours: Run) -> None:
+    """Only of the first step: after an update the weights differ in the last bit."""
+    torch.testing.assert_close(ours.losses[0], reference.losses[0], rtol=LOGITS, atol=LOGITS)
+    torch.testing.assert_close(ours.logits[0], reference.logits[0], rtol=LOGITS, atol=LOGITS)
+
+
+def assert_gradients_match(
+    reference: Mapping[str, Tensor], ours: Mapping[str, Tensor], tolerance: float = GRADIENT
+) -> None:
+    assert set(ours) == set(reference), "different parameters have gradients"
+    assert reference, "nothing to compare"
+    off = {}
+    for name, expected in reference.items():
+        assert ours[name].shape == expected.shape, name
+        difference = (ours[name].double() - expected.double()).norm()
+        error = (difference / expected.double().norm()).item() if difference else 0.0
+        if not error <= tolerance:
+            off[name] = error
+    assert not off, f"‖Δg‖/‖g‖ above {tolerance}: {worst(off)}"
+
+
+def assert_weights_match(name: str, reference: Run, ours: Run, tolerance: float = WEIGHT) -> None:
+    """Every element within the tolerance, except key biases, and those only if their gradient is noise in
+    every step. They may differ by as far as Adam can carry two runs in opposite directions."""
+    assert set(ours.weights) == set(reference.weights)
+    reach = 2 * LR * len(reference.gradients)
+    off = {}
+    for parameter_name, expected in reference.weights.items():
+        excused = zoo.key_bias_elements(name, parameter_name, expected)
+        if excused.any():
+            assert_noise(reference, parameter_name, excused)
+        difference = (ours.weights[parameter_name] - expected).abs()
+        limit = torch.where(excused, torch.tensor(reach), torch.tensor(tolerance))
+        if not bool((difference <= limit).all()):
+            off[parameter_name] = difference.max().item()
+    assert not off, f"|Δw| above {tolerance}: {worst(off)}"
+
+
+def assert_noise(run: Run, parameter_name: str, elements: Tensor) -> None:
+    """In every step in which the parameter has a gradient, these elements of it are rounding noise."""
+    for step, gradients in enumerate(run.gradients):
+        if parameter_name not in gradients:
+            continue
+        floor = NOISE * max(gradient.abs().max().item() for gradient in gradients.values())
+        largest = gradients[parameter_name][elements].abs().max().item()
+        assert largest <= floor, f"step {step}: {parameter_name} has a real gradient, {largest:.1e}"
+
+
+def worst(off: Mapping[str, float], count: int = 4) -> str:
+    """The largest errors first."""
+    ranked = sorted(off.items(), key=lambda item: -item[1])
+    more = f" and {len(ranked) - count} more" if len(ranked) > count else ""
+    return ", ".join(f"{name} {error:.1e}" for name, error in ranked[:count]) + more

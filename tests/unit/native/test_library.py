@@ -1,0 +1,125 @@
+import ctypes
+import mmap
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain import native
+from megatrain.errors import NativeLibraryMissing
+from megatrain.native import library
+
+PAGE = mmap.PAGESIZE
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fresh_loader():
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+def resident_pages(mapping: mmap.mmap, nbytes: int) -> int:
+    """Pages of a mapping that are in memory, as the kernel counts them (mincore)."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    pages = (nbytes + PAGE - 1) // PAGE
+    flags = (ctypes.c_ubyte * pages)()
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    assert mincore(address, nbytes, flags) == 0
+    return sum(flag & 1 for flag in flags)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 64])
+def test_touch_faults_in_every_page(threads):
+    nbytes = 8 * MIB + 3 * PAGE
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    assert resident_pages(mapping, nbytes) == 0
+    native.touch(address, nbytes, threads)
+    assert resident_pages(mapping, nbytes) == nbytes // PAGE
+    assert mapping[:] == bytes(nbytes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(offset=st.integers(0, 2 * PAGE), nbytes=st.integers(0, 5 * MIB), threads=st.integers(1, 9))
+def test_touch_keeps_contents(offset, nbytes, threads):
+    data = torch.randint(0, 256, (5 * MIB + 2 * PAGE,), dtype=torch.uint8)
+    before = data.clone()
+    native.touch(data.data_ptr() + offset, nbytes, threads)
+    assert torch.equal(data, before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nbytes=st.one_of(st.integers(0, 200), st.integers(0, 5 * MIB)),
+    shift_dst=st.integers(0, 130),
+    shift_src=st.integers(0, 130),
+    threads=st.integers(1, 9),
+)
+def test_copy_moves_exactly_the_range(nbytes, shift_dst, shift_src, threads):
+    src = torch.randint(0, 256, (nbytes + 200,), dtype=torch.uint8)
+    dst = torch.full((nbytes + 200,), 7, dtype=torch.uint8)
+    expected = dst.clone()
+    expected[shift_dst : shift_dst + nbytes] = src[shift_src : shift_src + nbytes]
+    native.copy(dst.data_ptr() + shift_dst, src.data_ptr() + shift_src, nbytes, threads)
+    assert torch.equal(dst, expected)
+
+
+def test_refusals_are_os_errors():
+    data = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(OSError, match="Invalid argument"):
+        native.touch(data.data_ptr(), 8, 0)
+    with pytest.raises(OSError, match="Bad address"):
+        native.touch(0, 8, 1)
+    with pytest.raises(OSError, match="Bad address"):
+        native.copy(data.data_ptr(), 0, 8, 1)
+    with pytest.raises(ValueError, match="negative"):
+        native.copy(data.data_ptr(), data.data_ptr(), -1, 1)
+
+
+def test_missing_library_names_places_and_command(monkeypatch, tmp_path, fresh_loader):
+    places = [tmp_path / "one" / library.FILE_NAME, tmp_path / "two" / library.FILE_NAME]
+    monkeypatch.setattr(library, "search_paths", lambda: places)
+    with pytest.raises(NativeLibraryMissing) as caught:
+        native.touch(0, 0, 1)
+    message = str(caught.value)
+    assert all(str(place) in message for place in places)
+    assert "cmake -S . -B build && cmake --build build" in message
+    assert "make native" in message
+
+
+def test_explicit_path_is_the_only_one_searched(monkeypatch, tmp_path, fresh_loader):
+    explicit = tmp_path / "libother.so"
+    monkeypatch.setenv(library.PATH_VARIABLE, str(explicit))
+    assert library.search_paths() == [explicit]
+    with pytest.raises(NativeLibraryMissing, match=r"libother\.so"):
+        native.touch(0, 0, 1)
+
+
+def test_file_that_is_no_library_is_refused(monkeypatch, tmp_path, fresh_loader):
+    explicit = tmp_path / library.FILE_NAME
+    explicit.write_text("not a library")
+    monkeypatch.setenv(library.PATH_VARIABLE, str(explicit))
+    with pytest.raises(NativeLibraryMissing, match="cannot be loaded"):
+        native.touch(0, 0, 1)
+
+
+def test_other_abi_is_refused(monkeypatch, fresh_loader):
+    monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
+    with pytest.raises(NativeLibraryMissing, match="ABI version 1, this megatrain needs 2"):
+        native.touch(0, 0, 1)
+
+
+def test_import_does_not_load_it():
+    code = (
+        "from megatrain.native import library\n"
+        "assert library.load.cache_info().currsize == 0\n"
+        "assert 'libmegatrain' not in open('/proc/self/maps').read()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

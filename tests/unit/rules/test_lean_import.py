@@ -1,0 +1,39 @@
+"""`import megatrain` is quick and touches no device; the public names are a fixed list."""
+
+import subprocess
+import sys
+
+import pytest
+
+import megatrain
+
+PUBLIC = ["Engine", "Trainer", "MegaMixin", "Settings", "errors", "init", "__version__"]
+
+IMPORT_AND_REPORT = """
+import sys
+import megatrain
+heavy = [name for name in ("transformers", "accelerate", "triton", "datasets") if name in sys.modules]
+assert not heavy, f"import megatrain imported {heavy}"
+torch = sys.modules.get("torch")
+assert torch is None or not torch.cuda.is_initialized(), "import megatrain initialised CUDA"
+"""
+
+
+def test_import_is_lean():
+    done = subprocess.run([sys.executable, "-c", IMPORT_AND_REPORT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_the_frozen_list():
+    assert sorted(megatrain.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_there(name):
+    assert getattr(megatrain, name) is not None
+    assert name in dir(megatrain)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        megatrain.no_such_name  # noqa: B018
