@@ -1,0 +1,1 @@
+"""Hugging Face: the Trainer, the mixin for other trainers, and data preparation."""

@@ -1,0 +1,209 @@
+"""`MegaMixin`: put it in front of any `transformers.Trainer` subclass and its model streams.
+
+Only the places where a Trainer touches devices, gradients, optimizer state and checkpoints are overridden; loops,
+losses, callbacks and logging are its own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from megatrain import settings as settings_module
+from megatrain.checkpoint import states
+from megatrain.engine.session import Engine, engine_of
+from megatrain.errors import CheckpointError, MissingLabels, SettingsError
+from megatrain.hardware import inventory
+from megatrain.hf.progress import StepLines
+from megatrain.optim.optimizer import Optimizer
+from megatrain.telemetry.notices import announce
+
+SCHEDULER_FILE = "scheduler.pt"
+STOCK_OPTIMIZER_FILE = "optimizer.pt"
+STOCK_LOGGING_STEPS = 500
+
+
+class MegaMixin:
+    """Streams a Trainer's model through a MegaTrain engine.
+
+    `class SFT(MegaMixin, trl.SFTTrainer): ...`. The engine is `self.engine`; it is attached when the Trainer is made
+    and stays with the model.
+    """
+
+    engine: Engine
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        inventory.refuse_distributed()
+        super().__init__(*args, **kwargs)
+        self._attach()
+        self._refuse_foreign_optimizer()
+        self.add_callback(StepLines(self))  # type: ignore[attr-defined]
+
+    # ---- set-up
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self._adapt_arguments()
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def _adapt_arguments(self) -> None:
+        """What a stock Trainer would do to the model that an engine does itself, or cannot do."""
+        args = self.args
+        if args.fp16:
+            raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
+        if not str(args.optim).split(".")[-1].lower().startswith("adamw"):
+            raise SettingsError(f"optim={args.optim!s} is not supported: MegaTrain trains with AdamW (optim='adamw_torch').")
+        _ = args.device  # settles the number of GPUs, which is then overridden
+        args._n_gpu = min(args._n_gpu, 1)
+        if args.gradient_checkpointing:
+            args.gradient_checkpointing = False
+            announce("gradient_checkpointing=True is not needed: every block already recomputes its forward")
+        if args.logging_steps == STOCK_LOGGING_STEPS and args.logging_strategy == "steps":
+            args.logging_steps = 1
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        # Precision is the engine's: autocast on top would cast the weights of every block again.
+        return built | {"device_placement": False, "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """The engine puts each block where it is computed."""
+
+    def _attach(self) -> None:
+        """Give the model an engine, or take the one it has (a second Trainer on the same model)."""
+        present = engine_of(self.model)
+        if present is not None and not present.closed:
+            self.engine = present
+            return
+        asked = settings_module.current()
+        device = self.args.device
+        if asked.device is not None and torch.device(asked.device).type != device.type:
+            raise SettingsError(
+                f"megatrain.init asked for device={asked.device!r}, but TrainingArguments is on {device}; "
+                "set use_cpu=True there, or leave device out."
+            )
+        precision = "bf16" if self.args.bf16 else asked.precision
+        self.engine = Engine(self.model, device=str(device), precision=precision)
+
+    def _refuse_foreign_optimizer(self) -> None:
+        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
+            raise SettingsError(
+                f"optimizers=({type(self.optimizer).__name__}, ...) cannot update streamed weights; leave it out, or pass "
+                "one made by megatrain.Engine(model).optimizer(...)."
+            )
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
+        if engine_of(self.model) is not self.engine:
+            self._attach()
+        if self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+            named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            groups = [
+                {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+                {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+            ]
+            self.optimizer = self.engine.optimizer(
+                groups,
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                max_grad_norm=self.args.max_grad_norm or None,
+            )
+        return self.optimizer
+
+    # ---- a step
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete(self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own_loss = type(self).compute_loss is not _stock_compute_loss() or self.compute_loss_func is not None  # type: ignore[attr-defined]
+        if not own_loss and isinstance(inputs, dict) and not any(name in inputs for name in self.label_names):  # type: ignore[attr-defined]
+            raise MissingLabels(
+                f"the batch has {', '.join(sorted(inputs))} but none of {', '.join(self.label_names) or 'labels'}, "  # type: ignore[attr-defined]
+                "so the model returns no loss; add labels to the dataset, or use a collator that makes them "
+                "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
+            )
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> float:
+        # The clip factor is applied inside the update, from this same norm.
+        return self.engine.grad_norm()
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
+        return self.engine.grad_norm() if grad_norm is None else grad_norm
+
+    # ---- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and not hasattr(self.model, "save_pretrained"):
+            state_dict = states.without_aliases(self.engine.host_state_dict())
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+        states.save_optimizer(self.model, self._own_optimizer(), output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if (folder / states.FOLDER).is_dir():
+            states.load_optimizer(self.model, self._own_optimizer(), checkpoint)
+        elif (folder / STOCK_OPTIMIZER_FILE).is_file():
+            announce(f"{checkpoint} was written by a stock Trainer: taking over its AdamW state")
+            stored = torch.load(folder / STOCK_OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+            self._own_optimizer().load_state_dict(stored)
+        else:
+            raise CheckpointError(
+                f"{checkpoint} holds no optimizer state; to start from its weights alone, load the model from it "
+                "and train without resume_from_checkpoint."
+            )
+        if (folder / SCHEDULER_FILE).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        states.load_model(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        states.load_model(self.model, self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+
+    def _own_optimizer(self) -> Optimizer:
+        """The engine's optimizer, from under accelerate's wrapper."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(inner, Optimizer)
+        return inner
+
+
+def last_complete(output_dir: str) -> str:
+    """The newest checkpoint that was written to its end; incomplete ones are skipped, announced."""
+    found = sorted(
+        (path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()),
+        key=lambda path: int(path.name.split("-")[-1]),
+        reverse=True,
+    )
+    for path in found:
+        stock = not (path / states.FOLDER).exists() and (path / STOCK_OPTIMIZER_FILE).exists()
+        if stock or states.is_complete(path):
+            return str(path)
+        announce(f"{path} is incomplete or damaged and was skipped")
+    raise CheckpointError(
+        f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint ({len(found)} incomplete)."
+    )
+
+
+def _stock_compute_loss() -> Any:
+    from transformers import Trainer
+
+    return Trainer.compute_loss
