@@ -33,7 +33,9 @@ SHARD_BYTES = 4 << 30
 # ---- weights
 
 
-def save_model(model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: str | os.PathLike[str]) -> None:
+def save_model(
+    model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: str | os.PathLike[str]
+) -> None:
     """Through `save_pretrained` if the model has it, else as one safetensors file."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
@@ -77,9 +79,11 @@ def _put(name: str, parameter: Any, buffer: torch.Tensor | None, values: torch.T
     target = parameter if parameter is not None else buffer
     assert target is not None
     if target.shape != values.shape:
-        raise CheckpointError(f"{name} has shape {tuple(values.shape)} in the checkpoint and {tuple(target.shape)} in the model.")
+        raise CheckpointError(
+            f"{name} has shape {tuple(values.shape)} in the checkpoint and {tuple(target.shape)} in the model."
+        )
     if parameter is not None:
-        parameter.slab.put(parameter.index, values)
+        parameter.slab.put(parameter.segment, values)
     elif buffer is not None:
         with torch.no_grad():
             buffer.copy_(values)
@@ -88,7 +92,9 @@ def _put(name: str, parameter: Any, buffer: torch.Tensor | None, values: torch.T
 def _load_converted(model: Any, named: dict[str, Any], directory: str | os.PathLike[str], missing: list[str]) -> None:
     """Names on disk differ from the model's (merged experts...): let transformers convert, in a temporary copy."""
     if not hasattr(model, "from_pretrained"):
-        raise CheckpointError(f"the checkpoint in {directory} lacks {missing[:3] or 'nothing'} or has names the model does not know.")
+        raise CheckpointError(
+            f"the checkpoint in {directory} lacks {missing[:3] or 'nothing'} or has names the model does not know."
+        )
     loaded = type(model).from_pretrained(directory, dtype="auto", config=model.config)
     for name, parameter in loaded.named_parameters():
         _put(name, named[name], None, parameter)
@@ -107,7 +113,9 @@ def _weight_files(directory: Path) -> list[tuple[Path, list[str]]]:
         listed = set(json.loads(index.read_text())["weight_map"].values())
         absent = sorted(listed - {path.name for path in files})
         if absent:
-            raise CheckpointError(f"{directory} lacks the shard {absent[0]} that its index names ({len(absent)} missing).")
+            raise CheckpointError(
+                f"{directory} lacks the shard {absent[0]} that its index names ({len(absent)} missing)."
+            )
         files = [path for path in files if path.name in listed]
     found = []
     for path in files:
@@ -140,7 +148,7 @@ def save_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dir
         "format": FORMAT,
         "megatrain": __version__,
         "files": files,
-        "steps": {name: parameter.slab.steps[parameter.index] for name, parameter in parameters},
+        "steps": {name: parameter.slab.steps[parameter.segment] for name, parameter in parameters},
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [names[id(parameter)] for parameter in group["params"]]}
@@ -159,7 +167,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dir
     if groups != [group["params"] for group in manifest["groups"]]:
         raise CheckpointError(
             f"the optimizer state in {folder} is of other parameters or groups "
-            f"({[len(g['params']) for g in manifest['groups']]} per group, this optimizer has {[len(g) for g in groups]})."
+            f"({[len(g['params']) for g in manifest['groups']]} per group, not {[len(g) for g in groups]})."
         )
     for name, entry in manifest["files"].items():
         if _checksum(folder / name) != entry["crc32"]:
@@ -169,7 +177,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dir
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         parameter.slab.overwrite()
-        parameter.slab.steps[parameter.index] = manifest["steps"][name]
+        parameter.slab.steps[parameter.segment] = manifest["steps"][name]
     for file in manifest["files"]:
         with safe_open(folder / file, framework="pt") as shard:
             for key in shard.keys():  # noqa: SIM118
@@ -183,7 +191,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {FOLDER}/{MANIFEST}: the checkpoint was not written to its end.") from None
+        raise CheckpointError(
+            f"{directory} has no {FOLDER}/{MANIFEST}: the checkpoint was not written to its end."
+        ) from None
     except ValueError:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: it is not valid JSON.") from None
     if manifest.get("format") != FORMAT:
@@ -195,7 +205,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> dict[str, Any]:
         size = path.stat().st_size if path.exists() else -1
         if size != entry["bytes"]:
             state = "missing" if size < 0 else f"{size} bytes long"
-            raise CheckpointError(f"{path} is {state}, the manifest says {entry['bytes']} bytes: the checkpoint is damaged.")
+            raise CheckpointError(
+                f"{path} is {state}, the manifest says {entry['bytes']} bytes: the checkpoint is damaged."
+            )
     return manifest
 
 

@@ -63,7 +63,9 @@ class Block:
     """Whether a forward was seen to write its buffers (running statistics): recompute then works on copies."""
 
     def __post_init__(self) -> None:
-        self.slabs = sorted({slab.index: slab for slab, _ in self.places.values()}.values(), key=lambda slab: slab.index)
+        self.slabs = sorted(
+            {slab.index: slab for slab, _ in self.places.values()}.values(), key=lambda slab: slab.index
+        )
         self._stateless = _Original(self.module, self.original)
 
     @property
@@ -122,7 +124,7 @@ def emit(
     *,
     replaying: bool,
 ) -> Emitted:
-    """Call a block and gather what leaves it. `args` and `kwargs` are this call's own: it may write into their dicts."""
+    """Call a block and gather what leaves it. `args` and `kwargs` are this call's own: it may write to dicts in them."""
     known = {place: set(mapping) for place, mapping in mappings(args, kwargs).items()}
 
     def call() -> Any:

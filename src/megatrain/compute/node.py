@@ -70,7 +70,7 @@ class _BlockNode(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         inputs = call.detached(ctx.saved_tensors)
@@ -137,4 +137,3 @@ def _without_gradient(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: d
         if any(t.untyped_storage().data_ptr() in storages for t in tensors):
             return recipe.rebuild([t.clone() if t.untyped_storage().data_ptr() in storages else t for t in tensors])
         return result
-

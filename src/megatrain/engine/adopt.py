@@ -61,9 +61,9 @@ class Adoption:
     def release(self) -> None:
         """Make the model an ordinary one on the CPU again; its parameters are views of the slabs' memory."""
         for module in self._wrapped:
-            del module.forward  # type: ignore[method-assign]
+            del module.forward
         for module in self._guarded:
-            del module._apply  # type: ignore[method-assign]
+            del module._apply
         replaced: dict[int, torch.nn.Parameter] = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
@@ -112,7 +112,7 @@ class Adoption:
 
     def _wrap(self, item: Found, run: Callable[[Block, Any, Any], Any]) -> None:
         parameters: dict[str, Any] = dict(item.module.named_parameters(remove_duplicate=False))
-        places = {name: (p.slab, p.index) for name, p in parameters.items()}
+        places = {name: (p.slab, p.segment) for name, p in parameters.items()}
         original = item.module.forward
         block = Block(len(self.blocks), item.name, item.module, places, parameters, original)
         self.blocks.append(block)
@@ -121,7 +121,7 @@ class Adoption:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(block, args, kwargs)
 
-        item.module.forward = forward  # type: ignore[method-assign]
+        item.module.forward = forward
         self._wrapped.append(item.module)
 
     def _guard(self, module: torch.nn.Module) -> None:
@@ -134,12 +134,11 @@ class Adoption:
                 moved = fn(probe)
                 if moved.device != device or moved.dtype != dtype:
                     raise ModelMoved(
-                        f"{type(module).__name__} belongs to a MegaTrain engine on {device} and cannot be moved or cast to "
-                        f"{moved.device}, {moved.dtype}: its weights live in the engine's store; close the engine and "
+                        f"{type(module).__name__} belongs to a MegaTrain engine on {device} and cannot be moved or cast "
+                        f"to {moved.device}, {moved.dtype}: its weights live in the engine's store; close the engine and "
                         "attach a new one with other settings, or load a saved copy."
                     )
             return module
 
-        module._apply = _apply  # type: ignore[method-assign, assignment]
+        module._apply = _apply  # type: ignore[method-assign]
         self._guarded.append(module)
-

@@ -9,7 +9,9 @@ from megatrain.hardware import inventory
 from megatrain.settings import Settings
 
 
-def init(offload_dir: Any = None, max_vram_gb: float | None = None, optimizer_compression: Any = False, **more: Any) -> Settings:
+def init(
+    offload_dir: Any = None, max_vram_gb: float | None = None, optimizer_compression: Any = False, **more: Any
+) -> Settings:
     """Set the defaults of every engine and trainer made from here on; returns them.
 
     `more` are the other fields of `Settings`. Values are checked here; what the hardware makes of them is announced

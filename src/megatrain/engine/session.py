@@ -56,7 +56,7 @@ class Engine:
         previous = engine_of(model)
         if previous is not None and not previous.closed:
             raise AlreadyAttached(
-                f"this {type(model).__name__} already belongs to an engine; use that one, or close it before attaching another."
+                f"this {type(model).__name__} already belongs to an engine; use that one, or close it first."
             )
         if previous is not None:
             previous.release()
@@ -239,8 +239,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed(
-                "this engine is closed: its model's weights can still be read and saved, but to run or train it attach a "
-                "new megatrain.Engine(model)."
+                "this engine is closed: its model's weights can still be read and saved, but to run or train it attach "
+                "a new megatrain.Engine(model)."
             )
 
     def _require_states(self, params: list[Any]) -> None:
@@ -304,7 +304,7 @@ def _lanes(asked: Any, device: torch.device) -> Lanes:
 
 
 def _disable_checkpointing(model: torch.nn.Module) -> None:
-    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    switched: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for module in switched:
         module.gradient_checkpointing = False
     if switched:

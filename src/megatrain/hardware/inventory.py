@@ -34,7 +34,9 @@ def choose_device(asked: str | None) -> torch.device:
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise DeviceUnavailable(f"device={asked!r} was asked for, but only {torch.cuda.device_count()} GPU(s) are visible.")
+        raise DeviceUnavailable(
+            f"device={asked!r} was asked for, but only {torch.cuda.device_count()} GPU(s) are visible."
+        )
     return torch.device("cuda", index)
 
 
@@ -64,8 +66,8 @@ def cap_vram(device: torch.device, max_vram_gb: float | None) -> None:
     usable = wanted - CUDA_CONTEXT_BYTES
     if usable <= 0:
         raise NotEnoughMemory(
-            f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA itself "
-            "takes; raise it to at least 2."
+            f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA "
+            "itself takes; raise it to at least 2."
         )
     torch.cuda.set_per_process_memory_fraction(usable / total, device)
 
@@ -120,7 +122,9 @@ def _cgroup_files() -> list[tuple[Path, Path, Path]]:
         elif "memory" in controllers.split(","):
             group = base / "memory" / path.lstrip("/")
             for folder in (group, base / "memory"):
-                found.append((folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes", folder / "memory.stat"))
+                found.append(
+                    (folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes", folder / "memory.stat")
+                )
     return found
 
 

@@ -111,9 +111,7 @@ class StreamedRows(IterableDataset[dict[str, Any]]):
         for index, row in enumerate(self.source):
             yield self.encode(index, row)
         if index < 0 and get_worker_info() is None:  # a worker's share may well be empty
-            raise DataError(
-                "the dataset gave no rows: it is empty, or a one-shot stream that was read before."
-            )
+            raise DataError("the dataset gave no rows: it is empty, or a one-shot stream that was read before.")
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on, so that a source that reshuffles by epoch still does."""
@@ -193,9 +191,7 @@ class RowEncoder:
             return self._checked(index, row)
         if kind is None:
             if row.get("input_ids") is not None:
-                raise DataError(
-                    f"row {index} has inputs that are not one number per token: pass a data_collator."
-                )
+                raise DataError(f"row {index} has inputs that are not one number per token: pass a data_collator.")
             return dict(row)
         tokenizer, value = self.need_tokenizer(kind), row[kind]
         if kind == "prompt":
@@ -219,31 +215,23 @@ class RowEncoder:
             start = self.tokenizer(prompt, verbose=False)["input_ids"]
             ids = self.tokenizer(prompt + completion, verbose=False)["input_ids"]
             eos = self.tokenizer.eos_token_id
-            ids = (
-                ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-            )  # or the model never learns to stop
+            ids = ids if eos is None or ids[-1:] == [eos] else [*ids, eos]  # or the model never learns to stop
         elif isinstance(prompt, list) and isinstance(completion, list):
             start = self._chat(index, prompt, add_generation_prompt=True)
             ids = self._chat(index, prompt + completion)
         else:
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
-            raise DataError(
-                f"row {index}: `prompt` and `completion` are {kinds}, not both text or both messages."
-            )
+            raise DataError(f"row {index}: `prompt` and `completion` are {kinds}, not both text or both messages.")
         # A token may straddle the seam, so the prompt is what both encodings begin with.
         masked = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(start, ids, strict=False)))
         ids = self._cut("completion", ids)
         if masked >= len(ids):
-            raise DataError(
-                f"row {index}: its prompt fills all {len(ids)} tokens; nothing is left to train on."
-            )
+            raise DataError(f"row {index}: its prompt fills all {len(ids)} tokens; nothing is left to train on.")
         return {"input_ids": ids, "labels": [IGNORED] * masked + ids[masked:]}
 
     def _chat(self, index: int, messages: Any, **options: bool) -> list[int]:
         if not isinstance(messages, list):
-            raise DataError(
-                f"row {index}: messages must be a list of dicts, not a {type(messages).__name__}."
-            )
+            raise DataError(f"row {index}: messages must be a list of dicts, not a {type(messages).__name__}.")
         if not self.tokenizer.chat_template:
             raise DataError(f"row {index} holds messages and the tokenizer no chat template: set one on it.")
         return list(self.tokenizer.apply_chat_template(messages, return_dict=False, **options))
@@ -258,9 +246,7 @@ class RowEncoder:
             low, high = (int(x) for x in torch.aminmax(ids)) if len(ids) else (0, 0)
             if size is not None and (low < 0 or high >= size):
                 wrong = low if low < 0 else high
-                raise DataError(
-                    f"row {index}: token id {wrong} is outside the vocabulary (vocab_size {size})."
-                )
+                raise DataError(f"row {index}: token id {wrong} is outside the vocabulary (vocab_size {size}).")
         return columns
 
 

@@ -60,7 +60,9 @@ class MegaMixin:
         if args.fp16:
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
         if not str(args.optim).split(".")[-1].lower().startswith("adamw"):
-            raise SettingsError(f"optim={args.optim!s} is not supported: MegaTrain trains with AdamW (optim='adamw_torch').")
+            raise SettingsError(
+                f"optim={args.optim!s} is not supported: MegaTrain trains with AdamW (optim='adamw_torch')."
+            )
         _ = args.device  # settles the number of GPUs, which is then overridden
         args._n_gpu = min(args._n_gpu, 1)
         if args.gradient_checkpointing:
@@ -96,8 +98,8 @@ class MegaMixin:
     def _refuse_foreign_optimizer(self) -> None:
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
             raise SettingsError(
-                f"optimizers=({type(self.optimizer).__name__}, ...) cannot update streamed weights; leave it out, or pass "
-                "one made by megatrain.Engine(model).optimizer(...)."
+                f"optimizers=({type(self.optimizer).__name__}, ...) cannot update streamed weights; leave it out, or "
+                "pass one made by megatrain.Engine(model).optimizer(...)."
             )
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from megatrain.telemetry.notices import announce
 
 
-class StepLines(TrainerCallback):  # type: ignore[misc]
+class StepLines(TrainerCallback):
     """Announces each step that the Trainer itself does not log."""
 
     def __init__(self, trainer: Any) -> None:

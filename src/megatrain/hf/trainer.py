@@ -10,7 +10,7 @@ from megatrain.hf.data import prepare
 from megatrain.hf.mixin import MegaMixin
 
 
-class Trainer(MegaMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(MegaMixin, transformers.Trainer):
     """Takes what `transformers.Trainer` takes.
 
     Without a collator, datasets of `text`, `messages`, `prompt` + `completion` or bare `input_ids` are tokenized and

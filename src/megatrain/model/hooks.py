@@ -18,7 +18,7 @@ OLDEST = "5.17"
 class Hooks:
     """What was found in the installed transformers."""
 
-    layer: type
+    layer: type[torch.nn.Module]
     """Marks decoder layers in almost every architecture."""
     cache: type
     """Base class of key/value caches."""
@@ -87,7 +87,9 @@ class Capture:
             self._outer[key].extend(entries)
 
 
-def without_cache(hooks: Hooks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_cache(
+    hooks: Hooks, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A block's arguments for training: a live cache would be written again by the recompute, silently."""
     args = tuple(None if isinstance(value, hooks.cache) else value for value in args)
     kwargs = {key: None if isinstance(value, hooks.cache) else value for key, value in kwargs.items()}

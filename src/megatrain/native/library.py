@@ -46,9 +46,7 @@ def load() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeLibraryMissing(
-            f"The native library {path} cannot be loaded: {error}. {_HOW_TO_BUILD}"
-        ) from error
+        raise NativeLibraryMissing(f"The native library {path} cannot be loaded: {error}. {_HOW_TO_BUILD}") from error
     _check_abi(library, path)
     library.mt_touch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.mt_touch.restype = ctypes.c_int

@@ -91,7 +91,7 @@ class Optimizer(torch.optim.Optimizer):
             beta1, beta2 = (float(beta) for beta in group["betas"])
             hyper = Hyper(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
             for parameter in group["params"]:
-                table.setdefault(parameter.slab.index, {})[parameter.index] = hyper
+                table.setdefault(parameter.slab.index, {})[parameter.segment] = hyper
         return table
 
     # ---- state, in the form that torch.optim.AdamW uses, plus the residual of a split master
@@ -106,13 +106,13 @@ class Optimizer(torch.optim.Optimizer):
         ]
         state = {}
         for parameter in self._parameters():
-            steps = parameter.slab.steps[parameter.index]
+            steps = parameter.slab.steps[parameter.segment]
             parameter.slab.settle()
             if steps:
                 state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps))} | states_of(parameter)
         return {"state": state, "param_groups": groups}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state dict of this class, or of `torch.optim.AdamW` over the same groups, into the store."""
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -125,7 +125,7 @@ class Optimizer(torch.optim.Optimizer):
             for number, parameter in zip(theirs["params"], mine["params"], strict=True):
                 entry = state_dict["state"].get(number)
                 parameter.slab.overwrite()
-                parameter.slab.steps[parameter.index] = int(entry["step"]) if entry else 0
+                parameter.slab.steps[parameter.segment] = int(entry["step"]) if entry else 0
                 for role, view in states_of(parameter).items():
                     if entry is not None and role in entry:
                         view.copy_(entry[role])
@@ -142,9 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         return f"megatrain.{super().__repr__()}"
 
 
-def _check(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
-) -> None:
+def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None) -> None:
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not float(value) >= 0.0:
             raise SettingsError(f"{name} must not be negative, and is {value!r}.")

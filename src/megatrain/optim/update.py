@@ -27,7 +27,8 @@ def update_slab(slab: Slab, gradient: Snapshot, hypers: Mapping[int, Hyper], cli
 
 
 def _update_piece(slab: Slab, gradient: Snapshot, start: int, end: int, scalars: Scalars) -> None:
-    assert slab.exp_avg is not None and slab.exp_avg_sq is not None
+    assert slab.exp_avg is not None
+    assert slab.exp_avg_sq is not None
     rounded = gradient.rounded(start, end)
     weight, moments = slab.weight[start:end], (slab.exp_avg[start:end], slab.exp_avg_sq[start:end])
     if not slab.split_master:
@@ -39,4 +40,3 @@ def _update_piece(slab: Slab, gradient: Snapshot, start: int, end: int, scalars:
     high, low = split(master)
     weight.copy_(high)
     slab.residual[start:end].copy_(low)
-

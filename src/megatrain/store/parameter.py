@@ -25,16 +25,16 @@ class StoreTensor(torch.Tensor):
     """A view of one role (`weight` or `grad`) of a slab."""
 
     slab: Slab
-    index: int
+    segment: int
     role: str
     geometry: torch.Tensor
 
     # Attribute access and methods behave like a plain tensor's; only real operators reach __torch_dispatch__.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, slab: Slab, index: int, role: str, device: torch.device, geometry: torch.Tensor) -> StoreTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, slab: Slab, segment: int, role: str, device: torch.device, geometry: torch.Tensor) -> StoreTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             geometry.size(),
             strides=geometry.stride(),
@@ -43,8 +43,8 @@ class StoreTensor(torch.Tensor):
             device=device,
             requires_grad=False,
         )
-        tensor.slab, tensor.index, tensor.role, tensor.geometry = slab, index, role, geometry
-        return tensor  # type: ignore[no-any-return]
+        tensor.slab, tensor.segment, tensor.role, tensor.geometry = slab, segment, role, geometry
+        return tensor
 
     @classmethod
     def whole(cls, slab: Slab, index: int, role: str, device: torch.device) -> StoreTensor:
@@ -86,48 +86,52 @@ class StoreTensor(torch.Tensor):
     # ---- what users reach for by attribute
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The summed gradient: reading shows it, in-place changes reach the store, None clears it."""
-        if not getattr(self, "_is_param", False) or self.index not in self.slab.grad.present:
+        if not getattr(self, "_is_param", False) or self.segment not in self.slab.grad.present:
             return None
-        return StoreTensor.whole(self.slab, self.index, "grad", self.device)
+        return StoreTensor.whole(self.slab, self.segment, "grad", self.device)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if not getattr(self, "_is_param", False):
-            raise MegaTrainError("the gradient of a view or of a detached parameter cannot be set; set the parameter's own.")
+            raise MegaTrainError(
+                "the gradient of a view or of a detached parameter cannot be set; set the parameter's own."
+            )
         if value is None:
-            self.slab.grad.drop(self.index)
+            self.slab.grad.drop(self.segment)
             return
         if value.shape != self.shape:
-            raise ValueError(f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}.")
+            raise ValueError(
+                f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}."
+            )
         values = value.detach().clone()
         gradient = self.slab.grad
         gradient.current()
         if not gradient.present:
             gradient.clear()
-        gradient.present.add(self.index)
+        gradient.present.add(self.segment)
         gradient.square_sum = None
-        StoreTensor.whole(self.slab, self.index, "grad", self.device).write(values)
+        StoreTensor.whole(self.slab, self.segment, "grad", self.device).write(values)
 
     @grad.deleter
     def grad(self) -> None:
-        self.slab.grad.drop(self.index)
+        self.slab.grad.drop(self.segment)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value.shape != self.shape:
             raise MegaTrainError(
-                f"a parameter of shape {tuple(self.shape)} lives in MegaTrain's store and cannot be replaced by data of "
-                f"shape {tuple(value.shape)}; resize the model before attaching an engine."
+                f"a parameter of shape {tuple(self.shape)} lives in MegaTrain's store and cannot be replaced by data "
+                f"of shape {tuple(value.shape)}; resize the model before attaching an engine."
             )
         self.write(value.detach())
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{'Parameter' if getattr(self, '_is_param', False) else 'StoreTensor'}({self.materialise()!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -145,7 +149,7 @@ class StoreTensor(torch.Tensor):
     # ---- operators
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -164,7 +168,7 @@ def _view(func: Any, base: StoreTensor, args: tuple[Any, ...], kwargs: dict[str,
     """Apply a view operator to the geometry alone."""
     return pytree.tree_map_only(
         torch.Tensor,
-        lambda geometry: StoreTensor(base.slab, base.index, base.role, base.device, geometry),
+        lambda geometry: StoreTensor(base.slab, base.segment, base.role, base.device, geometry),
         func(base.geometry, *args, **kwargs),
     )
 
@@ -192,11 +196,13 @@ def _written(
 def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> torch.nn.Parameter:
     """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
     parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    slab, index = tensor.slab, tensor.index
+    slab, index = tensor.slab, tensor.segment
+    plain_grad: Any = torch.Tensor.grad
+    """The field that autograd writes, under the property that shows the store."""
 
     def collect(leaf: Any) -> None:
-        gradient = torch.Tensor.grad.__get__(leaf)  # type: ignore[attr-defined]
-        torch.Tensor.grad.__set__(leaf, None)  # type: ignore[attr-defined]
+        gradient = plain_grad.__get__(leaf)
+        plain_grad.__set__(leaf, None)
         deposit(slab, index, gradient)
 
     # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
@@ -209,7 +215,7 @@ def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> 
 def states_of(parameter: StoreTensor) -> dict[str, torch.Tensor]:
     """The optimizer's roles of one parameter, as views of its slab."""
     slab = parameter.slab
-    segment = slab.layout.segments[parameter.index]
+    segment = slab.layout.segments[parameter.segment]
     found = {role: getattr(slab, role) for role in STATES}
     return {
         role: flat[segment.offset : segment.end].view(segment.shape) for role, flat in found.items() if flat is not None

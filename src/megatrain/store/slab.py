@@ -125,7 +125,7 @@ class Gradient:
         self.summed = False
         """Whether the sum is in `partial` (else in `buffer`)."""
         self.square_sum: torch.Tensor | None = None
-        """Sum of squares of the rounded gradient in FP64 on the host, if it was computed where the gradient was made."""
+        """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
         self.landed: Ticket = DONE
 
     @property

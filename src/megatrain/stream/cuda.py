@@ -54,7 +54,7 @@ class StreamLane:
         self.name = name
         self.device = device
         self.timeline = timeline
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device)
         self._issuer = ThreadLane(f"{name}-issue", Timeline(), failures)
 
     def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:

@@ -77,7 +77,13 @@ class Fetcher:
     """Brings slabs to the device, on demand and ahead of it."""
 
     def __init__(
-        self, slabs: Sequence[Slab], slots: int, device: torch.device, lanes: Lanes, transfer: Transfer, counters: Counters
+        self,
+        slabs: Sequence[Slab],
+        slots: int,
+        device: torch.device,
+        lanes: Lanes,
+        transfer: Transfer,
+        counters: Counters,
     ) -> None:
         self._lanes = lanes
         self._transfer = transfer

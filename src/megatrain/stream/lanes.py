@@ -117,7 +117,9 @@ class HostTicket:
 class ThreadLane:
     """A lane on one CPU thread. `delay`, if given, is slept before and after each piece of work."""
 
-    def __init__(self, name: str, timeline: Timeline, failures: Failures, delay: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, name: str, timeline: Timeline, failures: Failures, delay: Callable[[], float] | None = None
+    ) -> None:
         self.name = name
         self.timeline = timeline
         self._failures = failures
@@ -180,7 +182,9 @@ class ThreadLanes:
             # Half of the pauses are zero: a lane that runs ahead is as telling as one that lags.
             return lambda: max(0.0, source.uniform(-max_delay, max_delay))
 
-        self._lanes = [ThreadLane(name, self.timeline, self._failures, delay(name)) for name in ("h2d", "d2h", "update")]
+        self._lanes = [
+            ThreadLane(name, self.timeline, self._failures, delay(name)) for name in ("h2d", "d2h", "update")
+        ]
         self.h2d: Lane = self._lanes[0]
         self.d2h: Lane = self._lanes[1]
         self.update: Lane = self._lanes[2]

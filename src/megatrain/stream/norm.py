@@ -14,8 +14,10 @@ _BATCH = 256
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """FP64 scalar on the device of `flat`. Squares are exact in FP64; chunks are halved pairwise, then added in order."""
-    partials = [_tree(piece) for piece in flat.split(CHUNK * _BATCH)]
+    """FP64 scalar on the device of `flat`. Squares are exact in FP64; chunks are halved pairwise, and so are their sums."""
+    # Short slabs are padded to a power of two only; the tree still depends on the length alone.
+    chunk = min(CHUNK, 1 << (flat.numel() - 1).bit_length())
+    partials = [_tree(piece, chunk) for piece in flat.split(chunk * _BATCH)]
     return combine(torch.cat(partials))
 
 
@@ -47,11 +49,11 @@ def total(square_sums: Iterable[float]) -> float:
     return float(result**0.5) if result == result else result
 
 
-def _tree(piece: torch.Tensor) -> torch.Tensor:
-    chunks = -(-piece.numel() // CHUNK)
-    if piece.numel() != chunks * CHUNK:
-        piece = torch.cat([piece, piece.new_zeros(chunks * CHUNK - piece.numel())])
-    values = piece.view(chunks, CHUNK).double()
+def _tree(piece: torch.Tensor, chunk: int) -> torch.Tensor:
+    chunks = -(-piece.numel() // chunk)
+    if piece.numel() != chunks * chunk:
+        piece = torch.cat([piece, piece.new_zeros(chunks * chunk - piece.numel())])
+    values = piece.view(chunks, chunk).double()
     values.mul_(values)
     while values.shape[1] > 1:
         half = values.shape[1] // 2

@@ -9,7 +9,7 @@ BOUNDARY: Hashable = "step"
 
 
 class Predictor:
-    """Remembers, for every two uses in a row, which use came next. A wrong guess costs a stall, never a wrong result."""
+    """Remembers, for every two uses in a row, which came next. A wrong guess costs a stall, never a wrong result."""
 
     def __init__(self) -> None:
         self._after: dict[tuple[Hashable, Hashable], Hashable] = {}
@@ -22,7 +22,8 @@ class Predictor:
 
     def upcoming(self, count: int) -> list[Hashable]:
         """The next uses as far as they are known, not beyond a step boundary."""
-        context, found = self._last, []
+        context = self._last
+        found: list[Hashable] = []
         while len(found) < count:
             following = self._after.get(context)
             if following is None or following == BOUNDARY:
