@@ -4,6 +4,7 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
 #if defined(__GNUC__)
 #define MT_API __attribute__((visibility("default")))
@@ -12,7 +13,7 @@
 #endif
 
 // Raised whenever a signature or a meaning below changes; equal to ABI_VERSION in library.py.
-#define MT_ABI_VERSION 1
+#define MT_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -27,6 +28,20 @@ MT_API int mt_touch(void* base, size_t bytes, int threads);
 
 // memcpy from several threads. The ranges must not overlap. `threads` as above.
 MT_API int mt_copy(void* dst, const void* src, size_t bytes, int threads);
+
+// How the gradient of an update is stored, and whether it is rounded on the way in.
+enum mt_gradient {
+    MT_GRADIENT_FP32 = 0,          // FP32, as it is
+    MT_GRADIENT_BF16 = 1,          // BF16
+    MT_GRADIENT_FP32_TO_BF16 = 2,  // an FP32 sum, rounded to BF16 (nearest even) before use
+};
+
+// One AdamW step on `count` elements, in one pass over all streams. The FP32 master is `weight` itself if
+// `residual` is null, else the pair (BF16 high half in `weight`, int16 residual). `scalars` are clip, beta1,
+// 1 - beta1, beta2, 1 - beta2, root correction, eps, decay, step size. The result does not depend on `threads`,
+// nor on the instruction set that is used. All pointers are aligned to their elements.
+MT_API int mt_adamw(void* weight, int16_t* residual, float* exp_avg, float* exp_avg_sq, const void* gradient,
+                    int gradient_kind, size_t count, const float* scalars, int threads);
 
 #ifdef __cplusplus
 }

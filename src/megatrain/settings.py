@@ -11,6 +11,7 @@ from megatrain.errors import SettingsError
 
 PRECISIONS = ("bf16", "fp32")
 COMPRESSIONS = (False, True, "8bit", "4bit", "lossless")
+KERNELS = ("native", "reference")
 LANES = ("auto", "sync", "threads", "cuda")
 
 
@@ -36,6 +37,8 @@ class Settings:
     """Gradient slots per ring."""
     lanes: Any = "auto"
     """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
+    kernels: str = "native"
+    """"native", or "reference" for the slow PyTorch arithmetic that gives the same bits."""
     pin: bool = True
     """Pin host memory for transfers; False: go through a pinned staging ring."""
 
@@ -57,6 +60,8 @@ class Settings:
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
+        if self.kernels not in KERNELS:
+            raise SettingsError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}.")
         if self.device is not None and str(self.device).split(":")[0] not in ("cpu", "cuda"):
             raise SettingsError(f"device must be 'cuda', 'cuda:N', 'cpu' or None, not {self.device!r}.")
 

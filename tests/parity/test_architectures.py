@@ -30,12 +30,8 @@ REQUIRED_BY_THE_FIRST_STAGE = {
 }
 
 
-def windows(name: str, *, micro_batches: int = 1, **options: Any) -> list[list[compare.Batch]]:
-    """A fresh batch for every micro-batch of every step."""
-    return [
-        [zoo.batch(name, seed=step * micro_batches + micro, **options) for micro in range(micro_batches)]
-        for step in range(STEPS)
-    ]
+def windows(name: str, *, micro_batches: int = 1, padded: bool = False) -> list[list[compare.Batch]]:
+    return zoo.windows(name, STEPS, micro_batches=micro_batches, padded=padded)
 
 
 def test_the_zoo_holds_what_is_promised():
@@ -151,7 +147,7 @@ def test_accumulation_equals_the_large_batch(name: str):
         ours = compare.train(model, engine_adamw(engine), [micro_batches])
 
     torch.testing.assert_close(torch.stack(ours.losses).mean(), reference.losses[0], rtol=1e-6, atol=1e-6)
-    assert_gradients_match(reference.gradients[0], ours.gradients[0])
+    assert_gradients_match(name, reference.gradients[0], ours.gradients[0])
     compare.assert_weights_match(name, reference, ours)
 
 

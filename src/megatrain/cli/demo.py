@@ -19,15 +19,15 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-import megatrain as mt
 from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
+from megatrain.engine.session import Engine
 
-ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_GRAD_NORM = 1.0
 SLOTS = 3
 ROWS, LENGTH = 4, 128  # of one batch
-TOLERANCE = 1e-3
-"""How far apart the FP32 losses of the two runs may be: rounding differs, and training amplifies it."""
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.1}
+"""How far apart the losses of the two runs may be: rounding differs a little, and training amplifies it."""
 PROMPT = "We the People of the United States"
 
 
@@ -35,15 +35,27 @@ def run_demo(*, steps: int, device: str | None, precision: str, out: Path | None
     """Train, compare, save, reload, generate. Returns what went wrong in one sentence, or None."""
     from transformers.utils import logging
 
+    bars, threads = logging.is_progress_bar_enabled(), torch.get_num_threads()
     logging.disable_progress_bar()
-    console = Console()
+    # Matrices this small gain little from a second thread, and wait long for it where the cores are busy.
+    torch.set_num_threads(1)
+    try:
+        return _run(Console(), steps, device, precision, out)
+    finally:
+        torch.set_num_threads(threads)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _run(console: Console, steps: int, device: str | None, precision: str, out: Path | None) -> str | None:
     tokenizer = byte_tokenizer(max_length=LENGTH * 2)
     model = small_llama()
     plain = copy.deepcopy(model)
 
-    engine = mt.Engine(model, device=device, precision=precision, slots=SLOTS)
+    engine = Engine(model, device=device, precision=precision, slots=SLOTS)
     where = torch.device(engine.device)
     batches = text_batches(tokenizer, steps, where)
+    console.print(f"A small random Llama, {steps} steps on {where}: first in plain PyTorch, then streamed.")
     plain_losses, plain_seconds = plain_run(plain, batches, precision)
     optimizer = engine.optimizer(**ADAMW, max_grad_norm=MAX_GRAD_NORM)
     losses: list[float] = []
@@ -60,8 +72,9 @@ def run_demo(*, steps: int, device: str | None, precision: str, out: Path | None
                 table.add_row(str(step + 1), f"{loss:.6f}", f"{other:.6f}", f"{loss - other:+.1e}")
                 live.refresh()
     seconds = time.perf_counter() - start
+    console.print()
 
-    apart = max(abs(a - b) for a, b in zip(losses, plain_losses, strict=True))
+    apart = (torch.tensor(losses) - torch.tensor(plain_losses)).abs().max().item()
     counters = engine.counters
     console.print(
         f"{plain.num_parameters() / 1e6:.1f}M parameters in {len(engine.blocks)} blocks on {where} in {precision}: "
@@ -113,12 +126,19 @@ def text_batches(tokenizer: Any, steps: int, device: torch.device) -> list[dict[
 
 
 def train(
-    model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], clip: float | None = None
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: list[dict[str, Tensor]],
+    *,
+    clip: float | None = None,
+    autocast: bool = False,
 ) -> Iterator[float]:
-    """The loop both runs share. The engine's optimizer clips on its own; torch's has to be told."""
+    """The loop both runs share. The engine clips and casts on its own; plain PyTorch has to be told."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, len(batches)))
     for batch in batches:
-        loss = model(**batch).loss
+        # Entered for each forward: autocast keeps its copies of the weights until it is left.
+        with torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=autocast):
+            loss = model(**batch).loss
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -137,12 +157,10 @@ def learning_rate(step: int, steps: int) -> float:
 
 def plain_run(model: Any, batches: list[dict[str, Tensor]], precision: str) -> tuple[list[float], float]:
     """The run that MegaTrain is held against: everything on the device, torch's AdamW."""
-    device = batches[0]["input_ids"].device
-    model.to(device)
+    model.to(batches[0]["input_ids"].device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     start = time.perf_counter()
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-        losses = list(train(model, optimizer, batches, clip=MAX_GRAD_NORM))
+    losses = list(train(model, optimizer, batches, clip=MAX_GRAD_NORM, autocast=precision == "bf16"))
     return losses, time.perf_counter() - start
 
 
@@ -170,6 +188,6 @@ def verdict(losses: list[float], apart: float, precision: str) -> str | None:
     first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
     if not last < first:
         return f"the loss did not fall: {first:.4f} on average at the start, {last:.4f} at the end."
-    if precision == "fp32" and not apart <= TOLERANCE:
-        return f"the losses are {apart:.1e} apart from plain PyTorch's; {TOLERANCE:g} is allowed."
+    if not apart <= TOLERANCE[precision]:
+        return f"the losses are {apart:.1e} apart from plain PyTorch's; {TOLERANCE[precision]:g} is allowed."
     return None

@@ -39,10 +39,10 @@ def root(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 60,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 100,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    out: Annotated[Path | None, typer.Option(help="Keep the trained model in this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Keep the trained model in this directory.")] = None,
 ) -> None:
     """Train a small random Llama beside plain PyTorch and compare the losses."""
     from megatrain.cli.demo import run_demo

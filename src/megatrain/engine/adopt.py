@@ -42,6 +42,7 @@ class Adoption:
 
     def take(self, found: list[Found], deposit: Deposit, run: Callable[[Block, Any, Any], Any]) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
+        self._require_ram(found)
         owners: Owners = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
@@ -75,6 +76,23 @@ class Adoption:
                     module._buffers[key] = buffer.cpu()
 
     # ---- weights
+
+    def _require_ram(self, found: list[Found]) -> None:
+        """Refuse before the first block is moved: each block's slab stands beside its originals for a moment."""
+        seen: set[int] = set()
+        extra = peak = 0
+        for item in found:
+            for name, parameter in item.parameters():
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                target = self._target(f"{item.name}.{name}".lstrip("."), parameter)
+                halves = 2 if target == torch.bfloat16 and parameter.dtype == torch.float32 else 1
+                taken = parameter.numel() * target.itemsize * halves
+                freed = parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
+                peak = max(peak, extra + taken)
+                extra += taken - freed
+        self.memory.require(peak)
 
     def _target(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         if not parameter.is_floating_point() or (parameter.dtype == torch.float64 and not parameter.requires_grad):

@@ -18,12 +18,13 @@ from megatrain.checkpoint import states
 from megatrain.compute.block import Block
 from megatrain.engine.adopt import Adoption
 from megatrain.engine.step import Step
-from megatrain.errors import AlreadyAttached, EngineClosed, SettingsError
+from megatrain.errors import AlreadyAttached, EngineClosed, ModelMoved, SettingsError
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
 from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.schedule import Updates
+from megatrain.optim.update import native_kernel, reference_kernel
 from megatrain.settings import Settings
 from megatrain.store.parameter import StoreTensor
 from megatrain.store.ram import HostMemory
@@ -75,10 +76,16 @@ class Engine:
         )
         self._adoption = Adoption(model, self.device, self.precision, self._memory)
         _disable_checkpointing(model)
-        # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
-        self._adoption.take(found, self._deposit, self._run)
-        self.slabs = self._adoption.slabs
-        self._step = self._build(hooks)
+        try:
+            # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
+            self._adoption.take(found, self._deposit, self._run)
+            self.slabs = self._adoption.slabs
+            self._step = self._build(hooks)
+        except BaseException:
+            # Refused or interrupted half-way: the user gets the model back whole.
+            self._adoption.release()
+            self._lanes.close()
+            raise
         self._step.expect(self._adoption.blocks)
         self._attach(model)
 
@@ -175,9 +182,8 @@ class Engine:
         if getattr(self.model, _ATTACHED, None) is not None:
             self._adoption.release()
             self._moving.remove()
-            if "save_pretrained" in self.model.__dict__:
-                del self.model.save_pretrained
-            delattr(self.model, _ATTACHED)
+            for name in ("save_pretrained", "resize_token_embeddings", _ATTACHED):
+                self.model.__dict__.pop(name, None)
         return self.model
 
     def __enter__(self) -> Engine:
@@ -189,6 +195,7 @@ class Engine:
     # ---- how it is put together
 
     def _build(self, hooks: transformers_hooks.Hooks) -> Step:
+        kernel = native_kernel(inventory.update_threads()) if self.settings.kernels == "native" else reference_kernel
         transfers = [Transfer(self.device, inventory.cores()) for _ in range(2)]
         fetcher = Fetcher(self.slabs, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
         drain = Drain(
@@ -200,7 +207,7 @@ class Engine:
             lanes=self._lanes,
             fetcher=fetcher,
             drain=drain,
-            updates=Updates(self.slabs, self._lanes, self.counters),
+            updates=Updates(self.slabs, kernel, self._lanes, self.counters),
             recorder=transformers_hooks.CaptureRecorder(hooks),
             for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
             check_open=self._check_open,
@@ -227,6 +234,14 @@ class Engine:
                 return own(save_directory, *args, state_dict=with_state, **kwargs)
 
             model.save_pretrained = save_pretrained
+        if hasattr(type(model), "resize_token_embeddings"):
+
+            def resize_token_embeddings(*_: Any, **__: Any) -> Any:
+                raise ModelMoved(
+                    "the embeddings of a model that belongs to an engine cannot be resized: resize them before attaching it."
+                )
+
+            model.resize_token_embeddings = resize_token_embeddings
         # Not a method of self: the finalizer must not keep the engine alive.
         weakref.finalize(self, _stop, self._lanes)
 

@@ -99,6 +99,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def update_threads() -> int:
+    """Threads for optimizer updates: all cores but two, which launch kernels and issue copies."""
+    return max(1, cores() - 2) if cores() > 4 else cores()
+
+
 def _cgroup_headroom() -> int | None:
     """Limit minus unreclaimable usage of the tightest cgroup (v2, then v1) that this process is in."""
     rooms = [room for room in (_headroom(*files) for files in _cgroup_files()) if room is not None]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.errors import NativeLibraryMissing
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Equal to MT_ABI_VERSION in csrc/megatrain.h."""
 
 FILE_NAME = "libmegatrain.so"
@@ -39,6 +40,29 @@ def copy(dst: int, src: int, nbytes: int, threads: int) -> None:
     _check(load().mt_copy(dst, src, _size(nbytes), threads), f"copying {nbytes} bytes")
 
 
+GRADIENT_FP32, GRADIENT_BF16, GRADIENT_FP32_TO_BF16 = range(3)
+"""How a gradient is stored; the last is an FP32 sum that is rounded to BF16 before use."""
+
+
+def adamw(
+    weight: int,
+    residual: int | None,
+    exp_avg: int,
+    exp_avg_sq: int,
+    gradient: int,
+    gradient_kind: int,
+    count: int,
+    scalars: Sequence[float],
+    threads: int,
+) -> None:
+    """One AdamW step on `count` elements in one pass; addresses of the first elements. See csrc/megatrain.h."""
+    packed = (ctypes.c_float * 9)(*scalars)
+    code = load().mt_adamw(
+        weight, residual, exp_avg, exp_avg_sq, gradient, gradient_kind, _size(count), packed, threads
+    )
+    _check(code, f"updating {count} parameters")
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library with its signatures declared; calls into it release the GIL."""
@@ -52,6 +76,14 @@ def load() -> ctypes.CDLL:
     library.mt_touch.restype = ctypes.c_int
     library.mt_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.mt_copy.restype = ctypes.c_int
+    library.mt_adamw.argtypes = [
+        *[ctypes.c_void_p] * 5,
+        ctypes.c_int,
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_float),
+        ctypes.c_int,
+    ]
+    library.mt_adamw.restype = ctypes.c_int
     return library
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatrain.errors import NonFiniteGradients
 from megatrain.optim.adamw import Hyper
-from megatrain.optim.update import update_slab
+from megatrain.optim.update import Kernel, update_slab
 from megatrain.store.slab import Slab, Snapshot
 from megatrain.store.ticket import DONE, Ticket
 from megatrain.stream.lanes import Lanes
@@ -45,7 +45,8 @@ class Outcome:
 class Updates:
     """Norms and updates of one engine's slabs."""
 
-    def __init__(self, slabs: Sequence[Slab], lanes: Lanes, counters: Counters) -> None:
+    def __init__(self, slabs: Sequence[Slab], kernel: Kernel, lanes: Lanes, counters: Counters) -> None:
+        self._kernel = kernel
         self._slabs = slabs
         self._lanes = lanes
         self._counters = counters
@@ -95,7 +96,7 @@ class Updates:
     def _submit(self, slab: Slab, gradient: Snapshot, hypers: Mapping[int, Hyper], outcome: Outcome) -> None:
         def work() -> None:
             if not outcome.skipped:
-                update_slab(slab, gradient, hypers, outcome.clip)
+                update_slab(slab, gradient, hypers, outcome.clip, self._kernel)
 
         # After `read`: a copy to the device may still be reading the weights that this writes.
         slab.written = self._lanes.update.submit(work, after=(outcome.ticket, slab.read), label=slab.name)

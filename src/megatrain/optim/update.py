@@ -1,18 +1,29 @@
-"""Updating a slab: its parameters in runs of equal hyperparameters and step count, in pieces that stay in cache."""
+"""Updating a slab: its parameters in runs of equal hyperparameters and step count, by one of two kernels.
+
+`native_kernel` (csrc/adamw.cpp) makes one pass over weight, residual, moments and gradient; `reference_kernel` is the
+same sequence in PyTorch. They agree bit for bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
 
+import torch
+
+from megatrain.native import library as native
 from megatrain.optim.adamw import Hyper, Scalars, update
 from megatrain.store.slab import Slab, Snapshot
 from megatrain.store.split import join, split
 
+Kernel = Callable[[Slab, Snapshot, int, int, Scalars], None]
+"""Update elements [start, end) of a slab."""
+
 PIECE = 1 << 20
-"""Elements per piece: large enough to share among threads, small enough that temporaries stay in cache."""
+"""Elements that the reference handles at once, so that its temporaries stay small."""
 
 
-def update_slab(slab: Slab, gradient: Snapshot, hypers: Mapping[int, Hyper], clip: float) -> None:
+def update_slab(slab: Slab, gradient: Snapshot, hypers: Mapping[int, Hyper], clip: float, kernel: Kernel) -> None:
     """One AdamW step for the parameters that have a gradient and a group; the others are left untouched."""
     runs: dict[tuple[Hyper, int], list[int]] = {}
     for index in sorted(gradient.present):
@@ -22,21 +33,57 @@ def update_slab(slab: Slab, gradient: Snapshot, hypers: Mapping[int, Hyper], cli
     for (hyper, step), indices in runs.items():
         scalars = Scalars.of(hyper, step, clip)
         for start, end in slab.layout.runs(indices):
-            for piece in range(start, end, PIECE):
-                _update_piece(slab, gradient, piece, min(piece + PIECE, end), scalars)
+            kernel(slab, gradient, start, end, scalars)
 
 
-def _update_piece(slab: Slab, gradient: Snapshot, start: int, end: int, scalars: Scalars) -> None:
+def native_kernel(threads: int) -> Kernel:
+    """The native library's kernel, on this many threads."""
+
+    def kernel(slab: Slab, gradient: Snapshot, start: int, end: int, scalars: Scalars) -> None:
+        exp_avg, exp_avg_sq = _moments(slab)
+        if gradient.flat.dtype == torch.bfloat16:
+            kind = native.GRADIENT_BF16
+        else:
+            kind = native.GRADIENT_FP32 if gradient.dtype == torch.float32 else native.GRADIENT_FP32_TO_BF16
+        residual = slab.residual if slab.split_master else None
+        native.adamw(
+            _address(slab.weight, start),
+            None if residual is None else _address(residual, start),
+            _address(exp_avg, start),
+            _address(exp_avg_sq, start),
+            _address(gradient.flat, start),
+            kind,
+            end - start,
+            astuple(scalars),
+            threads,
+        )
+
+    return kernel
+
+
+def reference_kernel(slab: Slab, gradient: Snapshot, start: int, end: int, scalars: Scalars) -> None:
+    """The written sequence, in PyTorch."""
+    exp_avg, exp_avg_sq = _moments(slab)
+    for begin in range(start, end, PIECE):
+        piece = slice(begin, min(begin + PIECE, end))
+        rounded = gradient.rounded(piece.start, piece.stop)
+        weight = slab.weight[piece]
+        if not slab.split_master:
+            update(weight, exp_avg[piece], exp_avg_sq[piece], rounded, scalars)
+            continue
+        assert slab.residual is not None
+        master = join(weight, slab.residual[piece])
+        update(master, exp_avg[piece], exp_avg_sq[piece], rounded, scalars)
+        high, low = split(master)
+        weight.copy_(high)
+        slab.residual[piece].copy_(low)
+
+
+def _moments(slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
     assert slab.exp_avg is not None
     assert slab.exp_avg_sq is not None
-    rounded = gradient.rounded(start, end)
-    weight, moments = slab.weight[start:end], (slab.exp_avg[start:end], slab.exp_avg_sq[start:end])
-    if not slab.split_master:
-        update(weight, *moments, rounded, scalars)
-        return
-    assert slab.residual is not None
-    master = join(weight, slab.residual[start:end])
-    update(master, *moments, rounded, scalars)
-    high, low = split(master)
-    weight.copy_(high)
-    slab.residual[start:end].copy_(low)
+    return slab.exp_avg, slab.exp_avg_sq
+
+
+def _address(flat: torch.Tensor, element: int) -> int:
+    return flat.data_ptr() + element * flat.element_size()

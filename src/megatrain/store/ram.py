@@ -67,10 +67,14 @@ class HostMemory:
         self.held = 0
         self._buffers: list[HostBuffer] = []
 
-    def allocate(self, nbytes: int, *, transferred: bool) -> HostBuffer:
-        """Zeroed memory; pinned if it takes part in transfers and pinning works here."""
+    def require(self, nbytes: int) -> None:
+        """Refuse now what could not be allocated later."""
         if self._guard is not None:
             self._guard(nbytes, self.held)
+
+    def allocate(self, nbytes: int, *, transferred: bool) -> HostBuffer:
+        """Zeroed memory; pinned if it takes part in transfers and pinning works here."""
+        self.require(nbytes)
         buffer = HostBuffer(nbytes, self.threads)
         if transferred and self.pinning and not buffer.pin():
             self.pinning = False

@@ -118,9 +118,7 @@ def test_containers(container: Any, column: str, model: Any, tokenizer: Any) -> 
 
 
 def test_input_ids_need_no_tokenizer(model: Any) -> None:
-    batch = first_batch(
-        [{"input_ids": HELLO, "labels": [-100, *HELLO[1:]], "attention_mask": [1] * 5}], model
-    )
+    batch = first_batch([{"input_ids": HELLO, "labels": [-100, *HELLO[1:]], "attention_mask": [1] * 5}], model)
     assert batch["labels"].tolist() == [[-100, *HELLO[1:]]]
 
 
@@ -171,9 +169,7 @@ def test_prompt_seam_inside_a_token(model: Any) -> None:
         model_max_length = 10**30
 
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {
-                "input_ids": [200 if letter == "\0" else ord(letter) for letter in text.replace("bc", "\0")]
-            }
+            return {"input_ids": [200 if letter == "\0" else ord(letter) for letter in text.replace("bc", "\0")]}
 
     encoded = prepare([{"prompt": "ab", "completion": "cd"}], model, Merging())[0][0]
     assert encoded["input_ids"].tolist() == [ord("a"), 200, ord("d")]
@@ -223,9 +219,7 @@ def test_left_alone(row: dict[str, Any], model: Any) -> None:
 
 
 def test_streams_of_other_inputs_reach_the_stock_collator(model: Any) -> None:
-    batch = first_batch(
-        Stream([{"inputs_embeds": torch.zeros(2, 16), "labels": torch.tensor([1, 2])}] * 2), model
-    )
+    batch = first_batch(Stream([{"inputs_embeds": torch.zeros(2, 16), "labels": torch.tensor([1, 2])}] * 2), model)
     assert batch["inputs_embeds"].shape == (2, 2, 16)
     with pytest.raises(DataError, match="row 0 has inputs that are not one number per token"):
         first_batch(Stream([{"input_ids": [1, 2], "inputs_embeds": torch.zeros(2, 16)}]), model)
@@ -274,9 +268,7 @@ def test_worker_process(kind: Any, model: Any, tokenizer: Any) -> None:
 
 def test_import_leaves_datasets_alone() -> None:
     code = "import megatrain.hf.data, sys; sys.exit('datasets' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
-    )
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
 
 
 # ---- the tokenizer
@@ -304,17 +296,11 @@ def test_processor_holds_the_tokenizer(model: Any, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("column", ["text", "messages", "prompt"])
 def test_no_tokenizer(column: str, model: Any, tmp_path: Any) -> None:
-    row = {"text": {"text": "a"}, "messages": {"messages": []}, "prompt": {"prompt": "a", "completion": "b"}}[
-        column
-    ]
-    with pytest.raises(
-        DataError, match=rf"column `{column}` needs a tokenizer: pass `processing_class=tokenizer`"
-    ):
+    row = {"text": {"text": "a"}, "messages": {"messages": []}, "prompt": {"prompt": "a", "completion": "b"}}[column]
+    with pytest.raises(DataError, match=rf"column `{column}` needs a tokenizer: pass `processing_class=tokenizer`"):
         prepare([row], model, None)
     with pytest.raises(DataError, match=column):
-        prepare(
-            datasets.Dataset.from_list([row]).to_iterable_dataset(), model, None
-        )  # before the first batch
+        prepare(datasets.Dataset.from_list([row]).to_iterable_dataset(), model, None)  # before the first batch
     # The directory exists and holds a model, yet no tokenizer. GPT-2's class would load an empty one.
     for other in (llama(), GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=8, n_layer=1, n_head=1))):
         other.save_pretrained(tmp_path / other.config.model_type)
@@ -484,9 +470,7 @@ def test_packed_documents_stay_apart(packed: list[list[int]]) -> None:
             start = 0
             for document in row:
                 alone = model(document[None]).logits[0]
-                torch.testing.assert_close(
-                    logits[i, start : start + len(document)], alone, atol=1e-5, rtol=1e-4
-                )
+                torch.testing.assert_close(logits[i, start : start + len(document)], alone, atol=1e-5, rtol=1e-4)
                 start += len(document)
 
 

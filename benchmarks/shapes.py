@@ -1,0 +1,58 @@
+"""Models of the true shape with random weights: what a benchmark needs of a 7B model without downloading one."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+QWEN = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+SHAPES: dict[str, dict[str, object]] = {
+    "tiny": {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 688,
+             "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "llama2-7b": {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+                  "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+                  "max_position_embeddings": 32768},
+    "qwen2.5-1.5b": QWEN | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                            "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+                            "tie_word_embeddings": True},
+    "qwen2.5-3b": QWEN | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+                          "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
+                          "tie_word_embeddings": True},
+    "qwen2.5-7b": QWEN | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                          "num_attention_heads": 28, "num_key_value_heads": 4},
+    "qwen2.5-14b": QWEN | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+                           "num_attention_heads": 40, "num_key_value_heads": 8},
+}  # fmt: skip
+
+
+def random_model(shape: str, dtype: torch.dtype, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A model of the given shape, on the CPU, weights drawn N(0, 0.02) on the GPU if there is one."""
+    fields = SHAPES[shape] | overrides
+    config = AutoConfig.for_model(str(fields["model_type"]), **{k: v for k, v in fields.items() if k != "model_type"})
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    source = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(source).manual_seed(seed)
+    filled: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in filled:
+                values = torch.empty(parameter.shape, dtype=dtype, device=source)
+                if parameter.ndim > 1:
+                    values.normal_(0.0, 0.02, generator=generator)
+                else:
+                    values.fill_(1.0 if key == "weight" else 0.0)
+                filled[id(parameter)] = torch.nn.Parameter(values.cpu())
+            module._parameters[key] = filled[id(parameter)]
+    model.tie_weights()
+    return model
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """Parameters that take part in matrix products for every token: all but the embedding, the head once."""
+    embedding = model.get_input_embeddings().weight.numel()
+    tied = model.config.tie_word_embeddings
+    return sum(p.numel() for p in model.parameters()) - (0 if tied else embedding)

@@ -1,0 +1,24 @@
+"""Tests that need a CUDA GPU; skipped without one. Run: PYTHONPATH=src python -m pytest tests/gpu -s"""
+
+import os
+
+import pytest
+import torch
+
+# Must be set before cuBLAS is first used; deterministic matrix products need it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/gpu" in str(item.path):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

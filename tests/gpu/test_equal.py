@@ -1,0 +1,118 @@
+"""On the GPU: a streamed model and a resident one give the same bits, in deterministic mode."""
+
+import copy
+
+import pytest
+import torch
+
+import megatrain as mt
+from benchmarks.shapes import random_model
+from megatrain.optim.adamw import Hyper, Scalars, update
+from megatrain.store.split import join, split
+
+STEPS = 4
+HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 512, (2, 96), generator=generator) for _ in range(count)]
+
+
+class Resident:
+    """The plain model, whole on the GPU, updated by the reference AdamW on FP32 masters."""
+
+    def __init__(self, model):
+        self.model = model.cuda()
+        self.state = {}
+        for name, parameter in self.model.named_parameters():
+            master = parameter.detach().float().cpu().flatten()
+            self.state[name] = (master, torch.zeros_like(master), torch.zeros_like(master))
+
+    def run(self, data):
+        losses, gradients = [], []
+        for number, ids in enumerate(data, start=1):
+            loss = self.model(input_ids=ids.cuda(), labels=ids.cuda(), use_cache=False).loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append({name: p.grad.cpu() for name, p in self.model.named_parameters()})
+            for name, parameter in self.model.named_parameters():
+                self.step(name, parameter, number)
+        return losses, gradients
+
+    @torch.no_grad()
+    def step(self, name, parameter, number):
+        master, exp_avg, exp_avg_sq = self.state[name]
+        gradient = parameter.grad.float().cpu().flatten()
+        update(master, exp_avg, exp_avg_sq, gradient, Scalars.of(HYPER, number, clip=1.0))
+        weight = split(master)[0] if parameter.dtype == torch.bfloat16 else master
+        parameter.copy_(weight.view(parameter.shape))
+        parameter.grad = None
+
+
+def streamed(model, data, **settings):
+    with mt.Engine(model, device="cuda", **settings) as engine:
+        optimizer = engine.optimizer(lr=1e-3, weight_decay=0.1)
+        losses, gradients = [], []
+        for ids in data:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append({name: p.grad.cpu() + 0 for name, p in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {}
+        for name, parameter in model.named_parameters():
+            slab, segment = parameter.slab, parameter.slab.layout.segments[parameter.segment]
+            slab.settle()
+            weight = slab.weight[segment.offset : segment.end]
+            residual = slab.residual
+            weights[name] = weight.clone() if residual is None else join(weight, residual[segment.offset : segment.end])
+        return losses, gradients, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_streamed_equals_resident(dtype, deterministic):
+    model = random_model("tiny", dtype).train()
+    data = batches(STEPS)
+    resident = Resident(copy.deepcopy(model))
+    losses, gradients = resident.run(data)
+    for settings in ({"slots": 2}, {"slots": 3}, {"slots": 20}, {"pin": False}):
+        got_losses, got_gradients, weights = streamed(copy.deepcopy(model), data, **settings)
+        assert got_losses == losses, settings
+        for ours, theirs in zip(got_gradients, gradients, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), settings
+        for name, (master, _, _) in resident.state.items():
+            assert torch.equal(weights[name], master), (settings, name)
+    assert losses[-1] < losses[0] or len(set(losses)) == STEPS
+
+
+def test_exact_pinning_and_release():
+    model = random_model("tiny", torch.bfloat16)
+    engine = mt.Engine(model, device="cuda")
+    assert all(slab.weight.is_pinned() for slab in engine.slabs)
+    engine.close()
+    assert not any(slab.weight.is_pinned() for slab in engine.slabs)
+
+
+def test_vram_cap_is_enforced():
+    model = random_model("tiny", torch.bfloat16).train()
+    try:
+        mt.Engine(model, device="cuda", max_vram_gb=1.0)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_generate_and_parameters_on_the_device():
+    model = random_model("tiny", torch.bfloat16)
+    plain = copy.deepcopy(model).cuda()
+    with mt.Engine(model, device="cuda"):
+        assert model.device.type == "cuda"
+        assert all(p.device.type == "cuda" for p in model.parameters())
+        ids = torch.randint(0, 512, (1, 8))
+        kwargs = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        ours = model.generate(input_ids=ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), **kwargs)
+        theirs = plain.generate(input_ids=ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), **kwargs)
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,190 @@
+"""Modules that are not from transformers: all the engine knows is a ModuleList of repeated layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megatrain as mt
+
+from . import compare, zoo
+from .compare import adopted, assert_runs_match, backward_in_both, engine_adamw, train, train_both, weights_of
+
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """`extra` is used only when asked for, between two parameters that always are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.extra = nn.Parameter(torch.randn(WIDTH))
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, with_extra: bool) -> Tensor:
+        if with_extra:
+            hidden = hidden * self.extra
+        return hidden + self.down(F.silu(self.up(hidden)))
+
+
+class Stack(nn.Module):
+    """Repeated layers in a ModuleList, a raw parameter on the root."""
+
+    def __init__(self, layer: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCAB, WIDTH)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, zoo.VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, with_extra: bool = True) -> SimpleNamespace:
+        hidden = self.through_layers(self.embed(input_ids) * self.scale, with_extra)
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+    def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, with_extra)
+        return hidden
+
+
+class Twice(Stack):
+    """Every layer runs twice per forward, on one set of weights."""
+
+    def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
+        return super().through_layers(super().through_layers(hidden, with_extra), with_extra)
+
+
+class InPlace(Stack):
+    """The caller writes into what a layer returned."""
+
+    def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, with_extra)
+            hidden += 0.5
+            hidden.mul_(1.1)
+        return hidden
+
+
+class LayerWithDict(Layer):
+    def forward(self, hidden: Tensor, with_extra: bool) -> dict[str, Any]:
+        return {"hidden": super().forward(hidden, with_extra), "penalty": self.extra.square().sum(), "note": "text"}
+
+
+class Dicts(Stack):
+    """Layers return a dict whose scalar takes part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(LayerWithDict)
+
+    def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
+        for layer in self.layers:
+            output = layer(hidden, with_extra)
+            assert output["note"] == "text"
+            hidden = output["hidden"] * output["penalty"].rsqrt()
+        return hidden
+
+
+class LayerThatPasses(nn.Module):
+    """Returns its input twice; its only weight has no part in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, hidden: Tensor, with_extra: bool) -> tuple[Tensor, Tensor]:
+        return hidden, hidden
+
+
+class PassedOn(Stack):
+    def __init__(self) -> None:
+        super().__init__(LayerThatPasses)
+
+    def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
+        for layer in self.layers:
+            once, again = layer(hidden, with_extra)
+            hidden = once + 0.5 * again
+        return hidden
+
+
+class LayerWithStatistics(Layer):
+    """Its buffers change in the forward: once per forward, not again when it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: Tensor, with_extra: bool) -> Tensor:
+        return self.norm(super().forward(hidden, with_extra).transpose(1, 2)).transpose(1, 2)
+
+
+class Statistics(Stack):
+    def __init__(self) -> None:
+        super().__init__(LayerWithStatistics)
+
+
+@pytest.mark.parametrize("kind", [Stack, Twice, InPlace, Dicts, PassedOn, Statistics])
+def test_gradients(kind: type[Stack]):
+    def scenario(model: nn.Module) -> list[Tensor]:
+        loss = model(**zoo.batch("llama", 0)).loss
+        loss.backward()
+        return [loss.detach(), *(buffer + 0 for buffer in model.buffers())]
+
+    torch.manual_seed(0)
+    backward_in_both(None, kind(), scenario)
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def test_training():
+    model = stack()
+    reference, ours = train_both(model, zoo.windows("llama", compare.STEPS))
+    assert len(ours.gradients[0]) == len(ours.weights)
+    assert_runs_match(None, reference, ours)
+
+
+@pytest.mark.parametrize("used", [(1, 0, 0, 1, 1), (0, 0, 1, 0, 1), (0, 0, 0, 0, 0)], ids=str)
+def test_parameter_without_gradient(used: tuple[int, ...]):
+    """A step without gradient leaves weight, moments and step count alone, as torch does: no decay, and the
+    next update's bias correction counts only the steps that happened. Neighbours in the same block are not shifted."""
+    windows = [[{**zoo.batch("llama", step), "with_extra": bool(with_extra)}] for step, with_extra in enumerate(used)]
+    model = stack()
+    before = weights_of(model)
+    reference, ours = train_both(model, windows, weight_decay=0.5)
+    for step, with_extra in enumerate(used):
+        assert ("layers.1.extra" in ours.gradients[step]) == bool(with_extra)
+    assert_runs_match(None, reference, ours)
+    if not any(used):
+        assert torch.equal(ours.weights["layers.1.extra"], before["layers.1.extra"])
+
+
+def test_weight_is_untouched_in_the_very_step_without_gradient():
+    model = stack()
+    with adopted(model) as engine:
+        optimizer = engine_adamw(engine, weight_decay=0.5)
+        train(model, optimizer, zoo.windows("llama", 2))
+        before = weights_of(model)
+        train(model, optimizer, [[{**zoo.batch("llama", 2), "with_extra": False}]])
+        after = weights_of(model)
+    for key in before:
+        assert torch.equal(before[key], after[key]) == key.endswith("extra"), key
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.ReLU()], ids=["one layer", "no parameters"])
+def test_nothing_to_stream(model: nn.Module):
+    inputs = torch.randn(2, 4)
+    expected = model(inputs)
+    with pytest.raises(mt.errors.NothingToStream):
+        mt.Engine(model, device="cpu", precision="fp32")
+    assert torch.equal(model(inputs), expected), "the model was left damaged"
