@@ -15,7 +15,6 @@ import megatrain as mt
 from . import compare, zoo
 from .compare import adopted, assert_runs_match, backward_in_both, engine_adamw, train, train_both, weights_of
 
-
 WIDTH = 16
 
 

@@ -124,7 +124,7 @@ def emit(
     *,
     replaying: bool,
 ) -> Emitted:
-    """Call a block and gather what leaves it. `args` and `kwargs` are this call's own: it may write to dicts in them."""
+    """Call a block and gather what leaves it. The arguments are this call's own: it may write to dicts in them."""
     known = {place: set(mapping) for place, mapping in mappings(args, kwargs).items()}
 
     def call() -> Any:

@@ -56,8 +56,7 @@ class Adoption:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
-            if module is self.model or any(isinstance(p, StoreTensor) for p in module._parameters.values()):
-                self._guard(module)
+            self._guard(module)
 
     def release(self) -> None:
         """Make the model an ordinary one on the CPU again; its parameters are views of the slabs' memory."""
@@ -147,14 +146,14 @@ class Adoption:
         device = self.device
 
         def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
-            for dtype in {p.dtype for p in module.parameters()}:
+            for dtype in {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}:
                 probe = torch.empty(0, dtype=dtype, device=device)
                 moved = fn(probe)
                 if moved.device != device or moved.dtype != dtype:
                     raise ModelMoved(
-                        f"{type(module).__name__} belongs to a MegaTrain engine on {device} and cannot be moved or cast "
-                        f"to {moved.device}, {moved.dtype}: its weights live in the engine's store; close the engine and "
-                        "attach a new one with other settings, or load a saved copy."
+                        f"{type(module).__name__} belongs to an engine on {device} and cannot be moved or cast to "
+                        f"{moved.device}, {moved.dtype}: its weights live in the engine's store; close the engine "
+                        "and attach a new one with other settings, or load a saved copy."
                     )
             return module
 

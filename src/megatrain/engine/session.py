@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain import settings as settings_module
-from megatrain.checkpoint import states
+from megatrain.checkpoint import manifest, states, weights
 from megatrain.compute.block import Block
 from megatrain.engine.adopt import Adoption
 from megatrain.engine.step import Step
@@ -112,6 +112,7 @@ class Engine:
     ) -> Optimizer:
         """AdamW over `params` (parameters or groups of the model; None: all that require grad)."""
         self._step.check()
+        self._check_whole()
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             if not params:
@@ -145,6 +146,7 @@ class Engine:
 
     def host_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state dict as plain tensors in host memory: views of the store, not copies."""
+        self._check_whole()
         return {
             name: value.host() if isinstance(value, StoreTensor) else value
             for name, value in self.model.state_dict().items()
@@ -154,14 +156,17 @@ class Engine:
         """Write an HF directory (sharded safetensors, config) and, with an optimizer, its exact state."""
         self._step.check()
         Path(directory).mkdir(parents=True, exist_ok=True)
-        states.save_model(self.model, self.host_state_dict, directory)
+        weights.save_model(self.model, self.host_state_dict, directory)
         if optimizer is not None:
             states.save_optimizer(self.model, optimizer, directory)
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
-        """Read back what `save` wrote; training continues bit for bit."""
+        """Read back what `save` wrote; training continues bit for bit. All is checked before anything is changed."""
         self._step.check()
-        states.load_model(self.model, directory)
+        if optimizer is not None:
+            manifest.verify(directory)
+            states.check_optimizer(self.model, optimizer, directory)
+        weights.load_model(self.model, directory)
         if optimizer is not None:
             states.load_optimizer(self.model, optimizer, directory)
 
@@ -238,7 +243,7 @@ class Engine:
 
             def resize_token_embeddings(*_: Any, **__: Any) -> Any:
                 raise ModelMoved(
-                    "the embeddings of a model that belongs to an engine cannot be resized: resize them before attaching it."
+                    "the embeddings of a model that belongs to an engine cannot be resized: do it before attaching."
                 )
 
             model.resize_token_embeddings = resize_token_embeddings
@@ -257,6 +262,15 @@ class Engine:
                 "this engine is closed: its model's weights can still be read and saved, but to run or train it attach "
                 "a new megatrain.Engine(model)."
             )
+
+    def _check_whole(self) -> None:
+        """A parameter that somebody put into the model after it was attached would be saved but never run."""
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, StoreTensor):
+                raise ModelMoved(
+                    f"{name} was replaced after the engine was attached, so the engine does not know it; change the "
+                    "model before attaching, or write into the parameter (`parameter.data.copy_`)."
+                )
 
     def _require_states(self, params: list[Any]) -> None:
         """Refuse before the first allocation what the optimizer's states would not leave room for."""

@@ -14,13 +14,13 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain import settings as settings_module
-from megatrain.checkpoint import states
+from megatrain.checkpoint import manifest, states, weights
 from megatrain.engine.session import Engine, engine_of
 from megatrain.errors import CheckpointError, MissingLabels, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.progress import StepLines
 from megatrain.optim.optimizer import Optimizer
-from megatrain.telemetry.notices import announce
+from megatrain.telemetry.notices import announce, warn
 
 SCHEDULER_FILE = "scheduler.pt"
 STOCK_OPTIMIZER_FILE = "optimizer.pt"
@@ -126,6 +126,8 @@ class MegaMixin:
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete(self.args.output_dir)
+        elif resume_from_checkpoint and not _is_stock(Path(resume_from_checkpoint)):
+            manifest.verify(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -150,7 +152,7 @@ class MegaMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
-            state_dict = states.without_aliases(self.engine.host_state_dict())
+            state_dict = weights.without_aliases(self.engine.host_state_dict())
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -161,7 +163,7 @@ class MegaMixin:
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        if (folder / states.FOLDER).is_dir():
+        if (folder / manifest.FOLDER).is_dir():
             states.load_optimizer(self.model, self._own_optimizer(), checkpoint)
         elif (folder / STOCK_OPTIMIZER_FILE).is_file():
             announce(f"{checkpoint} was written by a stock Trainer: taking over its AdamW state")
@@ -176,10 +178,10 @@ class MegaMixin:
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        states.load_model(self.model, resume_from_checkpoint)
+        weights.load_model(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        states.load_model(self.model, self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+        weights.load_model(self.model, self.state.best_model_checkpoint)  # type: ignore[attr-defined]
 
     def _own_optimizer(self) -> Optimizer:
         """The engine's optimizer, from under accelerate's wrapper."""
@@ -196,13 +198,21 @@ def last_complete(output_dir: str) -> str:
         reverse=True,
     )
     for path in found:
-        stock = not (path / states.FOLDER).exists() and (path / STOCK_OPTIMIZER_FILE).exists()
-        if stock or states.is_complete(path):
+        try:
+            if not _is_stock(path):
+                manifest.verify(path)
+        except (CheckpointError, OSError) as reason:
+            warn(f"{path.name} was skipped: {reason}")
+        else:
             return str(path)
-        announce(f"{path} is incomplete or damaged and was skipped")
     raise CheckpointError(
         f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint ({len(found)} incomplete)."
     )
+
+
+def _is_stock(path: Path) -> bool:
+    """Whether a stock Trainer wrote this checkpoint."""
+    return not (path / manifest.FOLDER).exists() and (path / STOCK_OPTIMIZER_FILE).exists()
 
 
 def _stock_compute_loss() -> Any:

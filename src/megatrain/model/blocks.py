@@ -116,5 +116,5 @@ def _check_parameters(model: torch.nn.Module) -> None:
             )
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UnsupportedModel(
-                f"parameter {name} is {parameter.dtype}, which cannot be trained; load the model in bfloat16 or float32."
+                f"parameter {name} is {parameter.dtype}, which cannot be trained; load the model in bf16 or fp32."
             )

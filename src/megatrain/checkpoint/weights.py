@@ -1,0 +1,118 @@
+"""Weights: an ordinary HF directory, written by the model itself and read straight into the store."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatrain.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+def save_model(
+    model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: str | os.PathLike[str]
+) -> None:
+    """Through `save_pretrained` if the model has it, else as one safetensors file."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(directory)
+    else:
+        save_file(without_aliases(host_state()), Path(directory) / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One name per tensor: safetensors does not store tied ones twice."""
+    seen: set[tuple[int, torch.Size]] = set()
+    kept = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        kept[name] = tensor.contiguous()
+    return kept
+
+
+def load_model(model: torch.nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Into the store, tensor by tensor where names on disk are the model's own. Nothing is written before all fits."""
+    named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
+    files = weight_files(Path(directory))
+    shapes = {key: shape for _, entries in files for key, shape in entries.items()}
+    covered = {id(named[key]) for key in shapes if key in named}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
+    if missing or not shapes.keys() <= named.keys() | buffers.keys():
+        _load_converted(model, named, buffers, directory, missing)
+        return
+    for key, shape in shapes.items():
+        _check_shape(key, named.get(key, buffers.get(key)), shape)
+    for path, entries in files:
+        with safe_open(path, framework="pt") as shard:
+            for key in entries:
+                _put(named.get(key), buffers.get(key), shard.get_tensor(key))
+
+
+def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
+    """The safetensors files of a directory, with the shapes of their tensors."""
+    files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} holds no model*.safetensors; it is not a complete checkpoint.")
+    if (directory / INDEX).exists():
+        listed = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
+        absent = sorted(listed - {path.name for path in files})
+        if absent:
+            raise CheckpointError(
+                f"{directory} lacks the shard {absent[0]} that its index names ({len(absent)} missing)."
+            )
+        files = [path for path in files if path.name in listed]
+    return [(path, _shapes(path)) for path in files]
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt") as shard:
+            return {key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()}  # noqa: SIM118
+    except SafetensorError as cause:
+        raise CheckpointError(f"{path} is damaged: {cause}.") from cause
+
+
+def _load_converted(
+    model: Any, named: dict[str, Any], buffers: dict[str, torch.Tensor], directory: Any, missing: list[str]
+) -> None:
+    """Names on disk differ from the model's (merged experts...): let transformers convert, in a temporary copy."""
+    if not hasattr(model, "from_pretrained"):
+        lacks = f"lacks {missing[0]}" if missing else "has names that the model does not know"
+        raise CheckpointError(f"the checkpoint in {directory} is of another model: it {lacks}.")
+    loaded, report = type(model).from_pretrained(directory, dtype="auto", config=model.config, output_loading_info=True)
+    if report["missing_keys"]:
+        first = sorted(report["missing_keys"])[0]
+        raise CheckpointError(f"the checkpoint in {directory} is of another model: it lacks {first}.")
+    for name, parameter in loaded.named_parameters():
+        _check_shape(name, named.get(name), tuple(parameter.shape))
+    for name, parameter in loaded.named_parameters():
+        _put(named[name], None, parameter)
+    persistent = loaded.state_dict().keys()
+    for name, buffer in loaded.named_buffers():
+        if name in buffers and name in persistent:
+            _put(None, buffers[name], buffer)
+
+
+def _check_shape(name: str, target: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if target is None or tuple(target.shape) != shape:
+        own = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+        raise CheckpointError(f"{name} has shape {shape} in the checkpoint, and the model has {own}.")
+
+
+def _put(parameter: Any, buffer: torch.Tensor | None, values: torch.Tensor) -> None:
+    if parameter is not None:
+        parameter.slab.put(parameter.segment, values)
+    elif buffer is not None:
+        with torch.no_grad():
+            buffer.copy_(values)
