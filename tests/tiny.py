@@ -1,100 +1,89 @@
-"""Tiny models and datasets that several test files share."""
+"""Models with almost no arithmetic: what they show is where their weights came from and where gradients went."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    TrainingArguments,
-)
+from torch import Tensor, nn
 
-VOCAB = 64
-LENGTH = 8
-_SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
-_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
-_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+import megatrain as mt
+
+WIDTH = 8
 
 
-def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**(_SHAPE | _HEADS | _TOKENS | changes)))
+class Layer(nn.Module):
+    """A scale and a shift, so that a wrong or late weight changes every element."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(width))
+        self.shift = nn.Parameter(torch.randn(width) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x * self.scale + self.shift)
 
 
-def gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
-    """Tied embeddings, and dropout of 0.1 in four places."""
-    torch.manual_seed(seed)
-    shape = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    return GPT2LMHeadModel(GPT2Config(**(shape | _TOKENS | changes)))
+class Stack(nn.Module):
+    """Layers one after the other, between a leftover module and a loose parameter of the model itself."""
+
+    def __init__(self, depth: int = 3, layer: type[nn.Module] = Layer, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.gain = nn.Parameter(torch.randn(WIDTH))
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(depth))
+
+    def forward(self, x: Tensor, skip: Sequence[int] = ()) -> Tensor:
+        x = self.entry(x)
+        for index, layer in enumerate(self.layers):
+            if index not in skip:
+                x = layer(x)
+        return x * self.gain
 
 
-def mixtral(seed: int = 0, **changes: Any) -> MixtralForCausalLM:
-    """Experts that are merged in memory and apart on disk."""
-    torch.manual_seed(seed)
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**(_SHAPE | _HEADS | _TOKENS | experts | changes)))
+def inputs(seed: int, rows: int = 2) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def qwen3_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(seed)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
-    options = _SHAPE | _HEADS | _TOKENS | experts | {"output_router_logits": True} | changes
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
+def engine_of(model: nn.Module, **settings: Any) -> mt.Engine:
+    return mt.Engine(model, **{"device": "cpu", **settings})
 
 
-def rows(count: int = 16, length: int = LENGTH, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Random tokens, each row its own label."""
-    source = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(1, VOCAB, (length,), generator=source) for _ in range(count)]
-    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad + 0 for name, p in model.named_parameters()}
 
 
-def batch(size: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
-    found = rows(size, seed=seed)
-    return {name: torch.stack([row[name] for row in found]) for name in found[0]}
+def roles(engine: mt.Engine) -> dict[str, Any]:
+    """Every role of every slab, and the step counts, once all that was submitted is done."""
+    engine.synchronize()
+    found: dict[str, Any] = {}
+    for slab in engine.slabs:
+        for role in ("weight", "residual", "exp_avg", "exp_avg_sq"):
+            flat = getattr(slab, role)
+            found[f"{slab.index}/{role}"] = None if flat is None else flat.clone()
+        found[f"{slab.index}/steps"] = list(slab.steps)
+    return found
 
 
-def arguments(directory: Any, **changes: Any) -> TrainingArguments:
-    """A short, quiet run on the CPU that logs every step and saves nothing."""
-    options: dict[str, Any] = {
-        "output_dir": str(directory),
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(**(options | changes))
+def differences(left: Any, right: Any, where: str = "") -> list[str]:
+    """Places at which two nested results are not the same, bit for bit."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return [] if same_bits(left, right) else [where]
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        if list(left) != list(right):
+            return [f"{where}: {list(left)} and {list(right)}"]
+        return [d for key in left for d in differences(left[key], right[key], f"{where}.{key}")]
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if len(left) != len(right):
+            return [f"{where}: {len(left)} and {len(right)} entries"]
+        return [d for i, (a, b) in enumerate(zip(left, right, strict=True)) for d in differences(a, b, f"{where}[{i}]")]
+    return [] if left == right else [where]
 
 
-def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state, copied out of wherever it lives."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Equal names, dtypes and bits."""
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
-    )
-
-
-def furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two states, element by element."""
-    assert left.keys() == right.keys()
-    return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
-
-
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Unlike `torch.equal`, tells 0.0 from -0.0 and finds a NaN equal to itself."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))

@@ -43,6 +43,14 @@ def test_the_zoo_holds_what_is_promised():
     assert zoo.LENGTH > 2 * zoo.WINDOW
 
 
+@pytest.mark.parametrize("name", zoo.having("sliding_window"))
+def test_the_sliding_window_cuts(name: str):
+    """Otherwise the comparisons below could not tell one kind of layer from the other."""
+    batch = zoo.batch(name, seed=0)
+    wide = zoo.build(name, sliding_window=zoo.LENGTH)(**batch).loss
+    assert (zoo.build(name)(**batch).loss - wide).abs() > 1e-5
+
+
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_plain(name: str):
     assert_runs_match(name, *train_both(zoo.build(name), windows(name)))

@@ -6,14 +6,15 @@ only parameters are swapped, by `torch.func.functional_call`, for the views or l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.func import functional_call
 
-from megatrain.compute.trees import Recipe, mappings, take_apart
+from megatrain.compute.trees import Recipe, containers, entries_of, put_back, take_apart
 from megatrain.store.slab import Slab
 
 
@@ -46,6 +47,10 @@ class _Original(torch.nn.Module):
         return self._call(*args, **kwargs)
 
 
+Weights = Mapping[tuple[int, int], torch.Tensor]
+Buffers = dict[str, torch.Tensor]
+
+
 @dataclass(eq=False)
 class Block:
     """A module whose weights stream, and where each of its parameters lies."""
@@ -59,8 +64,6 @@ class Block:
     """The same names → what the user sees; `requires_grad` is read from here at every call."""
     original: Callable[..., Any]
     slabs: list[Slab] = field(init=False)
-    changes_buffers: bool = False
-    """Whether a forward was seen to write its buffers (running statistics): recompute then works on copies."""
 
     def __post_init__(self) -> None:
         self.slabs = sorted(
@@ -83,21 +86,30 @@ class Block:
             bound[slab.index, index] = weight.requires_grad_(leaves and self.parameters[name].requires_grad)
         return bound
 
-    def call(self, weights: Mapping[tuple[int, int], torch.Tensor], args: Any, kwargs: Any, *, replaying: bool) -> Any:
-        """The module's own forward on these weights."""
+    def call(self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None) -> Any:
+        """The module's own forward on these weights, and on these buffers instead of its own if given."""
         state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.places.items()}
-        if replaying and self.changes_buffers:
-            state |= {f"block.{name}": buffer.clone() for name, buffer in self.module.named_buffers()}
-        before = [buffer._version for buffer in self.module.buffers()]
-        result = functional_call(self._stateless, state, args, kwargs)
-        if before != [buffer._version for buffer in self.module.buffers()]:
-            self.changes_buffers = True
-        return result
+        if buffers is not None:
+            state |= {f"block.{name}": buffer.clone() for name, buffer in buffers.items()}
+        return functional_call(self._stateless, state, args, kwargs)
+
+    @contextmanager
+    def keeping_buffers(self) -> Iterator[Buffers]:
+        """Around a forward: filled, at the end, with the buffers' former values if the forward changed any.
+
+        Recompute must see running statistics as the forward saw them, and must not advance them again.
+        """
+        before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in self.module.named_buffers()}
+        kept: Buffers = {}
+        yield kept
+        after = dict(self.module.named_buffers())
+        if any(after.get(name) is not buffer or buffer._version != v for name, (buffer, v, _) in before.items()):
+            kept |= {name: copy for name, (_, _, copy) in before.items()}
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """Everything that leaves a block, as flat tensors: its result, what was recorded inside, new dict entries."""
+    """Everything that leaves a block, as flat tensors: its result, what was recorded inside, entries of dicts."""
 
     tensors: list[torch.Tensor]
     recipe: Recipe
@@ -107,9 +119,9 @@ class Emitted:
     ) -> Any:
         """Hand the node's outputs on: entries into the caller's dicts, records to the recording, the result back."""
         result, recorded, entries = self.recipe.rebuild(tensors)
-        outer = mappings(args, kwargs)
-        for place, new in entries:
-            outer[place].update(new)
+        outer = containers(args, kwargs)
+        for place, changed in entries:
+            put_back(outer[place], changed)
         if recording is not None:
             recording.replay(recorded)
         return result
@@ -117,23 +129,22 @@ class Emitted:
 
 def emit(
     block: Block,
-    weights: Mapping[tuple[int, int], torch.Tensor],
+    weights: Weights,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     recording: Recording | None,
-    *,
-    replaying: bool,
+    buffers: Buffers | None = None,
 ) -> Emitted:
     """Call a block and gather what leaves it. The arguments are this call's own: it may write to dicts in them."""
-    known = {place: set(mapping) for place, mapping in mappings(args, kwargs).items()}
+    before = {place: entries_of(container) for place, container in containers(args, kwargs).items()}
 
     def call() -> Any:
-        return block.call(weights, args, kwargs, replaying=replaying)
+        return block.call(weights, args, kwargs, buffers)
 
     result, recorded = (call(), {}) if recording is None else recording.inside(call)
     entries = [
-        (place, {key: value for key, value in mapping.items() if key not in known[place]})
-        for place, mapping in mappings(args, kwargs).items()
+        (place, {k: v for k, v in entries_of(container).items() if k not in before[place] or v is not before[place][k]})
+        for place, container in containers(args, kwargs).items()
     ]
     storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
     tensors, recipe = take_apart((result, recorded, entries))

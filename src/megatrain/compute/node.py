@@ -8,18 +8,16 @@ embedding must not cut the graph. Outputs are everything that leaves the block (
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatrain.compute.block import Block, Emitted, Recording, emit
+from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
 from megatrain.store.slab import Slab
-
-Weights = dict[tuple[int, int], torch.Tensor]
 
 
 class Flow(Protocol):
@@ -44,12 +42,14 @@ class _Call:
     differentiable: tuple[int, ...]
     recording: Recording | None
     ambient: Ambient
+    buffers: Buffers = field(default_factory=dict)
+    """The block's buffers before the forward, if the forward changed them."""
     emitted: Emitted | None = None
 
-    def run(self, inputs: list[torch.Tensor], weights: Weights, *, replaying: bool) -> Emitted:
+    def run(self, inputs: list[torch.Tensor], weights: Weights) -> Emitted:
         args, kwargs = self.recipe.rebuild(inputs)
         with torch.enable_grad():
-            return emit(self.block, weights, args, kwargs, self.recording, replaying=replaying)
+            return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None)
 
     def detached(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Inputs cut from the outer graph; those that require grad outside require it inside."""
@@ -63,8 +63,9 @@ class _BlockNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         with call.flow.weights(call.block, "forward") as views:
-            emitted = call.run(call.detached(tensors), call.block.bind(views, leaves=True), replaying=False)
-        call.emitted = emitted
+            with call.block.keeping_buffers() as former:
+                emitted = call.run(call.detached(tensors), call.block.bind(views, leaves=True))
+        call.emitted, call.buffers = emitted, former
         outputs = tuple(t.detach() for t in emitted.tensors)
         ctx.mark_non_differentiable(*[o for o, t in zip(outputs, emitted.tensors, strict=True) if not t.requires_grad])
         return outputs
@@ -77,7 +78,7 @@ class _BlockNode(torch.autograd.Function):
         with call.flow.weights(call.block, "backward") as views:
             weights = call.block.bind(views, leaves=True)
             with call.ambient.replayed():
-                emitted = call.run(inputs, weights, replaying=True)
+                emitted = call.run(inputs, weights)
             input_grads, weight_grads = _differentiate(call, emitted, grads, inputs, weights)
         for slab_index, gradients in weight_grads.items():
             slab = next(slab for slab in call.block.slabs if slab.index == slab_index)
@@ -131,7 +132,7 @@ def _without_gradient(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: d
     """Evaluation, generation, or a frozen block on inputs without gradient: no node, side effects as they come."""
     with flow.weights(block, "inference") as views:
         weights = block.bind(views, leaves=False)
-        result = block.call(weights, args, kwargs, replaying=False)
+        result = block.call(weights, args, kwargs)
         storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
         tensors, recipe = take_apart(result)
         if any(t.untyped_storage().data_ptr() in storages for t in tensors):

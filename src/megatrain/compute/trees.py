@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +42,24 @@ def take_apart(tree: Any) -> tuple[list[torch.Tensor], Recipe]:
     return tensors, Recipe(spec, kept, positions)
 
 
-def mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, MutableMapping[Any, Any]]:
-    """Dict-like arguments, by position or keyword: a block may leave new entries in them (shared keys and values)."""
+def containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    """Dict and list arguments, by position or keyword: a block may leave entries in them (shared keys and values)."""
     found = [*enumerate(args), *kwargs.items()]
-    return {place: value for place, value in found if isinstance(value, dict | UserDict)}
+    return {place: value for place, value in found if isinstance(value, dict | UserDict | list)}
+
+
+def entries_of(container: Any) -> dict[Any, Any]:
+    """What a dict or list holds, by key or position."""
+    return dict(enumerate(container)) if isinstance(container, list) else dict(container)
+
+
+def put_back(container: Any, changed: dict[Any, Any]) -> None:
+    """Set entries of the caller's dict or list; positions past a list's end are appended."""
+    for key, value in changed.items():
+        if isinstance(container, list) and key >= len(container):
+            container.append(value)
+        else:
+            container[key] = value
 
 
 def _expose(tree: Any) -> Any:

@@ -106,8 +106,9 @@ class Optimizer(torch.optim.Optimizer):
         ]
         state = {}
         for parameter in self._parameters():
-            steps = parameter.slab.steps[parameter.segment]
+            # A pending update also counts the step.
             parameter.slab.settle()
+            steps = parameter.slab.steps[parameter.segment]
             if steps:
                 state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps))} | states_of(parameter)
         return {"state": state, "param_groups": groups}

@@ -134,7 +134,22 @@ class StoreTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{'Parameter' if getattr(self, '_is_param', False) else 'StoreTensor'}({self.materialise()!r})"
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy in host memory; NumPy cannot look into the store."""
+        return self.host().to(self.dtype).clone().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy().__array__(dtype) if dtype is not None else self.numpy()
+
+    def tolist(self) -> Any:
+        return self.host().to(self.dtype).tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.materialise(), spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if not getattr(self, "_is_param", False):
+            return self.materialise().clone()
         raise MegaTrainError(
             "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; "
             "copy it before attaching the engine, or load the copy from a saved directory."

@@ -35,6 +35,11 @@ class Slot:
     def holds(self, slab: Slab) -> bool:
         return self.slab is slab and self.version == slab.version
 
+    @property
+    def current(self) -> bool:
+        """Whether what it holds is still what the store has."""
+        return self.slab is not None and self.version == self.slab.version
+
     def view(self, slab: Slab) -> torch.Tensor:
         return self.buffer[: slab.layout.nbytes].view(slab.layout.dtype)
 
@@ -51,9 +56,9 @@ class Ring:
         return next((slot for slot in self.slots if slot.holds(slab)), None)
 
     def victim(self, keep: set[int]) -> Slot | None:
-        """The least recently used slot that is not pinned and does not hold a slab to keep."""
+        """A slot that is not pinned and does not hold a slab to keep: a stale one, else the least recently used."""
         free = [slot for slot in self.slots if slot.pins == 0 and not self._kept(slot, keep)]
-        return min(free, key=lambda slot: slot.used, default=None)
+        return min(free, key=lambda slot: (slot.current, slot.used), default=None)
 
     def grow(self) -> Slot:
         slot = Slot(self.nbytes, self.device)
@@ -62,7 +67,7 @@ class Ring:
 
     @staticmethod
     def _kept(slot: Slot, keep: set[int]) -> bool:
-        return slot.slab is not None and slot.slab.index in keep and slot.version == slot.slab.version
+        return slot.slab is not None and slot.slab.index in keep and slot.current
 
 
 @dataclass(frozen=True)
@@ -99,18 +104,18 @@ class Fetcher:
     def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = ()) -> Lease:
         """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival."""
         needed = {slab.index for slab in slabs}
-        slots = []
-        for slab in slabs:
-            slot = self._rings[slab.index].find(slab)
-            if slot is None:
-                slot = self._fill(slab, needed)
-            else:
-                self._counters.hits += 1
-            self._clock += 1
-            slot.used = self._clock
-            slot.pins += 1
-            slots.append(slot)
+        slots: list[Slot] = []
         try:
+            for slab in slabs:
+                slot = self._rings[slab.index].find(slab)
+                if slot is None:
+                    slot = self._fill(slab, needed)
+                else:
+                    self._counters.hits += 1
+                self._clock += 1
+                slot.used = self._clock
+                slot.pins += 1
+                slots.append(slot)
             self.prefetch(ahead, keep=slabs)
             # Compute must not read a slot before its copy is there.
             for slot in slots:
@@ -145,9 +150,8 @@ class Fetcher:
             slot = ring.grow()
             self._counters.grown_slots += 1
         view = slot.view(slab)
-        slot.slab, slot.version = slab, slab.version
-        self._clock += 1
-        slot.used = self._clock
+        # Claimed only once the copy is on its way: if submitting fails, the slot must not seem to hold the slab.
+        slot.slab = None
         # After `written`: the update of this slab must have finished, or half-updated weights travel.
         # After `released`: the compute that used this slot last must have read it.
         slot.arrived = self._lanes.h2d.submit(
@@ -155,6 +159,9 @@ class Fetcher:
             after=(slab.written, slot.released),
             label=slab.name,
         )
+        slot.slab, slot.version = slab, slab.version
+        self._clock += 1
+        slot.used = self._clock
         # The next update of the slab waits for this: it writes the bytes that are being read.
         slab.read = slot.arrived
         self._counters.fetches += 1

@@ -15,6 +15,8 @@ _BATCH = 256
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """FP64 scalar on the device of `flat`. Squares are exact in FP64; chunks are halved pairwise, then their sums."""
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=flat.device)
     # Short slabs are padded to a power of two only; the tree still depends on the length alone.
     chunk = min(CHUNK, 1 << (flat.numel() - 1).bit_length())
     partials = [_tree(piece, chunk) for piece in flat.split(chunk * _BATCH)]

@@ -1,0 +1,252 @@
+"""Lanes on threads with random delays give the bits of lanes that run inline; and each wait that makes it so, taken
+away, is missed.
+
+Layers do almost no arithmetic, so that compute is always on the heels of the copies: a missing wait fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.parity import zoo
+from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
+
+import megatrain as mt
+from megatrain.errors import LaneFailed
+from megatrain.store.ticket import Ticket
+from megatrain.stream.lanes import Lane, Lanes, SyncLanes, ThreadLanes, Work
+
+MAX_DELAY = 3e-4
+SEEDS = 200
+CHUNK = 20
+
+
+# ---- what a user may do, in an order that leaves work pending at every turn
+
+
+def train(lanes: Lanes, precision: str = "fp32", **settings: Any) -> list[Any]:
+    """Everything that was seen on the way. Nothing here waits for the lanes but what reads a value."""
+    model = Stack()
+    engine = engine_of(model, lanes=lanes, precision=precision, slots=2, **settings)
+    scales = [p for name, p in model.named_parameters() if "scale" in name]
+    others = [p for name, p in model.named_parameters() if "scale" not in name]
+    optimizer = engine.optimizer(
+        [{"params": scales, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}], lr=0.1, max_grad_norm=0.5
+    )
+    seen: list[Any] = []
+    for step in range(4):
+        for micro in range(1 + step % 3):
+            skip = (1,) if (step, micro) == (2, 0) else ()
+            loss = model(inputs(10 * step + micro), skip=skip).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        if step == 1:
+            seen.append(gradients(model))
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        optimizer.zero_grad()
+        if step == 0:
+            with torch.no_grad():
+                seen.append(model(inputs(99)))
+        if step == 2:
+            seen.append({name: value + 0 for name, value in model.state_dict().items()})
+    seen.append(optimizer.grad_norm)
+    seen.append(roles(engine))
+    engine.close()
+    return seen
+
+
+def interfere(lanes: Lanes) -> list[Any]:
+    """Steps abandoned half-way, gradients and weights set by hand while updates are pending, graphs that outlive a
+    step."""
+    model = Stack()
+    engine = engine_of(model, lanes=lanes, slots=3, grad_slots=1)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=0.5)
+    seen: list[Any] = []
+    # Gradients thrown away while they are being summed.
+    for seed in range(3):
+        model(inputs(seed)).square().mean().backward()
+    optimizer.zero_grad()
+    model(inputs(3)).square().mean().backward()
+    seen.append(gradients(model))
+    # A graph made before the step whose gradient arrives after it, without passing any block.
+    penalty = (model.gain * model.gain).sum() + (model.layers[0].scale * model.layers[0].scale).sum()
+    optimizer.step()
+    optimizer.zero_grad()
+    penalty.backward()
+    seen.append(gradients(model))
+    # A gradient and a weight set right after a step.
+    optimizer.step()
+    model.layers[2].shift.grad = torch.full((8,), 3.0)
+    optimizer.step()
+    with torch.no_grad():
+        model.layers[1].scale.mul_(0.5)
+    optimizer.zero_grad()
+    loss = model(inputs(4)).square().mean()
+    loss.backward()
+    seen += [loss.detach(), gradients(model), roles(engine)]
+    engine.close()
+    return seen
+
+
+def language_model(lanes: Lanes) -> list[Any]:
+    model = zoo.build("llama", tie_word_embeddings=True)
+    engine = engine_of(model, lanes=lanes, precision="bf16")
+    optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
+    seen: list[Any] = []
+    for step in range(2):
+        for micro in range(2):
+            loss = model(**zoo.batch("llama", 2 * step + micro, length=6)).loss
+            loss.backward()
+            seen.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(roles(engine))
+    engine.close()
+    return seen
+
+
+def chunks(count: int) -> list[range]:
+    return [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[Callable[..., list[Any]]], list[Any]]:
+    known: dict[Any, list[Any]] = {}
+
+    def of(scenario: Callable[..., list[Any]], **settings: Any) -> list[Any]:
+        key = (scenario, *settings.items())
+        if key not in known:
+            known[key] = scenario(SyncLanes(), **settings)
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize("seeds", chunks(SEEDS), ids=str)
+def test_training_does_not_depend_on_delays(seeds: range, expected: Any):
+    for seed in seeds:
+        settings = {"precision": ("fp32", "bf16")[seed % 2], "grad_slots": 1 + seed // 2 % 3}
+        got = train(ThreadLanes(seed=seed, max_delay=MAX_DELAY), **settings)
+        assert differences(got, expected(train, **settings)) == [], seed
+
+
+@pytest.mark.parametrize("seeds", chunks(SEEDS), ids=str)
+def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
+    for seed in seeds:
+        got = interfere(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
+        assert differences(got, expected(interfere)) == [], seed
+
+
+@pytest.mark.parametrize("seeds", chunks(20), ids=str)
+def test_language_model_does_not_depend_on_delays(seeds: range, expected: Any):
+    for seed in seeds:
+        got = language_model(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
+        assert differences(got, expected(language_model)) == [], seed
+
+
+def test_threads_without_delays(expected: Any):
+    assert differences(train(ThreadLanes()), expected(train)) == []
+    assert differences(interfere(ThreadLanes()), expected(interfere)) == []
+
+
+def test_the_scenarios_change_everything(expected: Any):
+    """An update that does nothing would hide every race: weights, moments and losses must move."""
+    seen = expected(train)
+    losses = [value for value in seen if isinstance(value, torch.Tensor) and value.ndim == 0]
+    assert len(set(map(float, losses))) == len(losses)
+    for slab in range(5):
+        assert seen[-1][f"{slab}/exp_avg"].abs().max() > 0
+    assert seen[-1]["3/steps"] == [4, 4]
+    assert seen[-1]["2/steps"] == [4, 4]
+    assert seen[-2] > 0.5, "the clip factor must bite"
+
+
+# ---- each wait, taken away
+
+
+class NoOrder:
+    """A ticket that compute does not wait for; lanes still do."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.wait = ticket.wait
+
+    def order(self) -> None:
+        return None
+
+
+class Tampered:
+    """A lane that forgets some of what its work should come after."""
+
+    def __init__(self, lane: Any, forget: Callable[[Sequence[Ticket]], Sequence[Ticket]], unordered: bool) -> None:
+        self.lane, self.forget, self.unordered = lane, forget, unordered
+
+    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+        ticket = self.lane.submit(work, self.forget(after), label)
+        return NoOrder(ticket) if self.unordered else ticket
+
+    def close(self) -> None:
+        self.lane.close()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One wait of the code, by the lane it is on, how many tickets that submission names, and which of them it is."""
+
+    lane: str
+    named: int | None
+    position: int | None
+    """None: the wait of compute on what the lane hands out."""
+    slow: str
+    """The lane that has to lag for the wait to matter."""
+    scenario: Callable[[Lanes], list[Any]]
+
+
+WAITS = {
+    "a fetch waits for the slab's update": Wait("h2d", 2, 0, "update", train),
+    "compute waits for the copy to its slot": Wait("h2d", None, None, "h2d", train),
+    "compute waits until its gradient slot is drained": Wait("d2h", None, None, "d2h", train),
+    "a landing waits for the update that reads its buffer": Wait("d2h", 3, 2, "update", interfere),
+    "a landing waits for the sum that was going on there": Wait("d2h", 3, 1, "update", interfere),
+    "staging waits for the sum that reads it": Wait("d2h", 2, 1, "update", train),
+    "a sum waits for the copy to staging": Wait("update", 3, 0, "d2h", train),
+    "the norm waits for the gradients to land": Wait("update", 5, None, "d2h", train),
+}
+
+
+def tampered(wait: Wait, seed: int) -> ThreadLanes:
+    """Delays as in the tests above, and one lane that lags by more than all of them."""
+    lanes = ThreadLanes(seed=seed, max_delay=MAX_DELAY)
+
+    def forget(after: Sequence[Ticket]) -> Sequence[Ticket]:
+        if wait.named is None or len(after) != wait.named:
+            return after
+        return [ticket for place, ticket in enumerate(after) if wait.position is not None and place != wait.position]
+
+    slow: Any = getattr(lanes, wait.slow)
+    slow._delay = lambda: 2e-3
+    lane: Lane = Tampered(getattr(lanes, wait.lane), forget, unordered=wait.named is None)
+    setattr(lanes, wait.lane, lane)
+    return lanes
+
+
+def notices(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 10) -> bool:
+    """Whether any seed gives other bits, or raises."""
+    for seed in range(seeds):
+        try:
+            got = run(seed)
+        except (RuntimeError, mt.MegaTrainError, LaneFailed):
+            return True
+        if differences(got, reference):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
+def test_a_missing_wait_is_noticed(wait: Wait, expected: Any):
+    assert notices(lambda seed: wait.scenario(tampered(wait, seed)), expected(wait.scenario))

@@ -1,0 +1,100 @@
+"""Tiny models and datasets that several test files share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainingArguments,
+)
+
+VOCAB = 64
+LENGTH = 8
+_SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+
+def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(_SHAPE | _HEADS | _TOKENS | changes)))
+
+
+def gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
+    """Tied embeddings, and dropout of 0.1 in four places."""
+    torch.manual_seed(seed)
+    shape = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**(shape | _TOKENS | changes)))
+
+
+def mixtral(seed: int = 0, **changes: Any) -> MixtralForCausalLM:
+    """Experts that are merged in memory and apart on disk."""
+    torch.manual_seed(seed)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**(_SHAPE | _HEADS | _TOKENS | experts | changes)))
+
+
+def qwen3_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    options = _SHAPE | _HEADS | _TOKENS | experts | {"output_router_logits": True} | changes
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
+
+
+def rows(count: int = 16, length: int = LENGTH, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, each row its own label."""
+    source = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(1, VOCAB, (length,), generator=source) for _ in range(count)]
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+
+
+def batch(size: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
+    found = rows(size, seed=seed)
+    return {name: torch.stack([row[name] for row in found]) for name in found[0]}
+
+
+def arguments(directory: Any, **changes: Any) -> TrainingArguments:
+    """A short, quiet run on the CPU that logs every step and saves nothing."""
+    options: dict[str, Any] = {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(**(options | changes))
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state, copied out of wherever it lives."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Equal names, dtypes and bits."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two states, element by element."""
+    assert left.keys() == right.keys()
+    return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
