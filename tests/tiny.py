@@ -36,7 +36,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layer() for _ in range(depth))
 
     def forward(self, x: Tensor, skip: Sequence[int] = ()) -> Tensor:
-        x = self.entry(x)
+        x = self.entry(x.to(self.gain.dtype))
         for index, layer in enumerate(self.layers):
             if index not in skip:
                 x = layer(x)

@@ -19,6 +19,10 @@ class UnsupportedModel(MegaTrainError, ValueError):
     """The model cannot be trained as it is (weights on meta, an unknown dtype...)."""
 
 
+class UnsupportedCall(MegaTrainError):
+    """The model was called in a way that streaming cannot honour."""
+
+
 class AlreadyAttached(MegaTrainError):
     """The model already belongs to an open engine."""
 

@@ -6,8 +6,10 @@ Layers do almost no arithmetic, so that compute is always on the heels of the co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ import torch
 from tests.parity import zoo
 from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
-import megatrain as mt
-from megatrain.errors import LaneFailed
-from megatrain.store.ticket import Ticket
+from megatrain.errors import MegaTrainError
+from megatrain.store.parameter import StoreTensor
+from megatrain.store.slab import Gradient, Slab
+from megatrain.store.ticket import DONE, Ticket
 from megatrain.stream.lanes import Lane, Lanes, SyncLanes, ThreadLanes, Work
 
 MAX_DELAY = 3e-4
@@ -75,7 +78,7 @@ def interfere(lanes: Lanes) -> list[Any]:
     model(inputs(3)).square().mean().backward()
     seen.append(gradients(model))
     # A graph made before the step whose gradient arrives after it, without passing any block.
-    penalty = (model.gain * model.gain).sum() + (model.layers[0].scale * model.layers[0].scale).sum()
+    penalty = (model.gain * torch.arange(8.0)).sum() + model.layers[0].scale.sum()
     optimizer.step()
     optimizer.zero_grad()
     penalty.backward()
@@ -136,7 +139,7 @@ def test_training_does_not_depend_on_delays(seeds: range, expected: Any):
         assert differences(got, expected(train, **settings)) == [], seed
 
 
-@pytest.mark.parametrize("seeds", chunks(SEEDS), ids=str)
+@pytest.mark.parametrize("seeds", chunks(SEEDS // 2), ids=str)
 def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
     for seed in seeds:
         got = interfere(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
@@ -167,7 +170,7 @@ def test_the_scenarios_change_everything(expected: Any):
     assert seen[-2] > 0.5, "the clip factor must bite"
 
 
-# ---- each wait, taken away
+# ---- each wait of a lane, taken away
 
 
 class NoOrder:
@@ -190,33 +193,40 @@ class Tampered:
         ticket = self.lane.submit(work, self.forget(after), label)
         return NoOrder(ticket) if self.unordered else ticket
 
-    def close(self) -> None:
-        self.lane.close()
-
 
 @dataclass(frozen=True)
 class Wait:
-    """One wait of the code, by the lane it is on, how many tickets that submission names, and which of them it is."""
+    """One wait of the code: the lane, how many tickets the submission names, and which of them are forgotten."""
 
     lane: str
     named: int | None
-    position: int | None
-    """None: the wait of compute on what the lane hands out."""
+    """None: not a wait of the lane, but of compute for what the lane hands out."""
+    places: tuple[int, ...]
     slow: str
     """The lane that has to lag for the wait to matter."""
     scenario: Callable[[Lanes], list[Any]]
 
 
-WAITS = {
-    "a fetch waits for the slab's update": Wait("h2d", 2, 0, "update", train),
-    "compute waits for the copy to its slot": Wait("h2d", None, None, "h2d", train),
-    "compute waits until its gradient slot is drained": Wait("d2h", None, None, "d2h", train),
-    "a landing waits for the update that reads its buffer": Wait("d2h", 3, 2, "update", interfere),
-    "a landing waits for the sum that was going on there": Wait("d2h", 3, 1, "update", interfere),
-    "staging waits for the sum that reads it": Wait("d2h", 2, 1, "update", train),
-    "a sum waits for the copy to staging": Wait("update", 3, 0, "d2h", train),
-    "the norm waits for the gradients to land": Wait("update", 5, None, "d2h", train),
+NEEDED = {
+    "a fetch waits for the slab's update": Wait("h2d", 2, (0,), "update", train),
+    "compute waits for the copy to its slot": Wait("h2d", None, (), "h2d", train),
+    "compute waits until its gradient slot is drained": Wait("d2h", None, (), "d2h", train),
+    "a landing waits for the update that reads its buffer": Wait("d2h", 3, (2,), "update", interfere),
+    "a landing waits for the sum that is going on there": Wait("d2h", 3, (1,), "update", interfere),
+    "staging waits for the sum that reads it": Wait("d2h", 2, (1,), "update", train),
+    "a sum waits for the copy to staging": Wait("update", 3, (0,), "d2h", train),
+    "the norm waits for the gradients to land": Wait("update", 5, (0, 1, 2, 3, 4), "d2h", train),
 }
+
+IMPLIED = {
+    # On the CPU compute is finished when it returns.
+    "a fetch waits for the compute that used its slot": Wait("h2d", 2, (1,), "h2d", train),
+    # The copy to staging comes after the landing on the same lane; sums and updates share a lane.
+    "a sum waits for the landing and the update": Wait("update", 3, (1, 2), "d2h", train),
+    # They share a lane.
+    "an update waits for the norm": Wait("update", 2, (0,), "update", train),
+}
+"""Waits that the order inside a lane already implies. One that is needed some day must move up."""
 
 
 def tampered(wait: Wait, seed: int) -> ThreadLanes:
@@ -224,9 +234,9 @@ def tampered(wait: Wait, seed: int) -> ThreadLanes:
     lanes = ThreadLanes(seed=seed, max_delay=MAX_DELAY)
 
     def forget(after: Sequence[Ticket]) -> Sequence[Ticket]:
-        if wait.named is None or len(after) != wait.named:
+        if len(after) != wait.named:
             return after
-        return [ticket for place, ticket in enumerate(after) if wait.position is not None and place != wait.position]
+        return [ticket for place, ticket in enumerate(after) if place not in wait.places]
 
     slow: Any = getattr(lanes, wait.slow)
     slow._delay = lambda: 2e-3
@@ -235,18 +245,161 @@ def tampered(wait: Wait, seed: int) -> ThreadLanes:
     return lanes
 
 
-def notices(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 10) -> bool:
+def lagging(lane: str, seed: int) -> ThreadLanes:
+    return tampered(Wait(lane, -1, (), lane, train), seed)
+
+
+def noticed(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 10) -> bool:
     """Whether any seed gives other bits, or raises."""
     for seed in range(seeds):
         try:
             got = run(seed)
-        except (RuntimeError, mt.MegaTrainError, LaneFailed):
+        except (RuntimeError, MegaTrainError):
             return True
         if differences(got, reference):
             return True
     return False
 
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
+@pytest.mark.parametrize("wait", NEEDED.values(), ids=NEEDED.keys())
 def test_a_missing_wait_is_noticed(wait: Wait, expected: Any):
-    assert notices(lambda seed: wait.scenario(tampered(wait, seed)), expected(wait.scenario))
+    assert noticed(lambda seed: wait.scenario(tampered(wait, seed)), expected(wait.scenario))
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h", "update"])
+def test_a_lagging_lane_alone_is_not(lane: str, expected: Any):
+    """What the test above notices is the missing wait, not the lag."""
+    for scenario in (train, interfere):
+        assert differences(scenario(lagging(lane, seed=0)), expected(scenario)) == []
+
+
+@pytest.mark.parametrize("wait", IMPLIED.values(), ids=IMPLIED.keys())
+def test_waits_that_the_order_of_a_lane_implies(wait: Wait, expected: Any):
+    for seed in range(3):
+        assert differences(wait.scenario(tampered(wait, seed)), expected(wait.scenario)) == []
+
+
+# ---- each wait of the user's thread, taken away
+
+
+def read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slab, "settle", lambda slab: None)
+
+
+def write_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overwrite(slab: Slab) -> None:
+        slab.version += 1
+
+    monkeypatch.setattr(Slab, "overwrite", overwrite)
+
+
+def read_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = Gradient.current
+
+    def hasty(gradient: Gradient) -> torch.Tensor:
+        landed, gradient.landed = gradient.landed, DONE
+        try:
+            return current(gradient)
+        finally:
+            gradient.landed = landed
+
+    monkeypatch.setattr(Gradient, "current", hasty)
+
+
+def write_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = StoreTensor.write
+
+    def hasty(tensor: StoreTensor, values: torch.Tensor) -> None:
+        written, tensor.slab.written = tensor.slab.written, DONE if tensor.role == "grad" else tensor.slab.written
+        try:
+            write(tensor, values)
+        finally:
+            tensor.slab.written = written
+
+    monkeypatch.setattr(StoreTensor, "write", hasty)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "slow", "scenario"),
+    [
+        (read_without_waiting, "update", train),
+        (write_without_waiting, "update", interfere),
+        (read_gradient_without_waiting, "d2h", train),
+        (write_gradient_without_waiting, "update", interfere),
+    ],
+)
+def test_a_hasty_user_is_noticed(
+    tamper: Callable[..., None], slow: str, scenario: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+):
+    reference = expected(scenario)
+    tamper(monkeypatch)
+    assert noticed(lambda seed: scenario(lagging(slow, seed)), reference)
+
+
+# ---- copies see exactly the update they were submitted after
+
+
+class Watched:
+    """Counts updates per slab as they are submitted and as they are done, and looks what each copy finds."""
+
+    def __init__(self, lanes: ThreadLanes) -> None:
+        self.submitted: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.copies = self.updates = 0
+        h2d, update = lanes.h2d.submit, lanes.update.submit
+        lanes.h2d.submit = partial(self._copy, h2d)  # type: ignore[method-assign]
+        lanes.update.submit = partial(self._update, update)  # type: ignore[method-assign]
+
+    def _copy(self, submit: Any, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+        due = self.submitted[label]
+
+        def look() -> None:
+            self.copies += 1
+            work()
+            if self.done[label] != due:
+                self.wrong.append(f"{label}: a copy of update {due} found update {self.done[label]}")
+
+        return submit(look, after, label)  # type: ignore[no-any-return]
+
+    def _update(self, submit: Any, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+        if len(after) != 2:  # a sum of gradients, or the norm
+            return submit(work, after, label)  # type: ignore[no-any-return]
+        self.submitted[label] += 1
+
+        def count() -> None:
+            self.updates += 1
+            work()
+            self.done[label] += 1
+
+        return submit(count, after, label)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_copy_finds_the_update_it_was_submitted_after(seed: int):
+    lanes = lagging("h2d", seed)
+    watched = Watched(lanes)
+    train(lanes)
+    assert watched.wrong == []
+    assert watched.copies > 20
+    assert watched.updates == 20
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_copy_that_is_overtaken_is_noticed(place: int):
+    """Without the fetch's wait for `written`, copies come too early; without the update's wait for `read`, too late.
+
+    The second never shows in results on the CPU: a copy that an update can overtake was guessed wrong, and its slot is
+    stale by the time. On CUDA compute may still be reading it.
+    """
+    wait = (Wait("h2d", 2, (0,), "update", train), Wait("update", 2, (1,), "h2d", train))[place]
+    wrong = []
+    for seed in range(10):
+        lanes = tampered(wait, seed)
+        watched = Watched(lanes)
+        try:
+            train(lanes)
+        except (RuntimeError, MegaTrainError):
+            continue
+        wrong += watched.wrong
+    assert wrong

@@ -91,9 +91,11 @@ def _load_converted(
         lacks = f"lacks {missing[0]}" if missing else "has names that the model does not know"
         raise CheckpointError(f"the checkpoint in {directory} is of another model: it {lacks}.")
     loaded, report = type(model).from_pretrained(directory, dtype="auto", config=model.config, output_loading_info=True)
-    if report["missing_keys"]:
-        first = sorted(report["missing_keys"])[0]
-        raise CheckpointError(f"the checkpoint in {directory} is of another model: it lacks {first}.")
+    for kind, says in (("missing_keys", "lacks"), ("unexpected_keys", "has, and the model has not,")):
+        if report[kind]:
+            raise CheckpointError(
+                f"the checkpoint in {directory} is of another model: it {says} {sorted(report[kind])[0]}."
+            )
     for name, parameter in loaded.named_parameters():
         _check_shape(name, named.get(name), tuple(parameter.shape))
     for name, parameter in loaded.named_parameters():

@@ -7,6 +7,7 @@ embedding must not cut the graph. Outputs are everything that leaves the block (
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
+from megatrain.errors import UnsupportedCall
+from megatrain.store.parameter import after_accumulate
 from megatrain.store.slab import Slab
 
 
@@ -42,6 +45,8 @@ class _Call:
     differentiable: tuple[int, ...]
     recording: Recording | None
     ambient: Ambient
+    versions: tuple[int, ...]
+    """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
     buffers: Buffers = field(default_factory=dict)
     """The block's buffers before the forward, if the forward changed them."""
     emitted: Emitted | None = None
@@ -50,6 +55,26 @@ class _Call:
         args, kwargs = self.recipe.rebuild(inputs)
         with torch.enable_grad():
             return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None)
+
+    def check_versions(self) -> None:
+        if self.versions != tuple(slab.version for slab in self.block.slabs):
+            raise UnsupportedCall(
+                f"the weights of {self.block.name} were changed between a forward and its backward (by a step, or by "
+                "writing to a parameter), so the gradient would be of another function; call backward() first."
+            )
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The graph of a forward is dropped, so a gradient that still reaches it came by a side door."""
+
+        def refuse(_: torch.Tensor) -> None:
+            raise UnsupportedCall(
+                f"a tensor made inside {self.block.name} reached the loss without being returned by its forward (kept "
+                "as an attribute, say), so its gradient would be lost; return it from the layer's forward."
+            )
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(refuse)
 
     def detached(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Inputs cut from the outer graph; those that require grad outside require it inside."""
@@ -63,8 +88,10 @@ class _BlockNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         with call.flow.weights(call.block, "forward") as views:
+            inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
+            call.watch([*inputs, *weights.values()])
             with call.block.keeping_buffers() as former:
-                emitted = call.run(call.detached(tensors), call.block.bind(views, leaves=True))
+                emitted = call.run(inputs, weights)
         call.emitted, call.buffers = emitted, former
         outputs = tuple(t.detach() for t in emitted.tensors)
         ctx.mark_non_differentiable(*[o for o, t in zip(outputs, emitted.tensors, strict=True) if not t.requires_grad])
@@ -74,15 +101,14 @@ class _BlockNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
+        call.check_versions()
         inputs = call.detached(ctx.saved_tensors)
         with call.flow.weights(call.block, "backward") as views:
             weights = call.block.bind(views, leaves=True)
             with call.ambient.replayed():
                 emitted = call.run(inputs, weights)
             input_grads, weight_grads = _differentiate(call, emitted, grads, inputs, weights)
-        for slab_index, gradients in weight_grads.items():
-            slab = next(slab for slab in call.block.slabs if slab.index == slab_index)
-            call.flow.gradients(slab, gradients)
+        hand_over(call.flow, call.block, weight_grads)
         return (None, None, *input_grads)
 
 
@@ -114,13 +140,31 @@ def _differentiate(
     return input_grads, by_slab
 
 
+def hand_over(flow: Flow, block: Block, gradients: dict[int, dict[int, torch.Tensor]]) -> None:
+    """Gradients of a block's weights, through the hooks that users put on parameters, to the store."""
+    for slab in block.slabs:
+        if slab.index not in gradients:
+            continue
+        found = gradients[slab.index]
+        hooked = {place[1]: block.parameters[name] for name, place in block.places.items() if place[0] is slab}
+        for segment, gradient in found.items():
+            for hook in list((hooked[segment]._backward_hooks or {}).values()):
+                replaced = hook(gradient)
+                gradient = gradient if replaced is None else replaced
+            found[segment] = gradient
+        flow.gradients(slab, found)
+        for segment in found:
+            after_accumulate(hooked[segment])
+
+
 def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording | None) -> Any:
     """Run a block in the forward pass, as a node of the outer graph if anything in it can have a gradient."""
     tensors, recipe = take_apart((args, kwargs))
     differentiable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
     if not torch.is_grad_enabled() or not (block.trainable or differentiable):
         return _without_gradient(flow, block, args, kwargs)
-    call = _Call(flow, block, recipe, differentiable, recording, Ambient.capture(flow.device))
+    versions = tuple(slab.version for slab in block.slabs)
+    call = _Call(flow, block, recipe, differentiable, recording, Ambient.capture(flow.device), versions)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     emitted, call.emitted = call.emitted, None

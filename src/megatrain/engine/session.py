@@ -17,6 +17,7 @@ from megatrain import settings as settings_module
 from megatrain.checkpoint import manifest, states, weights
 from megatrain.compute.block import Block
 from megatrain.engine.adopt import Adoption
+from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.step import Step
 from megatrain.errors import AlreadyAttached, EngineClosed, ModelMoved, SettingsError
 from megatrain.hardware import inventory
@@ -87,7 +88,8 @@ class Engine:
             self._lanes.close()
             raise
         self._step.expect(self._adoption.blocks)
-        self._attach(model)
+        self._lazy = self._lazy_head(hooks)
+        self._attach(model, hooks)
 
     # ---- what users do
 
@@ -187,6 +189,8 @@ class Engine:
         if getattr(self.model, _ATTACHED, None) is not None:
             self._adoption.release()
             self._moving.remove()
+            if self._lazy is not None:
+                self._lazy.detach()
             for name in ("save_pretrained", "resize_token_embeddings", _ATTACHED):
                 self.model.__dict__.pop(name, None)
         return self.model
@@ -218,14 +222,15 @@ class Engine:
             check_open=self._check_open,
         )
 
-    def _attach(self, model: Any) -> None:
+    def _attach(self, model: Any, hooks: transformers_hooks.Hooks) -> None:
         object.__setattr__(model, _ATTACHED, self)
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
         def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            """Inputs to the compute device; no key/value cache while training."""
+            """Inputs to the compute device; no key/value cache where gradients are wanted."""
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
             if takes_cache and torch.is_grad_enabled():
+                transformers_hooks.refuse_cache(hooks, module.training, kwargs)
                 kwargs["use_cache"] = False
             return args, kwargs
 
@@ -250,7 +255,18 @@ class Engine:
         # Not a method of self: the finalizer must not keep the engine alive.
         weakref.finalize(self, _stop, self._lanes)
 
+    def _lazy_head(self, hooks: transformers_hooks.Hooks) -> LazyHead | None:
+        block = LazyHead.fits(self.model, self.blocks, hooks.causal_loss) if self.settings.head_chunk != 0 else None
+        if block is None:
+            return None
+        lazy = LazyHead(self.model, self._step, block, hooks.causal_loss, self.settings.head_chunk)
+        lazy.attach()
+        return lazy
+
     def _run(self, block: Block, args: Any, kwargs: Any) -> Any:
+        if self._lazy is not None and self._lazy.takes(block, args, kwargs):
+            self._step.check()
+            return self._lazy.logits(args[0], lambda: self._step.forward(block, args, kwargs))
         return self._step.forward(block, args, kwargs)
 
     def _deposit(self, slab: Any, index: int, gradient: torch.Tensor) -> None:

@@ -32,8 +32,10 @@ class CausalCollator:
     own collator. `tokenizer` is only held: the Trainer saves it beside the model if the user gave none.
     """
 
-    def __init__(self, pad_token_id: int, tokenizer: Any = None) -> None:
+    def __init__(self, pad_token_id: int, tokenizer: Any = None, makes_mask: bool = True) -> None:
         self.pad_token_id = pad_token_id
+        self.makes_mask = makes_mask
+        """False for a model whose forward takes no `attention_mask`: only a row's own is then passed on."""
         self.tokenizer = tokenizer
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -53,7 +55,8 @@ class CausalCollator:
                 for line, row in zip(padded, complete, strict=True):
                     line[: len(row[name])] = row[name]
                 batch[name] = padded
-        if "position_ids" in batch and all(row.get("attention_mask") is None for row in rows):
+        unmasked = all(row.get("attention_mask") is None for row in rows)
+        if unmasked and ("position_ids" in batch or not self.makes_mask):
             del batch["attention_mask"]
         return batch
 

@@ -63,7 +63,7 @@ def prepare(dataset: Any, model: nn.Module, tokenizer: Any) -> tuple[Any, Causal
         wrapped = Rows(dataset, encode)
     if kind not in (None, "input_ids"):
         encode.need_tokenizer(kind)  # a missing one is reported now, not at the first batch
-    return wrapped, CausalCollator(encode.pad_token_id, encode.tokenizer)
+    return wrapped, CausalCollator(encode.pad_token_id, encode.tokenizer, encode.takes_mask)
 
 
 def load_tokenizer(model: nn.Module | str, column: str = "text") -> Any:
@@ -130,12 +130,14 @@ class RowEncoder:
     vocab_size: int | None
     inputs: frozenset[str]
     """The arguments of the model's forward."""
+    takes_mask: bool
     spare_pad_id: int
     """For when the tokenizer has no pad token. Padding is masked, so any id of the vocabulary would do."""
     said_cut: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> RowEncoder:
+        forward = inspect.signature(model.forward).parameters
         config = getattr(model, "config", None)
         text = None if config is None else config.get_text_config()
         eos = getattr(text, "eos_token_id", None)
@@ -147,7 +149,8 @@ class RowEncoder:
             model_name=_model_name(model),
             max_positions=getattr(text, "max_position_embeddings", None),
             vocab_size=vocab_size,
-            inputs=frozenset(inspect.signature(model.forward).parameters),
+            inputs=frozenset(forward),
+            takes_mask="attention_mask" in forward or any(p.kind is p.VAR_KEYWORD for p in forward.values()),
             spare_pad_id=valid[0] if valid else 0,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.errors import UnsupportedTransformers
+from megatrain.errors import UnsupportedCall, UnsupportedTransformers
 
 OLDEST = "5.17"
 
@@ -24,7 +24,8 @@ class Hooks:
     """Base class of key/value caches."""
     collector: Any
     """Context variable that holds the outputs being recorded."""
-    pretrained: type
+    causal_loss: Any
+    """The loss of causal language models, which the chunked head stands in for."""
 
 
 def load() -> Hooks:
@@ -33,7 +34,7 @@ def load() -> Hooks:
         layer=_find("transformers.modeling_layers", "GradientCheckpointingLayer"),
         cache=_find("transformers.cache_utils", "Cache"),
         collector=_find("transformers.utils.output_capturing", "_active_collector"),
-        pretrained=_find("transformers.modeling_utils", "PreTrainedModel"),
+        causal_loss=_find("transformers.loss.loss_utils", "ForCausalLMLoss"),
     )
 
 
@@ -96,6 +97,17 @@ def without_cache(
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     return args, kwargs
+
+
+def refuse_cache(hooks: Hooks, training: bool, kwargs: dict[str, Any]) -> None:
+    """Decoding with a cache while gradients are on: wrong without the cache, and not recomputable with it."""
+    caches: list[Any] = [value for value in kwargs.values() if isinstance(value, hooks.cache)]
+    given = any(cache.get_seq_length() > 0 for cache in caches)
+    if given or (kwargs.get("use_cache") and not training):
+        raise UnsupportedCall(
+            "a key/value cache was asked for while gradients are on, but streamed blocks are recomputed in the "
+            "backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
+        )
 
 
 def keeps_fp32(model: torch.nn.Module, name: str) -> bool:

@@ -55,6 +55,16 @@ class Optimizer(torch.optim.Optimizer):
                     "parameters taken from the model after the engine was attached."
                 )
             parameter.slab.allocate_states()
+            self._start_afresh(parameter)
+
+    @staticmethod
+    def _start_afresh(parameter: StoreTensor) -> None:
+        """A second optimizer on the same model starts without the first one's moments; masters stay."""
+        parameter.slab.overwrite()
+        parameter.slab.steps[parameter.segment] = 0
+        for role, view in states_of(parameter).items():
+            if role != "residual":
+                view.zero_()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None

@@ -220,11 +220,19 @@ def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> 
         plain_grad.__set__(leaf, None)
         deposit(slab, index, gradient)
 
+    collect.__megatrain__ = True  # type: ignore[attr-defined]
     # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
     parameter.requires_grad_(True)
     parameter.register_post_accumulate_grad_hook(collect)
     parameter.requires_grad_(requires_grad)
     return parameter  # type: ignore[no-any-return]
+
+
+def after_accumulate(parameter: torch.nn.Parameter) -> None:
+    """Call the post-accumulate hooks that users put on a parameter whose gradient came from a block."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        if not getattr(hook, "__megatrain__", False):
+            hook(parameter)
 
 
 def states_of(parameter: StoreTensor) -> dict[str, torch.Tensor]:

@@ -1,0 +1,109 @@
+"""Putting the chunked head in: which models get it, and the check that it gives their own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from megatrain.compute.block import Block
+from megatrain.compute.head import ChunkedHead, LazyLogits, chunk_tokens
+from megatrain.engine.step import Step
+from megatrain.telemetry.notices import announce
+
+CHECKED_TOKENS = 64
+"""Positions of the first batch on which the chunked loss is held against the model's own."""
+
+
+class LazyHead:
+    """Returns lazy logits from the head while training, and takes them in the model's loss function."""
+
+    def __init__(self, model: Any, step: Step, block: Block, own_loss: Callable[..., Any], tokens: int | None) -> None:
+        features = model.get_output_embeddings().weight.shape[0]
+        self.block = block
+        self.model = model
+        self.head = ChunkedHead(step, block, features, tokens or chunk_tokens(features))
+        self._own_loss = own_loss
+        self._checked = False
+        self.enabled = True
+
+    @classmethod
+    def fits(cls, model: Any, blocks: list[Block], causal_loss: Any) -> Block | None:
+        """The head's block, if the model is a causal LM whose loss is transformers' own."""
+        if not hasattr(model, "get_output_embeddings") or getattr(model, "loss_function", None) is not causal_loss:
+            return None
+        head = model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        if weight is None or weight.ndim != 2:
+            return None
+        return next((block for block in blocks if block.module is head), None)
+
+    def attach(self) -> None:
+        self.model.loss_function = self.loss
+
+    def detach(self) -> None:
+        if self.model.__dict__.get("_loss_function") == self.loss:
+            del self.model._loss_function
+
+    def takes(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call of a block is one that can be lazy."""
+        return (
+            self.enabled and block is self.block and torch.is_grad_enabled() and not kwargs
+            and len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+            and (block.trainable or args[0].requires_grad)
+        )  # fmt: skip
+
+    def logits(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
+        return self.head.lazy(hidden, whole)
+
+    def loss(self, logits: Any, labels: Any, vocab_size: int | None = None, **options: Any) -> Any:
+        """What transformers' causal loss computes, chunk by chunk if the logits are still lazy."""
+        chunked = isinstance(logits, LazyLogits) and logits._computed is None and vocab_size == logits.shape[-1]
+        if not chunked or not self.enabled:
+            return self._own_loss(logits, labels, vocab_size, **options)
+        if not self._checked:
+            self._check(logits, labels, vocab_size, options)
+            if not self.enabled:
+                return self._own_loss(logits, labels, vocab_size, **options)
+        return self._chunked(logits, labels, **options)
+
+    def _chunked(
+        self,
+        logits: LazyLogits,
+        labels: torch.Tensor | None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return self.head.loss(logits, shift_labels, num_items_in_batch, ignore_index)
+
+    def _check(self, logits: LazyLogits, labels: Any, vocab_size: int | None, options: dict[str, Any]) -> None:
+        """Once: a piece of the first batch through both; on a mismatch the model's own loss is used, announced."""
+        self._checked = True
+        given = options.get("shift_labels") if labels is None else labels
+        if logits.ndim != 3 or given is None or given.shape != logits.shape[:2]:
+            return
+        hidden = logits.hidden[:1, :CHECKED_TOKENS].detach()
+        labels = given[:1, :CHECKED_TOKENS].to(hidden.device)
+        ignore = options.get("ignore_index", -100)
+        with torch.no_grad():
+            piece = self.block.module(hidden)
+            for operation in logits.chain:
+                piece = operation(piece)
+            own = self._own_loss(piece, labels, vocab_size, ignore_index=ignore)
+            shifted = functional.pad(labels, (0, 1), value=ignore)[..., 1:]
+            lazy = LazyLogits(lambda: piece, hidden, piece.shape[-1], hidden.dtype, logits.chain)
+            ours = self.head.loss(lazy, shifted, None, ignore)
+        tolerance = 1e-5 if logits.hidden.dtype == torch.float32 else 1e-2
+        if not torch.isclose(own.float(), ours, rtol=tolerance, atol=tolerance, equal_nan=True):
+            self.enabled = False
+            announce(
+                f"the chunked loss ({ours.item():.6g}) is not this model's own ({own.item():.6g}): "
+                "logits are computed whole"
+            )
