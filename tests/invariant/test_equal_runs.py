@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import zoo
+from tests.tiny import differences, engine_of, gradients, roles
 from torch import nn
 
 import megatrain as mt
 from megatrain.store.split import join
-from tests.parity import zoo
-from tests.tiny import differences, engine_of, gradients, roles
 
 FAMILIES = {
     "llama": {"attention_dropout": 0.1},

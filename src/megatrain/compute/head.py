@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.compute import node
 from megatrain.compute.block import Block
+from megatrain.compute.replay import Ambient
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits in a chunk. A constant: the chunk changes the last bits of a sum, so no memory cap may choose it."""
@@ -154,8 +155,14 @@ class ChunkedHead:
     """Tokens per chunk."""
 
     def lazy(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
-        """Logits to be computed; `whole` computes them at once."""
-        return LazyLogits(whole, hidden, self.features, hidden.dtype)
+        """Logits to be computed; `whole` computes them at once, under the autocast of this moment."""
+        ambient = Ambient.capture(self.flow.device)
+
+        def compute() -> torch.Tensor:
+            with ambient.autocasting():
+                return whole()
+
+        return LazyLogits(compute, hidden, self.features, ambient.cast_dtype or hidden.dtype)
 
     def loss(self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int) -> torch.Tensor:
         """Cross-entropy summed over the targets that count, divided by `items` (None: their number)."""

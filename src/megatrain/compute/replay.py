@@ -30,6 +30,21 @@ class Ambient:
             autocast_cache=torch.is_autocast_cache_enabled(),
         )
 
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """What autocast computes matrix products in on the device; None if it is off."""
+        return next((dtype for kind, enabled, dtype in self.autocast if kind == self.device.type and enabled), None)
+
+    @contextmanager
+    def autocasting(self) -> Iterator[None]:
+        """Run with the captured autocast state alone."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self.autocast_cache)
+                )
+            yield
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Run with the captured state, and put the present one back afterwards."""
@@ -39,11 +54,7 @@ class Ambient:
             torch.set_rng_state(self.cpu_rng)
             if self.cuda_rng is not None:
                 torch.cuda.set_rng_state(self.cuda_rng, self.device)
-            with ExitStack() as stack:
-                for kind, enabled, dtype in self.autocast:
-                    stack.enter_context(
-                        torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self.autocast_cache)
-                    )
+            with self.autocasting():
                 yield
         finally:
             torch.set_rng_state(present_cpu)

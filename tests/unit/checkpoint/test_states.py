@@ -16,7 +16,7 @@ from tests import small
 from transformers import AutoModelForCausalLM
 
 import megatrain as mt
-from megatrain.checkpoint import states
+from megatrain.checkpoint import manifest, states
 from megatrain.errors import CheckpointError
 from megatrain.store.parameter import states_of
 from megatrain.store.split import join
@@ -300,13 +300,35 @@ def test_stopped_while_saving(tmp_path: Path, where: str, said: pytest.LogCaptur
     assert small.same(everything(again.model), everything(whole.model))
 
 
+def test_the_last_complete_one_is_kept_until_the_next_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = manifest.write
+
+    def dies(directory: Path, *args: Any, **kwargs: Any) -> None:
+        if directory.name == "checkpoint-4":
+            raise KeyboardInterrupt
+        real(directory, *args, **kwargs)
+
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    first = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "write", dies)
+        with pytest.raises(KeyboardInterrupt):
+            first.train()
+    again = mt.Trainer(model=small.llama(1), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
+    again.train(resume_from_checkpoint=True)
+    assert small.same(small.snapshot(again.model), small.snapshot(first.model))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
 def test_nothing_complete_to_resume_from(saved: Path, tmp_path: Path) -> None:
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path / "out"), train_dataset=small.rows())
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         trainer.train(resume_from_checkpoint=True)
     shutil.copytree(saved, tmp_path / "out", dirs_exist_ok=True)
-    for manifest in (tmp_path / "out").rglob("manifest.json"):
-        manifest.unlink()
+    for path in (tmp_path / "out").rglob("manifest.json"):
+        path.unlink()
     with pytest.raises(CheckpointError, match=r"2 incomplete"):
         trainer.train(resume_from_checkpoint=True)
 
