@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.replay import Ambient
+from megatrain.store.slab import Place
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits in a chunk. A constant: the chunk changes the last bits of a sum, so no memory cap may choose it."""
@@ -172,6 +173,8 @@ class ChunkedHead:
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(hidden.device)
         task = _Task(self, logits.chain, targets, divisor, ignore_index)
+        if torch.is_grad_enabled():
+            task.place = self.flow.place(self.block)
         anchor = torch.zeros((), requires_grad=True)
         loss: torch.Tensor = _ChunkedLoss.apply(task, anchor, hidden)  # type: ignore[no-untyped-call]
         return loss
@@ -184,6 +187,7 @@ class _Task:
     targets: torch.Tensor
     divisor: Any
     ignore_index: int
+    place: Place = (-1, 0)
 
     def chunk(self, weights: Any, hidden: torch.Tensor, start: int) -> torch.Tensor:
         logits = self.head.block.call(weights, (hidden,), {})
@@ -222,7 +226,7 @@ class _ChunkedLoss(torch.autograd.Function):
                         previous = by_weight.get(place)
                         by_weight[place] = gradient.float() if previous is None else previous.add_(gradient)
                 del loss, found
-        ctx.head, ctx.places = head, list(by_weight)
+        ctx.head, ctx.place, ctx.weights = head, task.place, list(by_weight)
         ctx.save_for_backward(by_hidden, *by_weight.values())
         return total
 
@@ -231,7 +235,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         by_hidden, *by_weight = ctx.saved_tensors
         by_slab: dict[int, dict[int, torch.Tensor]] = {}
-        for (slab, segment), gradient in zip(ctx.places, by_weight, strict=True):
+        for (slab, segment), gradient in zip(ctx.weights, by_weight, strict=True):
             by_slab.setdefault(slab, {})[segment] = gradient * scale
-        node.hand_over(ctx.head.flow, ctx.head.block, by_slab)
+        node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, by_slab)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)

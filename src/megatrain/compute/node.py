@@ -20,7 +20,7 @@ from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
 from megatrain.store.parameter import after_accumulate
-from megatrain.store.slab import Slab
+from megatrain.store.slab import Place, Slab
 
 
 class Flow(Protocol):
@@ -31,8 +31,11 @@ class Flow(Protocol):
     def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]:
         """The block's slabs on the device while the context is open."""
 
-    def gradients(self, slab: Slab, gradients: dict[int, torch.Tensor]) -> None:
-        """Take the gradients of a slab's parameters, by segment."""
+    def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
+        """Take the gradients of a slab's parameters, by segment, from one place in the model."""
+
+    def place(self, block: Block) -> Place:
+        """Names this call of a block in the present forward: gradients are summed per place."""
 
 
 @dataclass
@@ -45,6 +48,7 @@ class _Call:
     differentiable: tuple[int, ...]
     recording: Recording | None
     ambient: Ambient
+    place: Place
     versions: tuple[int, ...]
     """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
     buffers: Buffers = field(default_factory=dict)
@@ -108,7 +112,7 @@ class _BlockNode(torch.autograd.Function):
             with call.ambient.replayed():
                 emitted = call.run(inputs, weights)
             input_grads, weight_grads = _differentiate(call, emitted, grads, inputs, weights)
-        hand_over(call.flow, call.block, weight_grads)
+        hand_over(call.flow, call.block, call.place, weight_grads)
         return (None, None, *input_grads)
 
 
@@ -140,7 +144,7 @@ def _differentiate(
     return input_grads, by_slab
 
 
-def hand_over(flow: Flow, block: Block, gradients: dict[int, dict[int, torch.Tensor]]) -> None:
+def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[int, dict[int, torch.Tensor]]) -> None:
     """Gradients of a block's weights, through the hooks that users put on parameters, to the store."""
     for slab in block.slabs:
         if slab.index not in gradients:
@@ -152,7 +156,7 @@ def hand_over(flow: Flow, block: Block, gradients: dict[int, dict[int, torch.Ten
                 replaced = hook(gradient)
                 gradient = gradient if replaced is None else replaced
             found[segment] = gradient
-        flow.gradients(slab, found)
+        flow.gradients(slab, place, found)
         for segment in found:
             after_accumulate(hooked[segment])
 
@@ -164,7 +168,9 @@ def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any],
     if not torch.is_grad_enabled() or not (block.trainable or differentiable):
         return _without_gradient(flow, block, args, kwargs)
     versions = tuple(slab.version for slab in block.slabs)
-    call = _Call(flow, block, recipe, differentiable, recording, Ambient.capture(flow.device), versions)
+    call = _Call(
+        flow, block, recipe, differentiable, recording, Ambient.capture(flow.device), flow.place(block), versions
+    )
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     emitted, call.emitted = call.emitted, None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -39,6 +39,7 @@ from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import announce
 
 _ATTACHED = "_megatrain_engine"
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -124,6 +125,16 @@ class Engine:
         return Optimizer(
             params, self._step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
         )
+
+    def window(self, tasks: Sequence[Callable[[], Result]], *, whole: bool = False) -> list[Result]:
+        """Run the micro-batches of a step together, each a function that does forward and backward; their results.
+
+        Weights travel once for all of them. The gradients are bit for bit those of one task after the other: random
+        numbers are seeded per task, and sums are in order. `whole=True` says that these are all micro-batches of the
+        step, so that gradients may be rounded on the device. If a task fails, its error is raised and the gradients of
+        the window are dropped.
+        """
+        return self._step.window(tasks, whole)
 
     def grad_norm(self) -> float:
         """The global norm of the gradients accumulated so far, before clipping; waits for the backward."""
@@ -228,6 +239,7 @@ class Engine:
 
         def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             """Inputs to the compute device; no key/value cache where gradients are wanted."""
+            self._step.begin_pass()
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
             if takes_cache and torch.is_grad_enabled():
                 transformers_hooks.refuse_cache(hooks, module.training, kwargs)
@@ -261,6 +273,7 @@ class Engine:
             return None
         lazy = LazyHead(self.model, self._step, block, hooks.causal_loss, self.settings.head_chunk)
         lazy.attach()
+        self._step.unparked.add(block.index)
         return lazy
 
     def _run(self, block: Block, args: Any, kwargs: Any) -> Any:
@@ -293,7 +306,7 @@ class Engine:
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
         slabs = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor)}
         states_bytes = sum(slab.optimizer_bytes for slab in slabs.values() if slab.exp_avg is None)
-        gradients = sum(slab.layout.nbytes for slab in slabs.values() if slab.grad.buffer is None)
+        gradients = sum(slab.layout.nbytes for slab in slabs.values() if not slab.grad.allocated)
         inventory.require_ram(
             states_bytes + gradients, "AdamW in FP32 (two moments, residual, gradient)",
             self.settings.max_ram_gb, self._memory.held,

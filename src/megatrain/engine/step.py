@@ -12,23 +12,30 @@ remembers its last write, its last read and its last gradient, a slot the comput
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
+from megatrain.compute.window import park, run_window
 from megatrain.optim.optimizer import HyperTable
 from megatrain.optim.schedule import Outcome, Updates
-from megatrain.store.slab import Slab
+from megatrain.store.slab import Place, Slab
+from megatrain.stream.accumulate import WindowSums
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.predict import BOUNDARY, Predictor
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Result = TypeVar("Result")
+OUTSIDE: Place = (1 << 30, 0)
+"""The place of gradients that reach a parameter outside any block; after all blocks in the order of places."""
 
 
 class Step:
@@ -59,10 +66,17 @@ class Step:
         self._check_open = check_open
         self._predictor = Predictor()
         self._forward_order: dict[int, None] = {}
+        self._sums: WindowSums | None = None
+        self._calls = threading.local()
+        self.unparked: set[int] = set()
+        """Blocks at which a window does not wait: the head, whose logits must not pile up."""
 
     def expect(self, blocks: list[Block]) -> None:
         """The first step has no past to predict from: assume registration order, there and back."""
         self.blocks = blocks
+        users = Counter(slab.index for block in blocks for slab in block.slabs)
+        for slab in self.slabs:
+            slab.shared = users[slab.index] > 1
         for phase, order in (("forward", blocks), ("backward", blocks[::-1])):
             for block in order:
                 self._predictor.record((phase, block.index))
@@ -80,6 +94,8 @@ class Step:
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
         """The block's weights on the device, and those of the blocks after it on their way."""
+        if phase != "inference" and block.index not in self.unparked:
+            park()
         self._predictor.record((phase, block.index))
         if phase == "forward":
             self._forward_order.setdefault(block.index)
@@ -90,13 +106,45 @@ class Step:
         finally:
             self._fetcher.release(lease)
 
-    def gradients(self, slab: Slab, gradients: dict[int, torch.Tensor]) -> None:
+    def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
-        self._drain.collect(slab, gradients)
+        (self._sums or self._drain).collect(slab, place, gradients)
 
     def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
-        self._drain.collect(slab, {index: gradient})
+        slab.shared = True
+        self.gradients(slab, OUTSIDE, {index: gradient})
+
+    def begin_pass(self) -> None:
+        """A forward of the whole model begins: calls of a block are counted from here."""
+        self._calls.of_block = Counter()
+
+    def place(self, block: Block) -> Place:
+        """A block, and which call of it in this forward: the order of a sum is by place, whatever the timing."""
+        calls: Counter[int] = getattr(self._calls, "of_block", None) or Counter()
+        self._calls.of_block = calls
+        calls[block.index] += 1
+        if calls[block.index] > 1:
+            for slab in block.slabs:
+                slab.shared = True
+        return (block.index, calls[block.index] - 1)
+
+    # ---- window
+
+    def window(self, tasks: Sequence[Callable[[], Result]], whole: bool) -> list[Result]:
+        """Run micro-batches together: each block's weights come once, and its gradients leave once."""
+        self.check()
+        seeds = torch.randint(0, 2**62, (len(tasks),)).tolist()
+        self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole)
+        try:
+            results = run_window(tasks, seeds, self.device)
+        except BaseException:
+            sums.discard()
+            raise
+        finally:
+            self._sums = None
+        sums.close()
+        return results
 
     # ---- step
 
@@ -132,7 +180,8 @@ class Step:
         for slab in self.slabs:
             slab.written.wait()
             slab.read.wait()
-            slab.grad.landed.wait()
+            for part in slab.grad.parts.values():
+                part.landed.wait()
         self._lanes.check()
 
     def _ahead(self) -> list[Slab]:

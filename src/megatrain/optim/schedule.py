@@ -58,9 +58,10 @@ class Updates:
         sums = []
         for slab in self._slabs:
             if slab.grad.present:
-                slab.grad.landed.wait()
+                part = slab.grad.merged()
+                part.landed.wait()
                 value = snapshot_square_sum(slab.grad.snapshot())
-                slab.grad.square_sum = torch.tensor(value, dtype=torch.float64)
+                part.square_sum = torch.tensor(value, dtype=torch.float64)
                 sums.append(value)
         return total(sums)
 
@@ -73,7 +74,7 @@ class Updates:
         outcome = Outcome()
         outcome.ticket = self._lanes.update.submit(
             lambda: self._decide(outcome, [gradients[i] for i in sorted(gradients)], max_norm),
-            after=[slab.grad.landed for slab in self._slabs if slab.index in gradients],
+            after=[slab.grad.merged().landed for slab in self._slabs if slab.index in gradients],
             label="norm",
         )
         for slab in order:

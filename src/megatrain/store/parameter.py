@@ -77,7 +77,7 @@ class StoreTensor(torch.Tensor):
             # An update of the step before may still be reading the gradient.
             self.slab.settle()
             self._strided(self.slab.grad.current()).copy_(values)
-            self.slab.grad.square_sum = None
+            self.slab.grad.changed()
 
     def _strided(self, flat: torch.Tensor) -> torch.Tensor:
         view = self.geometry
@@ -106,12 +106,9 @@ class StoreTensor(torch.Tensor):
                 f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}."
             )
         values = value.detach().clone()
-        gradient = self.slab.grad
-        gradient.current()
-        if not gradient.present:
-            gradient.clear()
-        gradient.present.add(self.segment)
-        gradient.square_sum = None
+        part = self.slab.grad.merged()
+        part.landed.wait()
+        part.present.add(self.segment)
         StoreTensor.whole(self.slab, self.segment, "grad", self.device).write(values)
 
     @grad.deleter

@@ -7,6 +7,7 @@ with; nothing else is locked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,8 @@ class Slab:
         self.steps: list[int] = [0] * len(layout.segments)
         """Optimizer steps taken, per parameter: a parameter without gradient in a step does not count it."""
         self.grad = Gradient(self)
+        self.shared = False
+        """Whether several places use it (a tied embedding): its parts must stay FP32 sums until they are merged."""
         self.version = 0
         """Grows with every change of the weight; a slot that holds an older version is stale."""
         self.written: Ticket = DONE
@@ -109,8 +112,12 @@ class Snapshot:
         return self.flat[start:end].to(self.dtype).float()
 
 
-class Gradient:
-    """The gradient of a slab: what landed in the gradient dtype, or an FP32 sum once a second use has landed.
+Place = tuple[int, int]
+"""A block, and which call of it in a forward."""
+
+
+class Part:
+    """What one place in the model contributes to a slab's gradient: as it landed, or an FP32 sum of several.
 
     BF16 gradients are summed in FP32 and rounded once, when they are used: norm and update see the same `Snapshot`.
     """
@@ -118,12 +125,12 @@ class Gradient:
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
         self.present: set[int] = set()
-        """Parameters that have a gradient; the rest of the buffer is not defined."""
+        """Parameters that have a gradient; the rest of the buffers is not defined."""
         self.buffer: HostBuffer | None = None
-        self.partial: torch.Tensor | None = None
-        """FP32 sum; allocated once a BF16 slab sees a second use in one step, kept for later steps."""
+        self.sum: HostBuffer | None = None
+        """FP32 sum of a BF16 slab; allocated when a second gradient lands in one step, kept for later steps."""
         self.summed = False
-        """Whether the sum is in `partial` (else in `buffer`)."""
+        """Whether the gradient is in `sum` (else in `buffer`)."""
         self.square_sum: torch.Tensor | None = None
         """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
         self.landed: Ticket = DONE
@@ -133,40 +140,95 @@ class Gradient:
         return self._slab.layout.dtype
 
     @property
-    def landing(self) -> torch.Tensor:
-        """Where a copy from the device arrives."""
+    def landing(self) -> HostBuffer:
+        """Where a copy in the gradient dtype arrives."""
         if self.buffer is None:
             self.buffer = self._slab.memory.allocate(self._slab.layout.nbytes, transferred=True)
-        return self.buffer.view(self.dtype)
+        return self.buffer
 
-    def sum_buffer(self) -> torch.Tensor:
-        """The FP32 accumulator."""
+    @property
+    def sum_buffer(self) -> HostBuffer:
+        """The FP32 accumulator; an FP32 slab's own buffer is one."""
         if self.dtype == torch.float32:
             return self.landing
-        if self.partial is None:
-            memory = self._slab.memory
-            self.partial = memory.allocate(self._slab.layout.numel * 4, transferred=False).view(torch.float32)
-        return self.partial
+        if self.sum is None:
+            self.sum = self._slab.memory.allocate(self._slab.layout.numel * 4, transferred=True)
+        return self.sum
 
-    def snapshot(self) -> Snapshot:
-        """What the gradient is now. It stays so while a step uses it: `zero_grad` only forgets, and whoever writes
-        the buffers next waits for the update that reads them."""
-        flat = self.partial if self.summed and self.partial is not None else self.landing
-        return Snapshot(self._slab.layout, flat, self.dtype, frozenset(self.present), self.square_sum)
-
-    def current(self) -> torch.Tensor:
-        """The flat tensor that holds the present gradients, for reading and writing by the user."""
-        self.landed.wait()
-        return self.partial if self.summed and self.partial is not None else self.landing
-
-    def drop(self, index: int) -> None:
-        """Forget one parameter's gradient; the next one that lands for it replaces instead of adding."""
-        self.present.discard(index)
-        self.square_sum = None
-        if not self.present:
-            self.clear()
+    @property
+    def flat(self) -> torch.Tensor:
+        """The buffer that holds the gradient now."""
+        return self.sum_buffer.view(torch.float32) if self.summed else self.landing.view(self.dtype)
 
     def clear(self) -> None:
         self.present.clear()
         self.summed = False
         self.square_sum = None
+
+
+class Gradient:
+    """The gradient of a slab: one part per place that uses it, so that the order of a sum never depends on timing.
+
+    Almost every slab has one place. A tied embedding has two, a shared layer as many as calls. `merge` makes one part
+    of them, in the order of their places.
+    """
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self.parts: dict[Place, Part] = {}
+        self.merge: Callable[[Slab], None] = lambda slab: None
+        """Submits the sum of all parts into the first (stream/drain.py)."""
+
+    def part(self, place: Place) -> Part:
+        if place not in self.parts:
+            self.parts[place] = Part(self._slab)
+        return self.parts[place]
+
+    @property
+    def present(self) -> set[int]:
+        return set().union(*(part.present for part in self.parts.values()))
+
+    @property
+    def allocated(self) -> bool:
+        return any(part.buffer is not None for part in self.parts.values())
+
+    def active(self) -> list[Part]:
+        """Parts that hold anything, in the order of their places."""
+        return [self.parts[place] for place in sorted(self.parts) if self.parts[place].present]
+
+    def merged(self) -> Part:
+        """The one part that holds the gradient; its `landed` says when."""
+        self.merge(self._slab)
+        active = self.active()
+        if active:
+            return active[0]
+        return self.part(next(iter(self.parts), (0, 0)))
+
+    def snapshot(self) -> Snapshot:
+        """What the gradient is now. It stays so while a step uses it: `zero_grad` only forgets, and whoever writes
+        the buffers next waits for the update that reads them."""
+        part = self.merged()
+        return Snapshot(self._slab.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum)
+
+    def current(self) -> torch.Tensor:
+        """The flat tensor that holds the present gradients, for reading and writing by the user."""
+        part = self.merged()
+        part.landed.wait()
+        return part.flat
+
+    def changed(self) -> None:
+        """The user wrote to it: sums of squares are no longer known."""
+        for part in self.parts.values():
+            part.square_sum = None
+
+    def drop(self, index: int) -> None:
+        """Forget one parameter's gradient; the next one that lands for it replaces instead of adding."""
+        for part in self.parts.values():
+            part.present.discard(index)
+            part.square_sum = None
+            if not part.present:
+                part.clear()
+
+    def clear(self) -> None:
+        for part in self.parts.values():
+            part.clear()

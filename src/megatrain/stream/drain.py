@@ -1,8 +1,8 @@
-"""Gradients out: flattened into a slot on the device, copied to host memory, summed there in FP32 in order.
+"""Gradients out: flattened into a slot on the device, copied to host memory, summed in FP32 in order.
 
-The first use of a slab in a step lands in its gradient buffer as it is. Every further use (another micro-batch, a tied
-weight, a second forward) lands in a staging buffer and is added on the update lane, whose order fixes the order of
-the sum.
+Outside a window, the first gradient of a step lands in its part's buffer as it is; every further one lands in a staging
+buffer and is added on the update lane, whose order fixes the order of the sum. Inside a window, micro-batches come one
+after the other and are summed on the device (stream/accumulate.py).
 """
 
 from __future__ import annotations
@@ -12,27 +12,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatrain.store.ram import HostBuffer, HostMemory
-from megatrain.store.slab import Slab
+from megatrain.store.slab import Part, Place, Slab
 from megatrain.store.ticket import DONE, Ticket
+from megatrain.stream.gradslots import GradRings, GradSlot
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.norm import square_sum
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
 
-
-class _GradSlot:
-    """A device buffer for one slab's gradient, and its sum of squares beside it."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.square_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.drained: Ticket = DONE
-
-    def flat(self, slab: Slab) -> torch.Tensor:
-        return self.buffer[: slab.layout.nbytes].view(slab.layout.dtype)
+Gradients = Mapping[int, torch.Tensor]
 
 
 class _Staging:
+    """A host buffer where a gradient waits to be added."""
+
     def __init__(self) -> None:
         self.buffer: HostBuffer | None = None
         self.summed: Ticket = DONE
@@ -57,89 +50,133 @@ class Drain:
         memory: HostMemory,
         counters: Counters,
     ) -> None:
-        self._device = device
-        self._largest = max(slab.layout.nbytes for slab in slabs)
-        self._lanes = lanes
-        self._transfer = transfer
+        self.device = device
+        self.lanes = lanes
+        self.transfer = transfer
+        self.rings = GradRings(slabs, slots, device)
         self._memory = memory
         self._counters = counters
-        self._wanted = slots
-        self._slots: list[_GradSlot] = []
         self._staging = [_Staging() for _ in range(2)]
         self._turn = 0
+        for slab in slabs:
+            slab.grad.merge = self.merge
 
-    def collect(self, slab: Slab, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Take the gradients of some of a slab's parameters, by index, from compute."""
-        if not self._slots:
-            self._slots = [_GradSlot(self._largest, self._device) for _ in range(self._wanted)]
-        slot = self._slots[self._turn % len(self._slots)]
-        self._turn += 1
+    def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
+        """Take the gradients of some of a slab's parameters, by segment, from one place in the model."""
+        slot = self.rings.next(slab)
         # The copy that last drained this slot must have read it before compute writes it again.
         slot.drained.order()
-        flat = slot.flat(slab)
+        flat = self.rings.view(slot, slab)
         with torch.no_grad():
             flat.zero_()
             for index, gradient in gradients.items():
                 segment = slab.layout.segments[index]
                 flat[segment.offset : segment.end].view(segment.shape).copy_(gradient)
-        if slab.grad.present:
-            slot.drained = self._add(slab, flat, frozenset(gradients))
+        part = slab.grad.part(place)
+        if part.present:
+            slot.drained = self._add(slab, part, flat, frozenset(gradients))
         else:
-            slot.drained = self._land(slab, slot)
-        slab.grad.present.update(gradients)
-        self._counters.drains += 1
-        self._counters.bytes_d2h += slab.layout.nbytes
+            slot.drained = self.land(slab, part, slot, flat)
+        part.present.update(gradients)
 
-    def _land(self, slab: Slab, slot: _GradSlot) -> Ticket:
-        """The first gradient of the step: straight into the slab's own buffer, with its norm."""
-        gradient = slab.grad
-        gradient.clear()
-        target = gradient.landing
-        pinned = gradient.buffer is not None and gradient.buffer.pinned
-        flat = slot.flat(slab)
+    def land(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> Ticket:
+        """The whole gradient of the step so far, in the gradient dtype: into the part's buffer, with its norm."""
+        part.clear()
+        target = part.landing
         slot.square_sum.copy_(square_sum(flat))
-        norm = torch.zeros((), dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        norm = torch.zeros((), dtype=torch.float64, pin_memory=self.device.type == "cuda")
 
         def copy() -> None:
-            self._transfer.to_host(target, flat, pinned)
+            self.transfer.to_host(target.view(part.dtype), flat, target.pinned)
             norm.copy_(slot.square_sum, non_blocking=True)
 
         # After `landed` and `written`: an earlier sum or the update of the step before may still read this buffer.
-        gradient.landed = self._lanes.d2h.submit(
-            copy, after=(self._lanes.mark(), gradient.landed, slab.written), label=slab.name
-        )
-        gradient.square_sum = norm
-        return gradient.landed
+        part.landed = self.lanes.d2h.submit(copy, after=(self.lanes.mark(), part.landed, slab.written), label=slab.name)
+        part.square_sum = norm
+        self._count(flat)
+        return part.landed
 
-    def _add(self, slab: Slab, flat: torch.Tensor, indices: frozenset[int]) -> Ticket:
-        """A further gradient: through a staging buffer, into the FP32 sum."""
-        gradient = slab.grad
-        before = frozenset(gradient.present)
-        staging = self._staging[self._turn % len(self._staging)]
-        buffer = staging.landing(slab, self._memory)
-        arrived = buffer.bytes[: slab.layout.nbytes].view(slab.layout.dtype)
-        copied = self._lanes.d2h.submit(
-            # After `summed`: the sum that last used this staging buffer must have read it.
-            lambda: self._transfer.to_host(arrived, flat, buffer.pinned),
-            after=(self._lanes.mark(), staging.summed),
+    def land_sum(self, slab: Slab, part: Part, flat: torch.Tensor) -> Ticket:
+        """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
+        target = part.sum_buffer
+        part.landed = self.lanes.d2h.submit(
+            lambda: self.transfer.to_host(target.view(torch.float32), flat, target.pinned),
+            after=(self.lanes.mark(), part.landed, slab.written),
             label=slab.name,
         )
-        first = not gradient.summed
-        total = gradient.sum_buffer()
+        part.summed, part.square_sum = True, None
+        self._count(flat)
+        return part.landed
+
+    def merge(self, slab: Slab) -> None:
+        """Submit the sum of all parts of a slab into the first one, in the order of their places."""
+        parts = slab.grad.active()
+        if len(parts) < 2:
+            return
+        first, *others = parts
+        total = first.sum_buffer.view(torch.float32)
+        seed = None if first.summed else first.flat
+        flats = [(part.flat, frozenset(part.present)) for part in others]
+        before = frozenset(first.present)
 
         def add() -> None:
-            if first and total.data_ptr() != gradient.landing.data_ptr():
-                total.copy_(gradient.landing)
-            for index in sorted(indices):
-                segment = slab.layout.segments[index]
-                piece = arrived[segment.offset : segment.end]
-                if index in before:
-                    total[segment.offset : segment.end].add_(piece)
-                else:
-                    total[segment.offset : segment.end].copy_(piece)
+            known = set(before)
+            if seed is not None and seed.data_ptr() != total.data_ptr():
+                total.copy_(seed)
+            for flat, indices in flats:
+                _add_segments(slab, total, flat, indices, known)
+                known |= indices
 
-        staging.summed = self._lanes.update.submit(add, after=(copied, gradient.landed, slab.written), label=slab.name)
-        gradient.landed = staging.summed
-        gradient.summed = True
-        gradient.square_sum = None
+        first.landed = self.lanes.update.submit(
+            add, after=(*[part.landed for part in parts], slab.written), label=f"merge {slab.name}"
+        )
+        first.summed, first.square_sum = True, None
+        for part in others:
+            first.present |= part.present
+            part.clear()
+            # The next gradient of that place must not overwrite what the merge still reads.
+            part.landed = first.landed
+
+    def _add(self, slab: Slab, part: Part, flat: torch.Tensor, indices: frozenset[int]) -> Ticket:
+        """A further gradient: through a staging buffer, into the FP32 sum."""
+        before = set(part.present)
+        staging = self._staging[self._turn % len(self._staging)]
+        self._turn += 1
+        buffer = staging.landing(slab, self._memory)
+        arrived = buffer.bytes[: slab.layout.nbytes].view(slab.layout.dtype)
+        copied = self.lanes.d2h.submit(
+            # After `summed`: the sum that last used this staging buffer must have read it.
+            lambda: self.transfer.to_host(arrived, flat, buffer.pinned),
+            after=(self.lanes.mark(), staging.summed),
+            label=slab.name,
+        )
+        seed = None if part.summed else part.flat
+        total = part.sum_buffer.view(torch.float32)
+
+        def add() -> None:
+            if seed is not None and seed.data_ptr() != total.data_ptr():
+                total.copy_(seed)
+            _add_segments(slab, total, arrived, indices, before)
+
+        staging.summed = self.lanes.update.submit(add, after=(copied, part.landed, slab.written), label=slab.name)
+        part.landed = staging.summed
+        part.summed, part.square_sum = True, None
+        self._count(flat)
         return copied
+
+    def _count(self, flat: torch.Tensor) -> None:
+        self._counters.drains += 1
+        self._counters.bytes_d2h += flat.numel() * flat.element_size()
+
+
+def _add_segments(
+    slab: Slab, total: torch.Tensor, flat: torch.Tensor, indices: frozenset[int], known: set[int]
+) -> None:
+    """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one."""
+    for index in sorted(indices):
+        segment = slab.layout.segments[index]
+        target, piece = total[segment.offset : segment.end], flat[segment.offset : segment.end]
+        if index in known:
+            target.add_(piece)
+        else:
+            target.copy_(piece)

@@ -91,7 +91,7 @@ class Fetcher:
         counters: Counters,
     ) -> None:
         self._lanes = lanes
-        self._transfer = transfer
+        self.transfer = transfer
         self._counters = counters
         self._clock = 0
         self.depth = slots - 1
@@ -155,7 +155,7 @@ class Fetcher:
         # After `written`: the update of this slab must have finished, or half-updated weights travel.
         # After `released`: the compute that used this slot last must have read it.
         slot.arrived = self._lanes.h2d.submit(
-            lambda: self._transfer.to_device(view, slab.weight, slab.weight_buffer.pinned),
+            lambda: self.transfer.to_device(view, slab.weight, slab.weight_buffer.pinned),
             after=(slab.written, slot.released),
             label=slab.name,
         )
@@ -169,15 +169,16 @@ class Fetcher:
         return slot
 
 
-def _rings(slabs: Sequence[Slab], slots: int, device: torch.device) -> list[tuple[Ring, list[Slab]]]:
-    """Slabs within a factor of two of the largest share a ring, which never has more slots than slabs."""
-    rings: list[tuple[Ring, list[Slab]]] = []
-    members: list[Slab] = []
+def by_size(slabs: Sequence[Slab]) -> list[list[Slab]]:
+    """Slabs in groups, each within a factor of two of its largest."""
+    groups: list[list[Slab]] = []
     for slab in sorted(slabs, key=lambda slab: (-slab.layout.nbytes, slab.index)):
-        if members and slab.layout.nbytes * 2 < members[0].layout.nbytes:
-            rings.append((Ring(members[0].layout.nbytes, min(slots, len(members)), device), members))
-            members = []
-        members.append(slab)
-    if members:
-        rings.append((Ring(members[0].layout.nbytes, min(slots, len(members)), device), members))
-    return rings
+        if not groups or slab.layout.nbytes * 2 < groups[-1][0].layout.nbytes:
+            groups.append([])
+        groups[-1].append(slab)
+    return groups
+
+
+def _rings(slabs: Sequence[Slab], slots: int, device: torch.device) -> list[tuple[Ring, list[Slab]]]:
+    """A ring per group of like size, which never has more slots than slabs."""
+    return [(Ring(members[0].layout.nbytes, min(slots, len(members)), device), members) for members in by_size(slabs)]

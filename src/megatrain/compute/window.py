@@ -1,0 +1,164 @@
+"""The window: the micro-batches of a step pass every block together, so that its weights travel once for all of them.
+
+Each micro-batch's unchanged training step runs in a thread of its own, but only the thread that holds the baton runs.
+At every block, forward and backward, a thread hands the baton on; the next one brings its own micro-batch to the same
+block, and finds the weights there. Each thread keeps its own stream of random numbers.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from megatrain.compute.replay import Ambient
+from megatrain.errors import MegaTrainError
+
+Result = TypeVar("Result")
+_seat = threading.local()
+
+
+class WindowAborted(MegaTrainError):
+    """Another micro-batch of the window failed; its error is what the caller sees."""
+
+
+def park() -> None:
+    """Called at a block: let the other micro-batches of the window come this far. Nothing outside a window."""
+    seat = getattr(_seat, "current", None)
+    if seat is not None:
+        baton, number = seat
+        baton.hand_on(number)
+
+
+class _Baton:
+    """One thread runs at a time, in the order of the micro-batches."""
+
+    def __init__(self, seats: int, device: torch.device) -> None:
+        self._condition = threading.Condition()
+        self._live = list(range(seats))
+        self._turn = 0
+        self._device = device
+        self.error: BaseException | None = None
+
+    def hand_on(self, number: int) -> None:
+        """Give the baton to the next micro-batch and wait until it comes round."""
+        cpu, cuda = self._random()
+        with self._condition:
+            self._turn = self._after(number)
+            self._condition.notify_all()
+        self.wait(number)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self._device)
+
+    def wait(self, number: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == number)
+        if self.error is not None:
+            raise WindowAborted("another micro-batch of the window failed.")
+
+    def leave(self, number: int) -> None:
+        """The micro-batch is done, or has failed."""
+        with self._condition:
+            following = self._after(number)
+            self._live.remove(number)
+            self._turn = following if following != number else -1
+            self._condition.notify_all()
+
+    def abort(self, error: BaseException) -> None:
+        """Whoever gets the baton from now on gives up."""
+        with self._condition:
+            self.error = self.error or error
+
+    def _after(self, number: int) -> int:
+        later = [seat for seat in self._live if seat > number]
+        return later[0] if later else self._live[0]
+
+    def _random(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), cuda
+
+
+def run_window(tasks: Sequence[Callable[[], Result]], seeds: Sequence[int], device: torch.device) -> list[Result]:
+    """Run the tasks together; results in order. The first failure is raised, after all threads have ended."""
+    baton = _Baton(len(tasks), device)
+    results: dict[int, Result] = {}
+    inherit = _Inherited(device)
+
+    def body(number: int) -> None:
+        _seat.current = (baton, number)
+        try:
+            baton.wait(number)
+            with inherit.applied():
+                torch.manual_seed(seeds[number])
+                results[number] = tasks[number]()
+        except WindowAborted:
+            pass
+        except BaseException as error:
+            baton.abort(error)
+        finally:
+            _seat.current = None
+            baton.leave(number)
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(body, number), name=f"megatrain-micro-{number}")
+        for number in range(len(tasks))
+    ]
+    with _random_untouched(device):
+        for thread in threads:
+            thread.start()
+        _join(threads, baton)
+    if baton.error is not None:
+        raise baton.error
+    return [results[number] for number in range(len(tasks))]
+
+
+def _join(threads: list[threading.Thread], baton: _Baton) -> None:
+    """Wait for all threads; a Ctrl-C here ends them at their next block, and is raised when they have ended."""
+    while any(thread.is_alive() for thread in threads):
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            baton.abort(error)
+
+
+class _Inherited:
+    """What a thread does not take over from the one that starts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grad = torch.is_grad_enabled()
+        self._ambient = Ambient.capture(device)
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        # A backward of CUDA tensors otherwise runs in one worker thread that all micro-batches share: parking there
+        # would be a deadlock.
+        with (
+            torch.set_grad_enabled(self._grad),
+            self._ambient.autocasting(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            if self._stream is None:
+                yield
+            else:
+                with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                    yield
+
+
+@contextmanager
+def _random_untouched(device: torch.device) -> Iterator[None]:
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)

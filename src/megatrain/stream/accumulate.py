@@ -1,0 +1,111 @@
+"""Sums of a window on the device: micro-batches pass a block one after the other, and their gradients travel once.
+
+A sum continues where an earlier window of the same step left it, so the order of additions, and with it every bit, is
+that of one micro-batch after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.store.slab import Part, Place, Slab
+from megatrain.stream.drain import Drain, Gradients
+from megatrain.stream.gradslots import GradSlot
+from megatrain.stream.transfer import Transfer
+
+
+@dataclass
+class _Sum:
+    slab: Slab
+    part: Part
+    slot: GradSlot
+    total: torch.Tensor
+    """FP32, on the device."""
+    rounded: torch.Tensor
+    """Room for the total in the gradient dtype."""
+    present: set[int]
+    fresh: bool
+    """Whether nothing of this step had landed before."""
+    added: int = 0
+
+
+class WindowSums:
+    """Open sums of one window."""
+
+    def __init__(self, drain: Drain, transfer: Transfer, whole: bool) -> None:
+        self._drain = drain
+        self._transfer = transfer
+        self._whole = whole
+        """Whether this window is the whole step: its sums may then be rounded before they travel."""
+        self._open: dict[tuple[int, Place], _Sum] = {}
+
+    def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
+        """Add the gradients of one micro-batch."""
+        key = (slab.index, place)
+        if key not in self._open:
+            self._open[key] = self._begin(slab, place)
+        entry = self._open[key]
+        with torch.no_grad():
+            for index, gradient in gradients.items():
+                segment = slab.layout.segments[index]
+                target = entry.total[segment.offset : segment.end].view(segment.shape)
+                # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
+                rounded = gradient.to(slab.layout.dtype)
+                if index in entry.present:
+                    target.add_(rounded)
+                else:
+                    target.copy_(rounded)
+        entry.present.update(gradients)
+        entry.added += 1
+
+    def close(self) -> None:
+        """Send all sums home."""
+        for key in list(self._open):
+            self._send(key)
+
+    def discard(self) -> None:
+        """Forget the window's gradients: it failed."""
+        self._open.clear()
+
+    def _begin(self, slab: Slab, place: Place) -> _Sum:
+        slot = self._drain.rings.next(slab)
+        for key, other in list(self._open.items()):
+            if other.slot is slot:
+                self._send(key)
+        # The copy that last drained this slot must have read it before compute writes it again.
+        slot.drained.order()
+        total, rounded = self._drain.rings.sum_view(slot, slab)
+        total.zero_()
+        part = slab.grad.part(place)
+        entry = _Sum(slab, part, slot, total, rounded, set(part.present), fresh=not part.present)
+        if part.present:
+            self._resume(entry)
+        return entry
+
+    def _resume(self, entry: _Sum) -> None:
+        """Bring back what an earlier window or micro-batch of this step summed up."""
+        part, lanes = entry.part, self._drain.lanes
+        source = part.sum_buffer if part.summed else part.landing
+        target = entry.total if part.summed else entry.rounded
+        arrived = lanes.h2d.submit(
+            lambda: self._transfer.to_device(target, source.view(target.dtype), source.pinned),
+            # After compute so far: it has just cleared the buffer that this fills.
+            after=(part.landed, lanes.mark()),
+            label=f"sum of {entry.slab.name}",
+        )
+        arrived.order()
+        if target is not entry.total:
+            entry.total.copy_(target)
+
+    def _send(self, key: tuple[int, Place]) -> None:
+        entry = self._open.pop(key)
+        slab, part = entry.slab, entry.part
+        complete = entry.fresh and (entry.added == 1 or (self._whole and not slab.shared))
+        if part.dtype == torch.float32 or complete:
+            entry.rounded.copy_(entry.total)
+            entry.slot.drained = self._drain.land(slab, part, entry.slot, entry.rounded)
+        else:
+            entry.slot.drained = self._drain.land_sum(slab, part, entry.total)
+        part.present.update(entry.present)

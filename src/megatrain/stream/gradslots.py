@@ -1,0 +1,61 @@
+"""Device buffers that gradients pass through, in rings by size like the weights' slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatrain.store.slab import Slab
+from megatrain.store.ticket import DONE, Ticket
+from megatrain.stream.fetch import by_size
+
+
+class GradSlot:
+    """A device buffer for one slab's gradient, and its sum of squares beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self.square_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.drained: Ticket = DONE
+
+    def bytes(self, room: int) -> torch.Tensor:
+        """The buffer, grown to `room` bytes at first use. Call after ordering compute behind `drained`."""
+        if self._buffer.numel() < room:
+            # Compute is behind the last copy by now, so the allocator may hand the old buffer to compute again.
+            self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
+        return self._buffer
+
+
+class GradRings:
+    """Slots by size of slab; made when the first gradient comes."""
+
+    def __init__(self, slabs: Sequence[Slab], slots: int, device: torch.device) -> None:
+        self._rings: dict[int, tuple[list[GradSlot], int]] = {}
+        self._turns: dict[int, int] = {}
+        for members in by_size(slabs):
+            ring = [GradSlot(device) for _ in range(min(slots, len(members)))]
+            largest = max(slab.layout.numel for slab in members)
+            self._rings |= {slab.index: (ring, largest) for slab in members}
+
+    def next(self, slab: Slab) -> GradSlot:
+        """The slot whose turn it is, in the slab's ring."""
+        ring, _ = self._rings[slab.index]
+        turn = self._turns.get(id(ring), 0)
+        self._turns[id(ring)] = turn + 1
+        return ring[turn % len(ring)]
+
+    def view(self, slot: GradSlot, slab: Slab) -> torch.Tensor:
+        """Room for one gradient of the slab, in its own dtype."""
+        dtype = slab.layout.dtype
+        return slot.bytes(self._rings[slab.index][1] * dtype.itemsize)[: slab.layout.nbytes].view(dtype)
+
+    def sum_view(self, slot: GradSlot, slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for an FP32 sum, and for its rounded copy (the same memory if the slab is FP32)."""
+        dtype, numel, largest = slab.layout.dtype, slab.layout.numel, self._rings[slab.index][1]
+        room = slot.bytes(largest * (4 if dtype == torch.float32 else 4 + dtype.itemsize))
+        total = room[: numel * 4].view(torch.float32)
+        if dtype == torch.float32:
+            return total, total
+        return total, room[largest * 4 : largest * 4 + numel * dtype.itemsize].view(dtype)

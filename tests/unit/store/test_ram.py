@@ -1,0 +1,74 @@
+"""Host memory: exactly what was asked for, zeroed, aligned, and only if the guard agrees."""
+
+import pytest
+import torch
+
+from megatrain.store.ram import HostBuffer, HostMemory
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, (8 << 20) + 4096])
+def test_a_buffer_is_as_long_as_asked_zeroed_and_page_aligned(nbytes):
+    buffer = HostBuffer(nbytes, threads=2)
+    assert buffer.bytes.numel() == buffer.nbytes == nbytes
+    assert buffer.address % 4096 == 0
+    assert not buffer.bytes.any()
+    assert not buffer.pinned
+
+
+def test_views_share_the_memory():
+    buffer = HostBuffer(4096, threads=1)
+    floats = buffer.view(torch.float32)
+    assert floats.numel() == 1024
+    floats[3] = 1.0
+    assert buffer.bytes[12:16].any()
+    assert not buffer.bytes[16:].any()
+
+
+def test_an_empty_buffer():
+    assert HostBuffer(0, threads=1).bytes.numel() == 0
+
+
+def test_memory_outlives_the_buffer_object():
+    view = HostBuffer(8 << 20, threads=1).view(torch.float32)
+    view.fill_(7.0)
+    assert bool((view == 7.0).all())
+
+
+def test_the_guard_sees_what_is_wanted_and_what_is_held():
+    calls = []
+    memory = HostMemory(pin=False, threads=1, guard=lambda wanted, held: calls.append((wanted, held)))
+    memory.allocate(100, transferred=True)
+    memory.allocate(200, transferred=False)
+    assert calls == [(100, 0), (200, 100)]
+    assert memory.held == 300
+
+
+def test_what_the_guard_refuses_is_not_allocated():
+    def guard(wanted, held):
+        if wanted + held > 100:
+            raise MemoryError
+
+    memory = HostMemory(pin=False, threads=1, guard=guard)
+    memory.allocate(100, transferred=True)
+    with pytest.raises(MemoryError):
+        memory.allocate(1, transferred=True)
+    assert memory.held == 100
+
+
+def test_a_driver_that_refuses_is_asked_once_and_announced(monkeypatch, caplog):
+    asked = []
+
+    def refuse(buffer):
+        asked.append(buffer.nbytes)
+        return False
+
+    monkeypatch.setattr(HostBuffer, "pin", refuse)
+    memory = HostMemory(pin=True, threads=1)
+    memory.allocate(4096, transferred=False)
+    assert asked == []
+    first = memory.allocate(8192, transferred=True)
+    memory.allocate(4096, transferred=True)
+    assert asked == [8192]
+    assert not first.pinned
+    assert not memory.pinning
+    assert caplog.text.count("refused to pin") == 1

@@ -1,0 +1,173 @@
+"""Gradients out: the first lands as it is, further ones are summed in FP32 in order, and rounding happens once."""
+
+import pytest
+import torch
+
+from megatrain.store.layout import lay_out
+from megatrain.store.ram import HostMemory
+from megatrain.store.slab import Slab
+from megatrain.stream.drain import Drain
+from megatrain.stream.lanes import SyncLanes, ThreadLanes
+from megatrain.stream.norm import snapshot_square_sum, square_sum
+from megatrain.stream.transfer import Transfer
+from megatrain.telemetry.counters import Counters
+
+CPU = torch.device("cpu")
+
+
+class Bench:
+    def __init__(self, dtype=torch.bfloat16, slots=2, lanes=None, sizes=(8, 8, 8)):
+        memory = HostMemory(pin=False, threads=1)
+        layout = lay_out([(name, torch.Size([n])) for name, n in zip("abcdef", sizes, strict=False)], dtype)
+        self.slab = Slab(0, "slab", layout, memory)
+        self.lanes = lanes or SyncLanes()
+        self.counters = Counters()
+        self.drain = Drain([self.slab], slots, CPU, self.lanes, Transfer(CPU, 1), memory, self.counters)
+
+    def collect(self, **gradients):
+        self.drain.collect(self.slab, {"abcdef".index(name): value for name, value in gradients.items()})
+
+    def sum_of(self, name):
+        segment = self.slab.layout.segments["abcdef".index(name)]
+        return self.slab.grad.current()[segment.offset : segment.end]
+
+    def rounded(self, name):
+        segment = self.slab.layout.segments["abcdef".index(name)]
+        self.slab.grad.landed.wait()
+        return self.slab.grad.snapshot().rounded(segment.offset, segment.end)
+
+
+def lanes():
+    return [SyncLanes(), ThreadLanes(seed=0, max_delay=1e-3)]
+
+
+@pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_three_hundred_ones_are_three_hundred(lanes, slots):
+    """In BF16 they would be 256."""
+    bench = Bench(slots=slots, lanes=lanes)
+    for _ in range(300):
+        bench.collect(a=torch.ones(8, dtype=torch.bfloat16))
+    assert bench.sum_of("a").tolist() == [300.0] * 8
+    assert bench.sum_of("a").dtype == torch.float32
+    assert bench.counters.drains == 300
+
+
+def test_the_sum_is_rounded_once():
+    """1 + 2^-9 + 2^-9 is not 1 in FP32; each addend alone would vanish in BF16."""
+    bench = Bench()
+    for value in (1.0, 2.0**-9, 2.0**-9, 2.0**-8):
+        bench.collect(a=torch.full((8,), value, dtype=torch.bfloat16))
+    assert bench.sum_of("a")[0].item() == 1.0 + 2.0**-7
+    assert bench.rounded("a").tolist() == [1.0 + 2.0**-7] * 8
+
+
+def test_the_order_of_the_sum_is_the_order_of_arrival():
+    gradients = [torch.randn(8, generator=torch.Generator().manual_seed(i)) * 10.0**i for i in range(-3, 4)]
+    for order in (gradients, gradients[::-1]):
+        bench = Bench(torch.float32)
+        expected = torch.zeros(8)
+        for gradient in order:
+            bench.collect(a=gradient)
+            expected = expected + gradient
+        assert torch.equal(bench.sum_of("a"), expected)
+
+
+def test_one_gradient_lands_in_its_own_dtype():
+    bench = Bench()
+    value = torch.randn(8).bfloat16()
+    bench.collect(a=value)
+    assert bench.sum_of("a").dtype == torch.bfloat16
+    assert torch.equal(bench.sum_of("a"), value)
+    assert bench.slab.grad.partial is None
+
+
+def test_an_fp32_gradient_for_a_bf16_slab_is_rounded_when_it_lands():
+    bench = Bench()
+    value = torch.randn(8)
+    bench.collect(a=value)
+    assert torch.equal(bench.rounded("a"), value.bfloat16().float())
+
+
+def test_parameters_without_gradient():
+    bench = Bench(torch.float32)
+    bench.collect(a=torch.ones(8), c=torch.full((8,), 3.0))
+    assert bench.slab.grad.present == {0, 2}
+    bench.collect(b=torch.full((8,), 2.0), c=torch.full((8,), 4.0))
+    assert bench.slab.grad.present == {0, 1, 2}
+    assert [bench.sum_of(name)[0].item() for name in "abc"] == [1.0, 2.0, 7.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_first_gradient_replaces_whatever_was_there(dtype):
+    """A parameter that comes in later in the step, in a buffer that still holds the sum of the step before."""
+    bench = Bench(dtype)
+    for _ in range(2):
+        bench.collect(a=torch.full((8,), 100.0), b=torch.full((8,), 100.0))
+    bench.slab.grad.clear()
+    bench.collect(a=torch.ones(8))
+    assert bench.slab.grad.present == {0}
+    bench.collect(b=torch.ones(8))
+    bench.collect(b=torch.ones(8))
+    assert [bench.sum_of(name)[0].item() for name in "ab"] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_dropped_gradient_does_not_come_back(dtype):
+    bench = Bench(dtype)
+    for _ in range(2):
+        bench.collect(a=torch.full((8,), 5.0), b=torch.full((8,), 5.0))
+    bench.slab.grad.drop(0)
+    bench.collect(a=torch.ones(8), b=torch.ones(8))
+    assert [bench.sum_of(name)[0].item() for name in "ab"] == [1.0, 11.0]
+    bench.slab.grad.drop(0)
+    bench.slab.grad.drop(1)
+    assert not bench.slab.grad.summed
+    bench.collect(a=torch.full((8,), 2.0))
+    assert bench.sum_of("a")[0].item() == 2.0
+
+
+def test_gradients_of_any_stride():
+    bench = Bench(torch.float32, sizes=(12,))
+    value = torch.randn(12, 2)[:, 1]
+    bench.collect(a=value)
+    assert torch.equal(bench.sum_of("a"), value)
+
+
+@pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sum_of_squares_that_comes_along_is_the_one_computed_afterwards(dtype, lanes):
+    bench = Bench(dtype, lanes=lanes)
+    bench.collect(a=torch.randn(8), c=torch.randn(8))
+    bench.slab.grad.landed.wait()
+    along = bench.slab.grad.square_sum.clone()
+    assert along.item() > 0
+    bench.slab.grad.square_sum = None
+    assert snapshot_square_sum(bench.slab.grad.snapshot()) == along.item()
+    bench.collect(a=torch.randn(8))
+    assert bench.slab.grad.square_sum is None
+    full = torch.zeros(bench.slab.layout.numel)
+    for index in (0, 2):
+        segment = bench.slab.layout.segments[index]
+        full[segment.offset : segment.end] = bench.rounded("abc"[index])
+    assert snapshot_square_sum(bench.slab.grad.snapshot()) == square_sum(full).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_snapshot_outlives_zero_grad_until_the_update_is_done(dtype):
+    """The next landing waits for `written`."""
+    bench = Bench(dtype, lanes=ThreadLanes(seed=0, max_delay=2e-3))
+    seen = []
+    for step in range(20):
+        for _ in range(1 + step % 2):
+            bench.collect(a=torch.full((8,), float(step)))
+        snapshot = bench.slab.grad.snapshot()
+        bench.slab.written = bench.lanes.update.submit(
+            lambda snapshot=snapshot: seen.append(snapshot.rounded(0, 8)[0].item()),
+            after=(bench.slab.grad.landed,),
+            label="update",
+        )
+        bench.slab.grad.clear()
+    bench.slab.written.wait()
+    assert seen == [float(step * (1 + step % 2)) for step in range(20)]
+    bench.lanes.close()

@@ -1,0 +1,201 @@
+"""The ring of slots: what is there is not copied again, what is stale is, and prefetching never evicts what is needed."""
+
+import pytest
+import torch
+
+from megatrain.store.layout import lay_out
+from megatrain.store.ram import HostMemory
+from megatrain.store.slab import Slab
+from megatrain.stream.fetch import Fetcher
+from megatrain.stream.lanes import SyncLanes, ThreadLanes
+from megatrain.stream.transfer import Transfer
+from megatrain.telemetry.counters import Counters
+
+CPU = torch.device("cpu")
+PAGE = 1024
+
+
+def slabs_of(*pages):
+    memory = HostMemory(pin=False, threads=1)
+    slabs = []
+    for index, count in enumerate(pages):
+        slab = Slab(index, f"slab{index}", lay_out([("w", torch.Size([count * PAGE]))], torch.float32), memory)
+        slab.weight.fill_(float(index + 1))
+        slabs.append(slab)
+    return slabs
+
+
+class Bench:
+    def __init__(self, *pages, slots=3, lanes=None):
+        self.slabs = slabs_of(*pages)
+        self.counters = Counters()
+        self.lanes = lanes or SyncLanes()
+        self.fetcher = Fetcher(self.slabs, slots, CPU, self.lanes, Transfer(CPU, 1), self.counters)
+
+    def acquire(self, *indices, ahead=()):
+        return self.fetcher.acquire([self.slabs[i] for i in indices], [self.slabs[i] for i in ahead])
+
+    def use(self, *indices, ahead=()):
+        """Acquire, look at the values, release."""
+        lease = self.acquire(*indices, ahead=ahead)
+        seen = [lease.views[i][0].item() for i in indices]
+        self.fetcher.release(lease)
+        return seen
+
+    def sizes(self):
+        return sorted((ring.nbytes, len(ring.slots)) for ring in set(self.fetcher._rings.values()))
+
+
+def test_slabs_of_like_size_share_a_ring():
+    bench = Bench(10, 9, 8, 2, 2, 2, 1, slots=2)
+    assert bench.sizes() == [(2 * PAGE * 4, 2), (10 * PAGE * 4, 2)]
+    assert bench.fetcher.slot_bytes() == 2 * (10 + 2) * PAGE * 4
+
+
+def test_half_the_size_is_like_enough_and_less_is_not():
+    assert Bench(8, 4, slots=5).sizes() == [(8 * PAGE * 4, 2)]
+    assert Bench(8, 3, slots=5).sizes() == [(3 * PAGE * 4, 1), (8 * PAGE * 4, 1)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 20])
+def test_a_ring_never_has_more_slots_than_slabs(slots):
+    bench = Bench(5, 5, 1, slots=slots)
+    assert bench.sizes() == [(1 * PAGE * 4, 1), (5 * PAGE * 4, min(slots, 2))]
+    for _ in range(2):
+        for index in range(3):
+            assert bench.use(index, ahead=[(index + 1) % 3]) == [index + 1.0]
+    assert bench.counters.grown_slots == 0
+
+
+def test_every_element_arrives():
+    bench = Bench(2, 2)
+    bench.slabs[1].weight.copy_(torch.arange(2 * PAGE))
+    lease = bench.acquire(1)
+    assert torch.equal(lease.views[1], torch.arange(2.0 * PAGE))
+    assert lease.views[1].data_ptr() != bench.slabs[1].weight.data_ptr()
+
+
+def test_what_is_there_is_a_hit():
+    bench = Bench(1, 1, 1)
+    for _ in range(3):
+        assert [bench.use(i) for i in range(3)] == [[1.0], [2.0], [3.0]]
+    assert (bench.counters.fetches, bench.counters.hits) == (3, 6)
+    assert bench.counters.bytes_h2d == 3 * PAGE * 4
+
+
+def test_the_least_recently_used_slot_is_refilled():
+    bench = Bench(1, 1, 1, slots=2)
+    for index in (0, 1, 0, 2, 0):
+        assert bench.use(index) == [index + 1.0]
+    assert (bench.counters.fetches, bench.counters.hits) == (3, 2)
+
+
+def test_one_slot_is_no_prefetch():
+    bench = Bench(1, 1, slots=1)
+    assert bench.fetcher.depth == 0
+    for index in (0, 1, 0, 1):
+        assert bench.use(index, ahead=[1 - index]) == [index + 1.0]
+    assert bench.counters.prefetched == 0
+    assert bench.counters.fetches == 4
+
+
+def test_prefetched_slabs_are_hits_later():
+    bench = Bench(1, 1, 1, 1)
+    assert bench.use(0, ahead=[1, 2]) == [1.0]
+    assert (bench.counters.fetches, bench.counters.prefetched) == (3, 2)
+    assert bench.use(1) == [2.0]
+    assert bench.use(2) == [3.0]
+    assert bench.counters.hits == 2
+
+
+def test_prefetching_stops_when_slots_run_out():
+    """The nearest first; a later one must not push out an earlier one, nor the one in use."""
+    bench = Bench(1, 1, 1, 1, 1, slots=3)
+    lease = bench.acquire(0, ahead=[1, 2, 3, 4])
+    assert bench.counters.prefetched == 2
+    bench.fetcher.release(lease)
+    bench.use(1)
+    bench.use(2)
+    assert bench.counters.hits == 2
+
+
+def test_a_version_change_fetches_again():
+    bench = Bench(1, 1)
+    assert bench.use(0) == [1.0]
+    bench.slabs[0].overwrite()
+    bench.slabs[0].weight.fill_(7.0)
+    assert bench.use(0) == [7.0]
+    assert (bench.counters.fetches, bench.counters.hits) == (2, 0)
+
+
+def test_a_stale_slot_goes_first():
+    """It is worth nothing, however recently it was used."""
+    bench = Bench(1, 1, 1, slots=2)
+    bench.use(0)
+    bench.use(1)
+    bench.slabs[1].version += 1
+    bench.use(2)
+    bench.use(0)
+    assert bench.counters.hits == 1
+
+
+def test_slots_in_use_are_never_refilled():
+    bench = Bench(1, 1, 1, slots=2)
+    leases = [bench.acquire(i) for i in range(3)]
+    assert bench.counters.grown_slots == 1
+    assert [lease.views[i][0].item() for i, lease in enumerate(leases)] == [1.0, 2.0, 3.0]
+    for lease in leases:
+        bench.fetcher.release(lease)
+    assert bench.use(0, 1, 2) == [1.0, 2.0, 3.0]
+    assert bench.counters.grown_slots == 1
+
+
+def test_a_block_with_more_slabs_than_slots():
+    bench = Bench(1, 1, 1, slots=1)
+    assert bench.use(0, 1, 2) == [1.0, 2.0, 3.0]
+    assert bench.counters.grown_slots == 2
+    assert bench.use(0, 1, 2) == [1.0, 2.0, 3.0]
+    assert bench.counters.hits == 3
+
+
+def test_a_slab_acquired_twice_at_once():
+    """The same block used inside itself: one slot, and it stays pinned until the last release."""
+    bench = Bench(1, 1, slots=1)
+    outer, inner = bench.acquire(0), bench.acquire(0)
+    bench.fetcher.release(inner)
+    bench.use(1)
+    assert outer.views[0][0].item() == 1.0
+    assert bench.counters.grown_slots == 1
+
+
+def test_a_failed_copy_leaves_nothing_claimed():
+    bench = Bench(1, 1, 1, slots=2)
+    copy, transfer = bench.fetcher._transfer.to_device, bench.fetcher._transfer
+    for failing in range(1, 4):
+        calls = iter(range(1, 100))
+
+        def to_device(*args, failing=failing, calls=calls):
+            if next(calls) == failing:
+                raise KeyboardInterrupt
+            copy(*args)
+
+        for slab in bench.slabs:
+            slab.version += 1
+        transfer.to_device = to_device
+        with pytest.raises(KeyboardInterrupt):
+            bench.use(0, 1, ahead=[2])
+        transfer.to_device = copy
+        assert [bench.use(i) for i in range(3)] == [[1.0], [2.0], [3.0]]
+    assert all(slot.pins == 0 for ring in bench.fetcher._rings.values() for slot in ring.slots)
+
+
+def test_a_fetch_waits_for_the_update_and_an_update_can_wait_for_the_fetch():
+    bench = Bench(1, 1, lanes=ThreadLanes(seed=0, max_delay=5e-3))
+    slab = bench.slabs[0]
+    for value in range(10):
+        slab.written = bench.lanes.update.submit(
+            lambda value=value: slab.weight.fill_(float(value)), after=(slab.read,), label="update"
+        )
+        slab.version += 1
+        assert bench.use(0) == [float(value)]
+    bench.lanes.close()

@@ -1,0 +1,180 @@
+"""Lanes run work in order, after what it waits for; a failure reaches the user once, with its cause."""
+
+import threading
+
+import pytest
+
+from megatrain.errors import LaneFailed
+from megatrain.store.ticket import DONE
+from megatrain.stream.lanes import SyncLanes, ThreadLanes
+
+KINDS = {
+    "sync": SyncLanes,
+    "threads": ThreadLanes,
+    "delayed": lambda: ThreadLanes(seed=5, max_delay=1e-3),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def lanes(request):
+    made = request.param()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def threads():
+    made = ThreadLanes()
+    yield made
+    made.close()
+
+
+def fail(error):
+    raise error
+
+
+def test_one_lane_keeps_order(lanes):
+    seen = []
+    for number in range(50):
+        last = lanes.update.submit(lambda number=number: seen.append(number))
+    last.wait()
+    assert seen == list(range(50))
+
+
+def test_work_comes_after_what_it_waits_for(lanes):
+    seen = []
+    ticket = DONE
+    for number in range(30):
+        lane = (lanes.h2d, lanes.d2h, lanes.update)[number % 3]
+        ticket = lane.submit(lambda number=number: seen.append(number), after=(ticket,))
+    ticket.order()
+    assert seen == list(range(30))
+
+
+def test_lanes_run_beside_each_other(threads):
+    """One lane's work ends only when another lane's has run."""
+    gate = threading.Event()
+    stuck = threads.update.submit(gate.wait)
+    threads.h2d.submit(gate.set).wait()
+    stuck.wait()
+
+
+def test_the_caller_does_not_wait(threads):
+    gate = threading.Event()
+    ticket = threads.update.submit(gate.wait)
+    gate.set()
+    ticket.wait()
+
+
+def test_a_mark_is_finished_on_the_cpu(lanes):
+    lanes.mark().wait()
+    lanes.mark().order()
+
+
+def test_sync_failures_are_raised_where_they_happen():
+    lanes = SyncLanes()
+    with pytest.raises(ZeroDivisionError):
+        lanes.h2d.submit(lambda: fail(ZeroDivisionError("here")))
+    lanes.check()
+
+
+def test_a_failure_is_raised_by_its_ticket_with_the_cause(threads):
+    cause = ZeroDivisionError("deep inside")
+    ticket = threads.update.submit(lambda: fail(cause), label="layers.3")
+    with pytest.raises(LaneFailed, match=r"update lane failed \(layers.3\): ZeroDivisionError: deep inside") as caught:
+        ticket.wait()
+    assert caught.value.__cause__ is cause
+    with pytest.raises(LaneFailed):
+        ticket.order()
+
+
+def test_check_raises_a_failure_once(threads):
+    with pytest.raises(LaneFailed):
+        threads.d2h.submit(lambda: fail(ValueError("lost"))).wait()
+    with pytest.raises(LaneFailed, match="lost"):
+        threads.check()
+    threads.check()
+
+
+def test_only_the_first_failure_is_kept(threads):
+    for number in range(3):
+        with pytest.raises(LaneFailed):
+            threads.h2d.submit(lambda number=number: fail(ValueError(f"number {number}"))).wait()
+    with pytest.raises(LaneFailed, match="number 0"):
+        threads.check()
+    threads.check()
+
+
+def test_work_after_a_failure_does_not_run_and_names_the_root(threads):
+    seen = []
+    root = ValueError("root")
+    first = threads.h2d.submit(lambda: fail(root), label="first")
+    second = threads.update.submit(lambda: seen.append(1), after=(first,), label="second")
+    third = threads.d2h.submit(lambda: seen.append(1), after=(second,), label="third")
+    with pytest.raises(LaneFailed, match="first") as caught:
+        third.wait()
+    assert caught.value.__cause__ is root
+    assert seen == []
+    with pytest.raises(LaneFailed):
+        threads.check()
+    threads.check()
+
+
+def test_a_lane_goes_on_after_a_failure(threads):
+    seen = []
+    with pytest.raises(LaneFailed):
+        threads.update.submit(lambda: fail(KeyboardInterrupt())).wait()
+    threads.update.submit(lambda: seen.append(1)).wait()
+    assert seen == [1]
+
+
+def test_close_finishes_what_was_submitted():
+    """Also work that waits for other lanes."""
+    lanes = ThreadLanes(seed=1, max_delay=2e-3)
+    seen = []
+    ticket = DONE
+    for number in range(20):
+        lane = (lanes.update, lanes.d2h, lanes.h2d)[number % 3]
+        ticket = lane.submit(lambda number=number: seen.append(number), after=(ticket,))
+    lanes.close()
+    assert seen == list(range(20))
+    lanes.close()
+
+
+def test_close_ends_the_threads():
+    before = threading.active_count()
+    lanes = ThreadLanes()
+    assert threading.active_count() == before + 3
+    lanes.close()
+    assert threading.active_count() == before
+
+
+def test_a_finished_job_is_let_go(threads):
+    """Its closure may hold the buffers of a model."""
+
+    class Big:
+        pass
+
+    import weakref
+
+    big = Big()
+    alive = weakref.ref(big)
+    threads.update.submit(lambda big=big: None).wait()
+    del big
+    threads.update.submit(lambda: None).wait()
+    assert alive() is None
+
+
+def test_delays_are_those_of_the_seed():
+    def delays(seed):
+        lanes = ThreadLanes(seed=seed, max_delay=1.0)
+        found = {lane.name: [lane._delay() for _ in range(50)] for lane in lanes._lanes}
+        lanes.close()
+        return found
+
+    first = delays(1)
+    assert first == delays(1)
+    assert first != delays(2)
+    assert first["h2d"] != first["update"]
+    assert all(0.0 <= delay <= 1.0 for lane in first.values() for delay in lane)
+    assert all(0 < sum(delay == 0 for delay in lane) < 50 for lane in first.values())

@@ -1,0 +1,116 @@
+"""Sums of squares: exact to FP64, the same bits everywhere, and unafraid of large numbers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.store.layout import lay_out
+from megatrain.store.slab import Snapshot
+from megatrain.stream.norm import CHUNK, combine, snapshot_square_sum, square_sum, total
+
+SIZES = [1, 2, 3, 127, 128, 129, 1000, 4095, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 200_000]
+
+
+def values(size, dtype=torch.float32, scale=1.0):
+    return (torch.randn(size, generator=torch.Generator().manual_seed(size)) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_against_fp64(size, dtype):
+    flat = values(size, dtype)
+    expected = math.fsum(np.square(flat.double().numpy()))
+    got = square_sum(flat)
+    assert (got.dtype, got.shape) == (torch.float64, ())
+    assert got.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_small_values_beside_large_ones_are_not_lost():
+    flat = torch.full((100_000,), 1e-4)
+    flat[0] = 1e3
+    assert square_sum(flat).item() - 1e6 == pytest.approx(99_999 * float(np.float32(1e-4)) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1000, CHUNK + 1, 200_000])
+def test_same_bits_for_any_thread_count(size):
+    flat = values(size)
+    one = square_sum(flat)
+    torch.set_num_threads(2)
+    assert torch.equal(square_sum(flat), one)
+
+
+@pytest.mark.parametrize("size", [2, 3, 129, 70_000])
+def test_trailing_zeros_do_not_matter_within_a_chunk_tree(size):
+    """The sum of a shorter tensor padded to the same length is that of the padded one."""
+    flat = values(size)
+    flat[size // 2 :] = 0
+    again = torch.zeros(size)
+    again[: size // 2] = flat[: size // 2]
+    assert torch.equal(square_sum(flat), square_sum(again))
+
+
+def test_the_order_is_a_fixed_tree():
+    """Halves are added to each other, not one after the other: (a + c) + (b + d)."""
+    tiny = 2.0**-53
+    flat = torch.tensor([1.0, tiny**0.5, tiny**0.5, tiny**0.5], dtype=torch.float64)
+    a, b, c, d = (v * v for v in flat.tolist())
+    assert square_sum(flat).item() == (a + c) + (b + d)
+    assert combine(torch.tensor([a, b, c, d], dtype=torch.float64)).item() == (a + c) + (b + d)
+    assert (a + c) + (b + d) != ((a + b) + c) + d
+
+
+def test_huge_values_do_not_overflow():
+    largest = torch.finfo(torch.float32).max
+    assert square_sum(torch.full((1000,), largest)).item() == pytest.approx(1000 * largest**2, rel=1e-12)
+    assert total([square_sum(torch.tensor([largest])).item()]) == pytest.approx(largest)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 77, 199_999])
+def test_non_finite_values_show(bad, place):
+    flat = torch.zeros(200_000)
+    flat[place] = bad
+    assert not math.isfinite(total([1.0, square_sum(flat).item()]))
+
+
+def test_empty():
+    assert square_sum(torch.empty(0)).item() == 0.0
+    assert total([]) == 0.0
+
+
+def test_total_is_the_root_of_the_sum():
+    assert total([9.0, 16.0]) == 5.0
+    assert math.isnan(total([1.0, math.nan]))
+    assert total([1.0, math.inf]) == math.inf
+
+
+def snapshot(flat, dtype, present, known=None):
+    layout = lay_out([(name, torch.Size([100])) for name in "abc"], dtype)
+    return Snapshot(layout, flat, dtype, frozenset(present), known)
+
+
+def test_snapshot_ignores_absent_parameters():
+    """What lies in the places of absent parameters is not defined."""
+    layout = snapshot(None, torch.float32, ()).layout
+    flat = values(layout.numel)
+    flat[128:228] = math.nan
+    expected = flat[:100].double().square().sum() + flat[256:356].double().square().sum()
+    got = snapshot_square_sum(snapshot(flat, torch.float32, {0, 2}))
+    assert got == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_snapshot_is_of_the_rounded_gradient_and_equals_the_one_made_on_the_device():
+    layout = snapshot(None, torch.bfloat16, ()).layout
+    flat = torch.zeros(layout.numel)
+    for segment in layout.segments:
+        flat[segment.offset : segment.end] = values(100, scale=segment.offset + 1.0)
+    got = snapshot_square_sum(snapshot(flat, torch.bfloat16, {0, 1, 2}))
+    assert got == square_sum(flat.bfloat16()).item()
+    assert got != square_sum(flat).item()
+
+
+def test_snapshot_prefers_what_is_known():
+    known = torch.tensor(42.0, dtype=torch.float64)
+    assert snapshot_square_sum(snapshot(None, torch.float32, {0}, known)) == 42.0

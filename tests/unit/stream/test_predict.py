@@ -1,0 +1,49 @@
+"""Guesses of what is used next: what came next the last time, and nothing beyond a step."""
+
+from megatrain.stream.predict import BOUNDARY, Predictor
+
+
+def after(*uses, count=10):
+    predictor = Predictor()
+    for use in uses:
+        predictor.record(use)
+    return predictor.upcoming(count)
+
+
+def test_nothing_is_known_at_first():
+    assert Predictor().upcoming(3) == []
+    assert after("a", "b") == []
+
+
+def test_a_repeated_sequence_is_known_to_its_end():
+    step = ["a", "b", "c", "c'", "b'", "a'", BOUNDARY]
+    assert after(*step, *step, "a") == ["b", "c", "c'", "b'", "a'"]
+    assert after(*step, *step, "a", "b", count=2) == ["c", "c'"]
+
+
+def test_the_first_uses_of_the_next_step_are_known_at_the_boundary():
+    step = ["a", "b", "b'", "a'", BOUNDARY]
+    assert after(*step, *step)[:2] == ["a", "b"]
+
+
+def test_not_beyond_a_boundary():
+    """Weights beyond it are about to change."""
+    step = ["a", "b", BOUNDARY]
+    assert after(*step, *step, *step, "a") == ["b"]
+
+
+def test_two_uses_tell_forward_from_backward():
+    """b comes after a on the way there, and before it on the way back."""
+    step = ["a", "b", "c", "b", "a", BOUNDARY]
+    assert after(*step, *step, "a", "b") == ["c", "b", "a"]
+    assert after(*step, *step, "a", "b", "c", "b") == ["a"]
+
+
+def test_a_change_is_learned_at_once():
+    first, second = ["a", "b", "c", BOUNDARY], ["a", "x", "c", BOUNDARY]
+    assert after(*first, *first, *second, "a") == ["x", "c"]
+
+
+def test_loops_end_at_the_count():
+    assert after(*"ababab", count=5) == ["a", "b", "a", "b", "a"]
+    assert after(*"ababab", count=0) == []

@@ -1,0 +1,85 @@
+"""The record of what lanes did."""
+
+import json
+
+import pytest
+import torch
+from tests.tiny import Stack, engine_of, inputs
+
+from megatrain.stream.timeline import Span, Timeline
+
+
+def timeline(*spans):
+    made = Timeline()
+    made.spans = [Span(lane, label, start, end) for lane, label, start, end in spans]
+    return made
+
+
+def test_nothing_is_recorded_unless_asked():
+    record = Timeline()
+    with record.host_span("h2d", "a"):
+        pass
+    assert record.spans == []
+
+
+def test_spans_while_recording():
+    record = Timeline()
+    record.start(torch.device("cpu"))
+    with record.host_span("h2d", "a"):
+        with record.host_span("compute", "b"):
+            pass
+    with pytest.raises(ZeroDivisionError), record.host_span("h2d", "c"):
+        raise ZeroDivisionError
+    record.stop()
+    with record.host_span("h2d", "late"):
+        pass
+    assert [(span.lane, span.label) for span in record.spans] == [("h2d", "a"), ("compute", "b"), ("h2d", "c")]
+    outer, inner, last = record.spans
+    assert 0 <= outer.start <= inner.start <= inner.end <= outer.end <= last.start <= last.end
+
+
+def test_starting_again_forgets():
+    record = timeline(("h2d", "old", 0.0, 1.0))
+    record.start(torch.device("cpu"))
+    assert record.spans == []
+
+
+def test_busy_counts_overlaps_once():
+    record = timeline(("h2d", "a", 0, 2), ("h2d", "b", 1, 3), ("h2d", "c", 5, 6), ("compute", "d", 0, 9))
+    assert record.busy("h2d") == 4
+    assert record.busy("d2h") == 0
+
+
+def test_exposed_is_what_compute_does_not_hide():
+    record = timeline(("h2d", "a", 0, 4), ("compute", "x", 1, 2), ("compute", "y", 3, 6), ("h2d", "b", 5, 8))
+    assert record.exposed("h2d") == 7 - (1 + 1 + 1)
+    assert record.exposed("h2d", under="d2h") == 7
+    assert record.exposed("compute", under="h2d") == 4 - 3
+
+
+def test_saved_trace_opens_as_json(tmp_path):
+    timeline(("h2d", "a", 0.5, 1.0), ("compute", "x", 1.0, 2.0)).save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    work = [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert sorted(work) == [("compute", "x", 1e6, 1e6), ("h2d", "a", 5e5, 5e5)]
+
+
+@pytest.mark.parametrize("lanes", ["sync", "threads"])
+def test_a_step_shows_every_lane(lanes):
+    model = Stack()
+    with engine_of(model, lanes=lanes, slots=1) as engine:
+        optimizer = engine.optimizer()
+        with engine.trace() as record:
+            for seed in range(2):
+                model(inputs(seed)).sum().backward()
+            optimizer.step()
+        found = {(span.lane, span.label) for span in record.spans}
+        for name in ("entry", "layers.0", "layers.2"):
+            assert {("compute", f"forward {name}"), ("compute", f"backward {name}")} <= found
+            assert {("h2d", name), ("d2h", name), ("update", name)} <= found
+        assert ("update", "norm") in found
+        count = len(record.spans)
+        model(inputs(3))
+        engine.synchronize()
+        assert len(record.spans) == count
