@@ -37,6 +37,8 @@ class Settings:
     """Gradient slots per ring."""
     lanes: Any = "auto"
     """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
+    window: int | None = None
+    """Most micro-batches of a Trainer step that pass a block together; None: as many as fit."""
     head_chunk: int | None = None
     """Tokens per chunk of the head and its loss; None: a constant of the vocabulary; 0: logits are computed whole."""
     kernels: str = "native"
@@ -62,6 +64,8 @@ class Settings:
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
+        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
+            raise SettingsError(f"window must be a number of micro-batches or None, not {self.window!r}.")
         if self.head_chunk is not None and (not isinstance(self.head_chunk, int) or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
         if self.kernels not in KERNELS:

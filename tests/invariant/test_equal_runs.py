@@ -35,8 +35,9 @@ MAX_NORM = 0.5
 class Run:
     """A model, its engine, optimizer and schedule, and what they showed."""
 
-    def __init__(self, family: str, precision: str = "fp32", **settings: Any) -> None:
+    def __init__(self, family: str, precision: str = "fp32", *, looking: bool = False, **settings: Any) -> None:
         self.family = family
+        self.looking = looking
         self.model = zoo.build(family, **FAMILIES[family])
         self.engine = engine_of(self.model, precision=precision, **settings)
         flat = [p for p in self.model.parameters() if p.ndim < 2]
@@ -58,10 +59,16 @@ class Run:
                 loss = self.model(**zoo.batch(self.family, 3 * step + micro, length=LENGTH)).loss
                 (loss / 3).backward()
                 self.seen.append(loss.detach())
+                if self.looking:
+                    gradients(self.model)
+                    self.engine.grad_norm()
             self.seen.append(gradients(self.model))
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
+            if self.looking:
+                [p + 0 for p in self.model.state_dict().values()]
+                self.optimizer.state_dict()
             self.seen.append(self.optimizer.grad_norm)
             assert self.optimizer.grad_norm > MAX_NORM, "clipping must bite"
         return self
@@ -170,6 +177,14 @@ def test_resumed(family: str, precision: str, lanes: str, reference: Any, tmp_pa
     assert_equal([roles(second.engine)], [before])
     second.steps(range(half, STEPS))
     assert_equal(first.seen + second.result(), reference(family, precision))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "zamba2"])
+def test_looking_changes_nothing(family: str, precision: str, reference: Any):
+    """Gradients and norms read between micro-batches, parameters and state dicts after steps."""
+    looked = Run(family, precision, looking=True).steps(range(STEPS))
+    assert_equal(looked.result(), reference(family, precision))
 
 
 def masters(engine: mt.Engine) -> list[torch.Tensor]:

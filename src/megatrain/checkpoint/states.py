@@ -26,7 +26,7 @@ SHARD_BYTES = 4 << 30
 
 
 def save_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str]) -> None:
-    """Moments, residuals, step counts and groups; then the manifest of these and of the weights that are there."""
+    """Moments, residuals, step counts and groups. `seal` makes the checkpoint complete."""
     folder = Path(directory) / manifest.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (Path(directory) / manifest.FILE).unlink(missing_ok=True)
@@ -37,19 +37,25 @@ def save_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dir
     for _, parameter in parameters:
         parameter.slab.settle()
     shards = list(_shards(parameters))
-    files = sorted(Path(directory).glob("model*.safetensors*"))
     for number, shard in enumerate(shards, start=1):
         path = folder / f"optimizer-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, path, metadata={"format": "pt"})
-        files.append(path)
+
+
+def seal(model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str]) -> None:
+    """Write the manifest of everything that is in the directory: from now on it is a complete checkpoint."""
+    names = _names(model)
     content = {
-        "steps": {name: parameter.slab.steps[parameter.segment] for name, parameter in parameters},
+        "steps": {names[id(p)]: p.slab.steps[p.segment] for group in optimizer.param_groups for p in group["params"]},
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [names[id(parameter)] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ],
     }
+    own = Path(directory) / manifest.FILE
+    files = sorted(path for path in Path(directory).rglob("*") if path.is_file() and path.parent != own.parent)
+    files += sorted(own.parent.glob("optimizer-*.safetensors"))
     manifest.write(Path(directory), files, content)
 
 

@@ -77,21 +77,34 @@ class Adoption:
     # ---- weights
 
     def _require_ram(self, found: list[Found]) -> None:
-        """Refuse before the first block is moved: each block's slab stands beside its originals for a moment."""
+        """Refuse before the first block is moved: each block's slabs stand beside its originals for a moment."""
         seen: set[int] = set()
-        extra = peak = 0
+        extra = peak = total = 0
         for item in found:
-            for name, parameter in item.parameters():
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                target = self._target(f"{item.name}.{name}".lstrip("."), parameter)
-                halves = 2 if target == torch.bfloat16 and parameter.dtype == torch.float32 else 1
-                taken = parameter.numel() * target.itemsize * halves
-                freed = parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
-                peak = max(peak, extra + taken)
-                extra += taken - freed
-        self.memory.require(peak)
+            taken = freed = 0
+            for (target, _), parameters in self._groups(item, seen).items():
+                taken += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
+                for parameter in parameters.values():
+                    # The low halves of FP32 originals become residuals.
+                    taken += parameter.numel() * (
+                        2 if target == torch.bfloat16 and parameter.dtype == torch.float32 else 0
+                    )
+                    freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
+            total += taken
+            peak = max(peak, extra + taken)
+            extra += taken - freed
+        self.memory.require(peak, total)
+
+    def _groups(self, item: Found, seen: set[int]) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
+        """A block's own parameters by dtype in the store and whether they are trained; tied ones belong to the first."""
+        groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
+        for name, parameter in item.parameters():
+            if isinstance(parameter, StoreTensor) or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full = f"{item.name}.{name}".lstrip(".")
+            groups.setdefault((self._target(full, parameter), parameter.requires_grad), {})[full] = parameter
+        return groups
 
     def _target(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         if not parameter.is_floating_point() or (parameter.dtype == torch.float64 and not parameter.requires_grad):
@@ -104,16 +117,7 @@ class Adoption:
 
     def _move(self, item: Found, owners: Owners, deposit: Deposit) -> None:
         """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
-        groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
-        seen: set[int] = set()
-        for name, parameter in item.parameters():
-            # A parameter that is tied to one of an earlier block is in the store already.
-            if isinstance(parameter, StoreTensor) or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            full = f"{item.name}.{name}".lstrip(".")
-            groups.setdefault((self._target(full, parameter), parameter.requires_grad), {})[full] = parameter
-        for (dtype, _), parameters in groups.items():
+        for (dtype, _), parameters in self._groups(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             slab = Slab(len(self.slabs), item.name or type(item.module).__name__, layout, self.memory)
             self.slabs.append(slab)
@@ -147,13 +151,17 @@ class Adoption:
 
         def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
             for dtype in {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}:
-                probe = torch.empty(0, dtype=dtype, device=device)
-                moved = fn(probe)
-                if moved.device != device or moved.dtype != dtype:
+                try:
+                    moved = fn(torch.empty(0, dtype=dtype, device=device))
+                    target = f"{moved.device}, {moved.dtype}"
+                    stays = moved.device == device and moved.dtype == dtype
+                except (AssertionError, RuntimeError) as unavailable:
+                    target, stays = f"where it was asked to ({unavailable})", False
+                if not stays:
                     raise ModelMoved(
                         f"{type(module).__name__} belongs to an engine on {device} and cannot be moved or cast to "
-                        f"{moved.device}, {moved.dtype}: its weights live in the engine's store; close the engine "
-                        "and attach a new one with other settings, or load a saved copy."
+                        f"{target}: its weights live in the engine's store; close the engine and attach a new one "
+                        "with other settings, or load a saved copy."
                     )
             return module
 

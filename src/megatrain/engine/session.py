@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from megatrain.compute.block import Block
 from megatrain.engine.adopt import Adoption
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.step import Step
+from megatrain.engine.surface import Surface, engine_of
 from megatrain.errors import AlreadyAttached, EngineClosed, ModelMoved, SettingsError
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
@@ -38,8 +38,9 @@ from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import announce
 
-_ATTACHED = "_megatrain_engine"
 Result = TypeVar("Result")
+MOST_MICRO_BATCHES = 64
+"""A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""
 
 
 class Engine:
@@ -77,7 +78,6 @@ class Engine:
             ),
         )
         self._adoption = Adoption(model, self.device, self.precision, self._memory)
-        _disable_checkpointing(model)
         try:
             # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
             self._adoption.take(found, self._deposit, self._run)
@@ -88,9 +88,12 @@ class Engine:
             self._adoption.release()
             self._lanes.close()
             raise
+        _disable_checkpointing(model)
         self._step.expect(self._adoption.blocks)
         self._lazy = self._lazy_head(hooks)
-        self._attach(model, hooks)
+        self._surface = Surface(model, self, hooks, self._step.begin_pass)
+        # Not a method of self: the finalizer must not keep the engine alive.
+        weakref.finalize(self, _stop, self._lanes)
 
     # ---- what users do
 
@@ -136,6 +139,16 @@ class Engine:
         """
         return self._step.window(tasks, whole)
 
+    def window_size(self, batch: Any) -> int:
+        """How many micro-batches like this one may pass a block together: their inputs to every block must fit."""
+        if self.settings.window is not None:
+            return self.settings.window
+        tokens = max((t.numel() for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), default=1)
+        config = getattr(self.model, "config", None)
+        hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
+        boundary = tokens * hidden * (2 if self.precision == "bf16" else 4) * len(self.blocks) * 2
+        return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
+
     def grad_norm(self) -> float:
         """The global norm of the gradients accumulated so far, before clipping; waits for the backward."""
         return self._step.norm()
@@ -172,6 +185,7 @@ class Engine:
         weights.save_model(self.model, self.host_state_dict, directory)
         if optimizer is not None:
             states.save_optimizer(self.model, optimizer, directory)
+            states.seal(self.model, optimizer, directory)
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Read back what `save` wrote; training continues bit for bit. All is checked before anything is changed."""
@@ -197,13 +211,11 @@ class Engine:
     def release(self) -> torch.nn.Module:
         """Close, and give the model back as an ordinary one on the CPU."""
         self.close()
-        if getattr(self.model, _ATTACHED, None) is not None:
+        if engine_of(self.model) is self:
             self._adoption.release()
-            self._moving.remove()
+            self._surface.remove()
             if self._lazy is not None:
                 self._lazy.detach()
-            for name in ("save_pretrained", "resize_token_embeddings", _ATTACHED):
-                self.model.__dict__.pop(name, None)
         return self.model
 
     def __enter__(self) -> Engine:
@@ -232,40 +244,6 @@ class Engine:
             for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
             check_open=self._check_open,
         )
-
-    def _attach(self, model: Any, hooks: transformers_hooks.Hooks) -> None:
-        object.__setattr__(model, _ATTACHED, self)
-        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-
-        def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            """Inputs to the compute device; no key/value cache where gradients are wanted."""
-            self._step.begin_pass()
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
-            if takes_cache and torch.is_grad_enabled():
-                transformers_hooks.refuse_cache(hooks, module.training, kwargs)
-                kwargs["use_cache"] = False
-            return args, kwargs
-
-        self._moving = model.register_forward_pre_hook(prepare, prepend=True, with_kwargs=True)
-        if hasattr(type(model), "save_pretrained"):
-            own = model.save_pretrained
-
-            def save_pretrained(save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-                # Views of host memory: stock code would bring whole shards to the GPU to make them contiguous.
-                with_state = self.host_state_dict() if state_dict is None else state_dict
-                return own(save_directory, *args, state_dict=with_state, **kwargs)
-
-            model.save_pretrained = save_pretrained
-        if hasattr(type(model), "resize_token_embeddings"):
-
-            def resize_token_embeddings(*_: Any, **__: Any) -> Any:
-                raise ModelMoved(
-                    "the embeddings of a model that belongs to an engine cannot be resized: do it before attaching."
-                )
-
-            model.resize_token_embeddings = resize_token_embeddings
-        # Not a method of self: the finalizer must not keep the engine alive.
-        weakref.finalize(self, _stop, self._lanes)
 
     def _lazy_head(self, hooks: transformers_hooks.Hooks) -> LazyHead | None:
         block = LazyHead.fits(self.model, self.blocks, hooks.causal_loss) if self.settings.head_chunk != 0 else None
@@ -304,18 +282,13 @@ class Engine:
     def _require_states(self, params: list[Any]) -> None:
         """Refuse before the first allocation what the optimizer's states would not leave room for."""
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
-        slabs = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor)}
+        slabs = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
         states_bytes = sum(slab.optimizer_bytes for slab in slabs.values() if slab.exp_avg is None)
         gradients = sum(slab.layout.nbytes for slab in slabs.values() if not slab.grad.allocated)
         inventory.require_ram(
             states_bytes + gradients, "AdamW in FP32 (two moments, residual, gradient)",
             self.settings.max_ram_gb, self._memory.held,
         )  # fmt: skip
-
-
-def engine_of(model: torch.nn.Module) -> Engine | None:
-    """The engine a model belongs to, open or closed."""
-    return getattr(model, _ATTACHED, None)
 
 
 def announce_unavailable(settings: Settings) -> None:

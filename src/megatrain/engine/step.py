@@ -25,6 +25,7 @@ from megatrain.compute.block import Block, Recorder
 from megatrain.compute.window import park, run_window
 from megatrain.optim.optimizer import HyperTable
 from megatrain.optim.schedule import Outcome, Updates
+from megatrain.store.parameter import StoreTensor
 from megatrain.store.slab import Place, Slab
 from megatrain.stream.accumulate import WindowSums
 from megatrain.stream.drain import Drain
@@ -157,6 +158,12 @@ class Step:
         self._fetcher.prefetch(self._ahead(), keep=())
         self._updates.check()
         return outcome
+
+    def owns(self, parameter: Any) -> bool:
+        """Whether a parameter lies in one of this engine's slabs."""
+        if not isinstance(parameter, StoreTensor) or parameter.slab.index >= len(self.slabs):
+            return False
+        return self.slabs[parameter.slab.index] is parameter.slab
 
     def zero_grad(self) -> None:
         for slab in self.slabs:

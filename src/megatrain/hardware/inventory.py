@@ -72,6 +72,16 @@ def cap_vram(device: torch.device, max_vram_gb: float | None) -> None:
     torch.cuda.set_per_process_memory_fraction(usable / total, device)
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that activations may still take on the compute device, within the cap that was set."""
+    if device.type == "cpu":
+        return available_ram()
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free + cached, cap - torch.cuda.memory_allocated(device)))
+
+
 def available_ram() -> int:
     """Bytes that can still be allocated: the host's available memory or the cgroup's headroom, whichever is less."""
     free = int(psutil.virtual_memory().available)

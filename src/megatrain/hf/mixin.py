@@ -6,16 +6,19 @@ losses, callbacks and logging are its own.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain import settings as settings_module
 from megatrain.checkpoint import manifest, states, weights
-from megatrain.engine.session import Engine, engine_of
+from megatrain.engine.session import Engine
+from megatrain.engine.surface import engine_of
 from megatrain.errors import CheckpointError, MissingLabels, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.progress import StepLines
@@ -40,9 +43,12 @@ class MegaMixin:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         inventory.refuse_distributed()
+        self._micro_batches: list[Any] = []
+        self._losses: list[torch.Tensor] = []
         super().__init__(*args, **kwargs)
         self._attach()
         self._refuse_foreign_optimizer()
@@ -131,6 +137,7 @@ class MegaMixin:
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""
         own_loss = type(self).compute_loss is not _stock_compute_loss() or self.compute_loss_func is not None  # type: ignore[attr-defined]
         if not own_loss and isinstance(inputs, dict) and not any(name in inputs for name in self.label_names):  # type: ignore[attr-defined]
             raise MissingLabels(
@@ -138,8 +145,28 @@ class MegaMixin:
                 "so the model returns no loss; add labels to the dataset, or use a collator that makes them "
                 "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
             )
-        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        return loss
+        if len(self._micro_batches) < 2 or not any(inputs is batch for batch in self._micro_batches):
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return loss
+        if inputs is self._micro_batches[0]:
+            step = super().training_step  # type: ignore[misc]
+            tasks = [functools.partial(step, model, batch, *args, **kwargs) for batch in self._micro_batches]
+            self._losses = self._run_windows(tasks)
+        position = next(i for i, batch in enumerate(self._micro_batches) if batch is inputs)
+        return self._losses[position]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._micro_batches = samples
+        return samples, items
+
+    def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """The micro-batches of a step, in windows of as many as their boundary activations leave room for."""
+        size = self.engine.window_size(self._micro_batches[0])
+        losses: list[torch.Tensor] = []
+        for start in range(0, len(tasks), size):
+            losses += self.engine.window(tasks[start : start + size], whole=size >= len(tasks))
+        return losses
 
     def _clip_grad_norm(self, model: Any) -> float:
         # The clip factor is applied inside the update, from this same norm.
@@ -154,6 +181,24 @@ class MegaMixin:
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
             state_dict = weights.without_aliases(self.engine.host_state_dict())
         super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As ever, then the manifest, and only then are older checkpoints deleted: one complete one is always there."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit = limit
+        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        if not self.args.save_only_model:
+            folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            states.seal(self.model, self._own_optimizer(), folder)
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
@@ -181,7 +226,7 @@ class MegaMixin:
         weights.load_model(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        weights.load_model(self.model, self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+        weights.load_model(self.model, self.state.best_model_checkpoint)
 
     def _own_optimizer(self) -> Optimizer:
         """The engine's optimizer, from under accelerate's wrapper."""

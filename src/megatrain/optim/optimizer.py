@@ -22,6 +22,8 @@ class Stepper(Protocol):
 
     def zero_grad(self) -> None: ...
 
+    def owns(self, parameter: Any) -> bool: ...
+
 
 class Optimizer(torch.optim.Optimizer):
     """AdamW over the engine's parameters. Schedulers and parameter groups work as with `torch.optim.AdamW`.
@@ -47,13 +49,17 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if not isinstance(parameter, StoreTensor):
+        given = param_group["params"]
+        param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        for item in param_group["params"]:
+            parameter = item[1] if isinstance(item, tuple) else item
+            if not self._stepper.owns(parameter):
                 raise SettingsError(
                     f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model; pass "
                     "parameters taken from the model after the engine was attached."
                 )
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
             parameter.slab.allocate_states()
             self._start_afresh(parameter)
 

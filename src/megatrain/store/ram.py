@@ -67,10 +67,10 @@ class HostMemory:
         self.held = 0
         self._buffers: list[HostBuffer] = []
 
-    def require(self, nbytes: int) -> None:
-        """Refuse now what could not be allocated later."""
+    def require(self, nbytes: int, kept: int | None = None) -> None:
+        """Refuse now what could not be allocated later: `nbytes` at the most, of which `kept` stay (None: all)."""
         if self._guard is not None:
-            self._guard(nbytes, self.held)
+            self._guard(nbytes, self.held + (0 if kept is None else kept - nbytes))
 
     def allocate(self, nbytes: int, *, transferred: bool) -> HostBuffer:
         """Zeroed memory; pinned if it takes part in transfers and pinning works here."""

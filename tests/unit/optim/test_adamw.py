@@ -71,7 +71,9 @@ def test_against_torch(weight_decay):
         update(*state, gradient(step), Scalars.of(hyper, step, 1.0))
     torch.testing.assert_close(state[0], parameter.detach(), rtol=2e-6, atol=2e-7)
     moments = theirs.state[parameter]
-    torch.testing.assert_close(state[1], moments["exp_avg"], rtol=1e-5, atol=0)
+    # Gradients of both signs cancel in the first moment, so its error is that of the addends.
+    largest = torch.stack([gradient(step).abs() for step in range(1, 11)]).max(0).values
+    assert ((state[1] - moments["exp_avg"]).abs() <= 1e-6 * largest).all()
     torch.testing.assert_close(state[2], moments["exp_avg_sq"], rtol=1e-5, atol=0)
 
 

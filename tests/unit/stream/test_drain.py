@@ -24,8 +24,12 @@ class Bench:
         self.counters = Counters()
         self.drain = Drain([self.slab], slots, CPU, self.lanes, Transfer(CPU, 1), memory, self.counters)
 
-    def collect(self, **gradients):
-        self.drain.collect(self.slab, {"abcdef".index(name): value for name, value in gradients.items()})
+    def collect(self, place=(0, 0), **gradients):
+        self.drain.collect(self.slab, place, {"abcdef".index(name): value for name, value in gradients.items()})
+
+    @property
+    def part(self):
+        return self.slab.grad.merged()
 
     def sum_of(self, name):
         segment = self.slab.layout.segments["abcdef".index(name)]
@@ -33,7 +37,7 @@ class Bench:
 
     def rounded(self, name):
         segment = self.slab.layout.segments["abcdef".index(name)]
-        self.slab.grad.landed.wait()
+        self.part.landed.wait()
         return self.slab.grad.snapshot().rounded(segment.offset, segment.end)
 
 
@@ -79,7 +83,7 @@ def test_one_gradient_lands_in_its_own_dtype():
     bench.collect(a=value)
     assert bench.sum_of("a").dtype == torch.bfloat16
     assert torch.equal(bench.sum_of("a"), value)
-    assert bench.slab.grad.partial is None
+    assert bench.part.sum is None
 
 
 def test_an_fp32_gradient_for_a_bf16_slab_is_rounded_when_it_lands():
@@ -122,7 +126,7 @@ def test_a_dropped_gradient_does_not_come_back(dtype):
     assert [bench.sum_of(name)[0].item() for name in "ab"] == [1.0, 11.0]
     bench.slab.grad.drop(0)
     bench.slab.grad.drop(1)
-    assert not bench.slab.grad.summed
+    assert not bench.part.summed
     bench.collect(a=torch.full((8,), 2.0))
     assert bench.sum_of("a")[0].item() == 2.0
 
@@ -139,18 +143,48 @@ def test_gradients_of_any_stride():
 def test_the_sum_of_squares_that_comes_along_is_the_one_computed_afterwards(dtype, lanes):
     bench = Bench(dtype, lanes=lanes)
     bench.collect(a=torch.randn(8), c=torch.randn(8))
-    bench.slab.grad.landed.wait()
-    along = bench.slab.grad.square_sum.clone()
+    bench.part.landed.wait()
+    along = bench.part.square_sum.clone()
     assert along.item() > 0
-    bench.slab.grad.square_sum = None
+    bench.part.square_sum = None
     assert snapshot_square_sum(bench.slab.grad.snapshot()) == along.item()
     bench.collect(a=torch.randn(8))
-    assert bench.slab.grad.square_sum is None
+    assert bench.part.square_sum is None
     full = torch.zeros(bench.slab.layout.numel)
     for index in (0, 2):
         segment = bench.slab.layout.segments[index]
         full[segment.offset : segment.end] = bench.rounded("abc"[index])
     assert snapshot_square_sum(bench.slab.grad.snapshot()) == square_sum(full).item()
+
+
+@pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_places_are_summed_one_after_the_other(dtype, lanes):
+    """A tied weight: all micro-batches of the first place, plus all of the second, whatever order they came in."""
+    values = {
+        (place, micro): torch.randn(8, generator=torch.Generator().manual_seed(4 * place + micro)).to(dtype)
+        for place in range(2)
+        for micro in range(3)
+    }
+    results = []
+    for order in (sorted(values), sorted(values, key=lambda key: (key[1], -key[0]))):
+        bench = Bench(dtype, lanes=lanes)
+        for place, micro in order:
+            bench.collect((place, 0), a=values[place, micro])
+        results.append(bench.sum_of("a").clone())
+    sums = [sum(values[place, micro].float() for micro in range(3)) for place in range(2)]
+    assert torch.equal(results[0], sums[0] + sums[1])
+    assert torch.equal(results[1], results[0])
+
+
+def test_a_place_that_comes_after_the_sum_was_looked_at():
+    bench = Bench(torch.float32)
+    bench.collect((0, 0), a=torch.ones(8))
+    bench.collect((1, 0), a=torch.full((8,), 2.0))
+    assert bench.sum_of("a")[0].item() == 3.0
+    bench.collect((1, 0), a=torch.full((8,), 4.0), b=torch.ones(8))
+    assert bench.sum_of("a")[0].item() == 7.0
+    assert bench.slab.grad.present == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -164,7 +198,7 @@ def test_a_snapshot_outlives_zero_grad_until_the_update_is_done(dtype):
         snapshot = bench.slab.grad.snapshot()
         bench.slab.written = bench.lanes.update.submit(
             lambda snapshot=snapshot: seen.append(snapshot.rounded(0, 8)[0].item()),
-            after=(bench.slab.grad.landed,),
+            after=(bench.part.landed,),
             label="update",
         )
         bench.slab.grad.clear()

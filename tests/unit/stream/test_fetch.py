@@ -1,4 +1,4 @@
-"""The ring of slots: what is there is not copied again, what is stale is, and prefetching never evicts what is needed."""
+"""The ring of slots: what is there is not copied again, what is stale is, and nothing evicts what is needed."""
 
 import pytest
 import torch
@@ -170,7 +170,7 @@ def test_a_slab_acquired_twice_at_once():
 
 def test_a_failed_copy_leaves_nothing_claimed():
     bench = Bench(1, 1, 1, slots=2)
-    copy, transfer = bench.fetcher._transfer.to_device, bench.fetcher._transfer
+    copy, transfer = bench.fetcher.transfer.to_device, bench.fetcher.transfer
     for failing in range(1, 4):
         calls = iter(range(1, 100))
 

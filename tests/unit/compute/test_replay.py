@@ -1,0 +1,145 @@
+"""A recomputed forward sees the random numbers and the autocast of the first, and leaves no trace."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.tiny import Layer, Stack, engine_of, gradients, inputs, same_bits
+from torch import nn
+
+from megatrain.compute.replay import Ambient
+
+CPU = torch.device("cpu")
+
+
+def test_random_numbers_come_again():
+    torch.manual_seed(3)
+    ambient = Ambient.capture(CPU)
+    first = torch.rand(5)
+    torch.rand(7)
+    with ambient.replayed():
+        assert torch.equal(torch.rand(5), first)
+    with ambient.replayed():
+        assert torch.equal(torch.rand(5), first)
+
+
+def test_the_outer_generator_is_undisturbed():
+    ambient = Ambient.capture(CPU)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    with ambient.replayed():
+        torch.rand(100)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_outer_generator_is_undisturbed_by_an_exception():
+    ambient = Ambient.capture(CPU)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+
+    def draw_and_stop():
+        with ambient.replayed():
+            torch.rand(100)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        draw_and_stop()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_comes_again():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = Ambient.capture(CPU)
+    outside = Ambient.capture(CPU)
+    left, right = torch.randn(4, 4), torch.randn(4, 4)
+    with inside.replayed():
+        assert (left @ right).dtype == torch.bfloat16
+    assert (left @ right).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16), outside.replayed():
+        assert (left @ right).dtype == torch.float32
+
+
+def test_autocast_dtype_and_cache_come_again():
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        ambient = Ambient.capture(CPU)
+    with ambient.replayed():
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
+
+
+class Dropping(Layer):
+    """The mask is part of the gradient, so a wrong one shows."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_dropout_in_a_model(micro_batches):
+    plain = Stack(layer=Dropping)
+    model = copy.deepcopy(plain)
+    with engine_of(model):
+        states = []
+        for each in (plain, model):
+            torch.manual_seed(5)
+            for seed in range(micro_batches):
+                each(inputs(seed)).square().sum().backward()
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)
+        for name, expected in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[name], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_random_numbers_drawn_between_forward_and_backward():
+    plain = Stack(layer=Dropping)
+    model = copy.deepcopy(plain)
+    with engine_of(model):
+        draws = []
+        for each in (plain, model):
+            torch.manual_seed(5)
+            loss = each(inputs(0)).square().sum()
+            torch.rand(3)
+            torch.manual_seed(77)
+            loss.backward()
+            draws.append(torch.rand(3))
+        assert torch.equal(*draws)
+        for name, expected in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[name], expected, rtol=1e-6, atol=1e-6)
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def test_autocast_around_the_forward_only():
+    plain = Stack(layer=Mixing)
+    model = copy.deepcopy(plain)
+    full = copy.deepcopy(plain)
+    with engine_of(model):
+        for each in (plain, model):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = each(inputs(0))
+            out.float().square().sum().backward()
+        full(inputs(0)).square().sum().backward()
+        for name, expected in gradients(plain).items():
+            assert same_bits(gradients(model)[name], expected), name
+        assert not torch.equal(plain.entry.weight.grad, full.entry.weight.grad)
+
+
+def test_autocast_does_not_serve_the_cast_of_another_layer():
+    """Its cache knows weights by object: layers that share a slot must not share the cast."""
+    plain = Stack(depth=6, layer=Mixing)
+    model = copy.deepcopy(plain)
+    with engine_of(model, slots=1), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(inputs(0)), plain(inputs(0)))
+        with torch.no_grad():
+            assert torch.equal(model(inputs(1)), plain(inputs(1)))

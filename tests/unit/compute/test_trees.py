@@ -1,0 +1,90 @@
+"""Structures taken apart into tensors and put together again."""
+
+from collections import OrderedDict, UserDict, namedtuple
+
+import pytest
+import torch
+
+from megatrain.compute.trees import containers, entries_of, put_back, take_apart
+
+Point = namedtuple("Point", ["x", "y"])
+A, B, C = (torch.full((2,), float(i)) for i in range(3))
+
+
+class Shared(UserDict):
+    pass
+
+
+TREES = {
+    "tensor": (A, [A]),
+    "none": (None, []),
+    "no tensors": ({"a": 1, "b": "text", "c": None}, []),
+    "tuple": ((A, 1, B), [A, B]),
+    "nested": ({"x": [A, (B, None)], "y": {"z": C}}, [A, B, C]),
+    "namedtuple": (Point(A, Point(1, B)), [A, B]),
+    "ordered dict": (OrderedDict(b=A, a=B), [A, B]),
+    "the same twice": ((A, A), [A, A]),
+    "user dict": (Shared(x=A, y=[B]), [A, B]),
+    "user dict in a list": ([Shared(x=A), B], [A, B]),
+    "empty": (((), [], {}, Shared()), []),
+}
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return left is right
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict | UserDict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+@pytest.mark.parametrize(("tree", "tensors"), TREES.values(), ids=TREES.keys())
+def test_apart_and_together(tree, tensors):
+    found, recipe = take_apart(tree)
+    assert len(found) == len(tensors)
+    assert all(a is b for a, b in zip(found, tensors, strict=True))
+    assert same(recipe.rebuild(found), tree)
+
+
+def test_other_tensors_in_the_same_places():
+    found, recipe = take_apart({"x": (A, "kept", B)})
+    assert same(recipe.rebuild([B, C]), {"x": (B, "kept", C)})
+    with pytest.raises(ValueError):
+        recipe.rebuild(found[:1])
+
+
+def test_the_recipe_holds_no_tensor():
+    _, recipe = take_apart((A, {"x": B}))
+    assert not any(isinstance(leaf, torch.Tensor) for leaf in recipe.leaves)
+
+
+@pytest.mark.parametrize("make", [dict, Shared], ids=["dict", "user dict"])
+def test_containers_are_new_objects(make):
+    original = make(x=A)
+    found, recipe = take_apart((original, [A]))
+    rebuilt, items = recipe.rebuild([*found])
+    rebuilt["y"] = B
+    items.append(B)
+    assert list(original) == ["x"]
+    assert type(rebuilt) is make
+
+
+def test_containers_by_place():
+    shared, plain, listed = Shared(), {}, []
+    found = containers((A, shared, listed), {"states": plain, "x": A, "n": 3})
+    assert found == {1: shared, 2: listed, "states": plain}
+    assert found["states"] is plain
+    assert found[2] is listed
+
+
+def test_entries_put_back():
+    listed, plain = [A], {"x": A}
+    put_back(listed, {0: B, 1: C})
+    put_back(plain, {"x": B, "y": C})
+    assert entries_of(listed) == {0: B, 1: C}
+    assert entries_of(plain) == {"x": B, "y": C}
+    assert entries_of(Shared(x=A)) == {"x": A}

@@ -1,0 +1,204 @@
+"""Which modules stream, in models of every build."""
+
+import pytest
+import torch
+from tests.parity import zoo
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from megatrain.errors import NothingToStream, UnsupportedModel
+from megatrain.model import hooks
+from megatrain.model.blocks import find_blocks
+
+
+class Marked(GradientCheckpointingLayer):
+    def __init__(self, *children):
+        super().__init__()
+        self.own = nn.Linear(2, 2)
+        self.parts = nn.ModuleList(children)
+
+
+class Holder(nn.Module):
+    """A module with the children and parameters it is given."""
+
+    def __init__(self, **members):
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, member)
+
+
+def linears(count=2):
+    return nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+
+def found(model):
+    return [(item.name, "loose" if item.loose else "layer" if item.layer else "rest") for item in find(model)]
+
+
+def find(model):
+    return find_blocks(model, hooks.load())
+
+
+def assert_complete(model):
+    """Every parameter is in a block, and no block lies inside another."""
+    items = find(model)
+    covered = {id(parameter) for item in items for _, parameter in item.parameters()}
+    assert covered == {id(parameter) for parameter in model.parameters()}
+    whole = [item.module for item in items if not item.loose]
+    for module in whole:
+        assert not any(part is other for part in module.modules() for other in whole if other is not module)
+
+
+def test_marked_layers_and_leftovers():
+    model = Holder(embed=nn.Embedding(5, 2), body=nn.ModuleList([Marked(), Marked()]), head=nn.Linear(2, 5))
+    assert found(model) == [("embed", "rest"), ("body.0", "layer"), ("body.1", "layer"), ("head", "rest")]
+    assert_complete(model)
+
+
+def test_the_outermost_of_nested_marked_layers():
+    model = Holder(body=nn.ModuleList([Marked(Marked(), Marked()), Marked()]))
+    assert found(model) == [("body.0", "layer"), ("body.1", "layer")]
+    assert_complete(model)
+
+
+def test_one_marked_layer_is_enough():
+    assert found(Holder(only=Marked())) == [("only", "layer")]
+
+
+def test_a_repeated_list_without_marks():
+    model = Holder(first=nn.Linear(2, 2), blocks=linears(3))
+    assert found(model) == [("first", "rest"), ("blocks.0", "layer"), ("blocks.1", "layer"), ("blocks.2", "layer")]
+    assert_complete(model)
+
+
+def test_the_outermost_of_nested_lists():
+    model = Holder(blocks=nn.ModuleList(Holder(inner=linears()) for _ in range(2)))
+    assert found(model) == [("blocks.0", "layer"), ("blocks.1", "layer")]
+    assert_complete(model)
+
+
+def test_lists_of_several_kinds():
+    """Only members of a class that repeats; the odd one out is a leftover."""
+    model = Holder(blocks=nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)]))
+    assert found(model) == [("blocks.0", "layer"), ("blocks.1", "rest"), ("blocks.2", "layer")]
+    assert_complete(model)
+
+
+def test_members_without_parameters_are_not_blocks():
+    model = Holder(blocks=nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.ReLU(), nn.Linear(2, 2)]))
+    assert found(model) == [("blocks.0", "layer"), ("blocks.3", "layer")]
+
+
+def test_lists_beside_marked_layers():
+    """A marked layer inside a member keeps its own cut; other repeated lists stream as well."""
+    model = Holder(body=nn.ModuleList([Marked(linears()), Marked()]), towers=linears())
+    assert found(model) == [
+        ("body.0", "layer"),
+        ("body.1", "layer"),
+        ("towers.0", "layer"),
+        ("towers.1", "layer"),
+    ]
+    assert_complete(model)
+
+
+def test_a_list_member_that_contains_marked_layers_is_not_taken_whole():
+    stages = nn.ModuleList(Holder(down=nn.Linear(2, 2), layers=nn.ModuleList([Marked(), Marked()])) for _ in range(2))
+    model = Holder(stages=stages)
+    assert found(model) == [
+        ("stages.0.down", "rest"),
+        ("stages.0.layers.0", "layer"),
+        ("stages.0.layers.1", "layer"),
+        ("stages.1.down", "rest"),
+        ("stages.1.layers.0", "layer"),
+        ("stages.1.layers.1", "layer"),
+    ]
+    assert_complete(model)
+
+
+def test_sequential_is_the_last_resort():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert found(model) == [("0", "layer"), ("2", "layer")]
+    inside = Holder(blocks=nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
+    assert found(inside) == [("blocks.0", "layer"), ("blocks.1", "layer")]
+
+
+def test_leftovers_are_cut_at_the_topmost_owner():
+    """A module that owns parameters itself takes its children along; one that owns none is opened."""
+    owner = Holder(weight=nn.Parameter(torch.zeros(2)), child=nn.Linear(2, 2))
+    model = Holder(opened=Holder(a=nn.Linear(2, 2), b=nn.Linear(2, 2)), owner=owner, blocks=linears())
+    assert found(model)[:3] == [("opened.a", "rest"), ("opened.b", "rest"), ("owner", "rest")]
+    assert_complete(model)
+
+
+def test_loose_parameters_around_layers():
+    model = Holder(table=nn.Parameter(torch.zeros(3)), blocks=linears())
+    assert found(model) == [("", "loose"), ("blocks.0", "layer"), ("blocks.1", "layer")]
+    (loose, *_) = find(model)
+    assert [name for name, _ in loose.parameters()] == ["table"]
+    assert_complete(model)
+
+
+def test_tied_parameters_are_listed_under_every_name():
+    embed, head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
+    head.weight = embed.weight
+    model = Holder(embed=embed, blocks=linears(), head=head)
+    assert [name for name, _ in found(model)] == ["embed", "blocks.0", "blocks.1", "head"]
+    items = find(model)
+    assert items[0].parameters()[0][1] is items[-1].parameters()[0][1]
+    inner = nn.Linear(2, 2, bias=False)
+    shared = Holder(a=inner, b=inner)
+    (item, _) = find(Holder(blocks=nn.ModuleList([shared, Holder(a=nn.Linear(2, 2), b=nn.Linear(2, 2))])))
+    assert [name for name, _ in item.parameters()] == ["a.weight", "b.weight"]
+
+
+def test_a_module_used_under_two_names_is_one_block():
+    layer = nn.Linear(2, 2)
+    model = Holder(blocks=nn.ModuleList([layer, nn.Linear(2, 2), layer]))
+    assert found(model) == [("blocks.0", "layer"), ("blocks.1", "layer")]
+    assert_complete(model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+        Holder(blocks=nn.ModuleList([nn.Linear(2, 2)])),
+        Holder(blocks=nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)])),
+        Holder(blocks=nn.ModuleList([nn.ReLU(), nn.ReLU()]), other=nn.Linear(2, 2)),
+    ],
+    ids=["linear", "sequential", "list of one", "list of two kinds", "list without parameters"],
+)
+def test_nothing_to_stream(model):
+    with pytest.raises(NothingToStream, match=type(model).__name__):
+        find(model)
+
+
+def test_no_parameters_at_all():
+    with pytest.raises(NothingToStream, match="no parameters"):
+        find(nn.ReLU())
+
+
+def test_weights_on_meta_are_refused_by_name():
+    with torch.device("meta"):
+        model = Holder(blocks=linears())
+    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.weight is on the meta device"):
+        find(model)
+
+
+def test_a_dtype_that_cannot_be_trained_is_refused_unless_frozen():
+    model = Holder(blocks=linears())
+    model.blocks[1].double()
+    with pytest.raises(UnsupportedModel, match=r"blocks\.1\.weight is torch\.float64"):
+        find(model)
+    model.blocks[1].requires_grad_(False)
+    assert len(find(model)) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3_moe", "zamba2"])
+def test_architectures_are_covered(name):
+    model = zoo.build(name)
+    assert_complete(model)
+    layers = [item for item in find(model) if item.layer]
+    assert len(layers) >= 2
+    assert all("layers." in item.name or ".h." in item.name for item in layers)
