@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,14 @@ class Measured:
 
 
 def measure(
-    shape: str, batch: int, length: int, micro: int, steps: int, trace: Path | None = None, **settings: object
+    shape: str,
+    batch: int,
+    length: int,
+    micro: int,
+    steps: int,
+    trace: Path | None = None,
+    window: bool = True,
+    **settings: object,
 ) -> Measured:
     """Train `steps` steps of `micro` micro-batches of `batch` x `length` random tokens; trace the last one."""
     model = random_model(shape, torch.bfloat16).train()
@@ -57,16 +65,18 @@ def measure(
     tokens = [torch.randint(0, model.config.vocab_size, (batch, length), generator=generator) for _ in range(micro)]
     cuda = engine.device.type == "cuda"
 
+    def micro_batch(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.to(engine.device)
+        loss = model(input_ids=ids, labels=ids).loss / micro
+        loss.backward()
+        return loss.detach()
+
     def step() -> float:
-        total = 0.0
-        for ids in tokens:
-            ids = ids.to(engine.device)
-            loss = model(input_ids=ids, labels=ids).loss / micro
-            loss.backward()
-            total += loss.item()
+        tasks = [partial(micro_batch, ids) for ids in tokens]
+        losses = engine.window(tasks, whole=True) if window and micro > 1 else [task() for task in tasks]
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return sum(loss.item() for loss in losses)
 
     losses = [step()]
     if cuda:
@@ -112,11 +122,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--no-window", action="store_true", help="one micro-batch after the other")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--trace", type=Path, help="write the last step's timeline here")
     args = parser.parse_args()
-    result = measure(args.shape, args.batch, args.length, args.micro, args.steps, args.trace, slots=args.slots)
+    result = measure(
+        args.shape,
+        args.batch,
+        args.length,
+        args.micro,
+        args.steps,
+        args.trace,
+        window=not args.no_window,
+        slots=args.slots,
+    )
     print(json.dumps(asdict(result), indent=1))
 
 

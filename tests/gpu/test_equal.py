@@ -1,12 +1,14 @@
 """On the GPU: a streamed model and a resident one give the same bits, in deterministic mode."""
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
+from benchmarks.shapes import random_model
 
 import megatrain as mt
-from benchmarks.shapes import random_model
 from megatrain.optim.adamw import Hyper, Scalars, update
 from megatrain.store.split import join, split
 
@@ -85,6 +87,66 @@ def test_streamed_equals_resident(dtype, deterministic):
         for name, (master, _, _) in resident.state.items():
             assert torch.equal(weights[name], master), (settings, name)
     assert losses[-1] < losses[0] or len(set(losses)) == STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_window_equals_one_after_the_other(dtype, deterministic):
+    """Four micro-batches on one fetch, in one window, in two, and one by one: the same bits."""
+
+    def run(sizes):
+        model = random_model("tiny", dtype, attention_dropout=0.1).train()
+        with mt.Engine(model, device="cuda") as engine:
+            optimizer = engine.optimizer(lr=1e-3, max_grad_norm=0.5)
+            losses = []
+            for step in range(3):
+                torch.manual_seed(step)
+                data = iter(batches(4))
+                for size in sizes:
+
+                    def task(ids):
+                        loss = model(input_ids=ids, labels=ids).loss / 4
+                        loss.backward()
+                        return loss.item()
+
+                    seeded = [functools.partial(with_seed, task, ids, step) for ids in itertools.islice(data, size)]
+                    losses += engine.window(seeded, whole=len(sizes) == 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.synchronize()
+            return (
+                losses,
+                [slab.weight.clone() for slab in engine.slabs],
+                [slab.exp_avg.clone() for slab in engine.slabs],
+            )
+
+    def with_seed(task, ids, step):
+        torch.manual_seed(int(ids.sum()) + step)
+        return task(ids)
+
+    reference = run([1, 1, 1, 1])
+    for sizes in ([4], [2, 2], [1, 3]):
+        losses, weights, moments = run(sizes)
+        assert losses == reference[0]
+        assert all(torch.equal(a, b) for a, b in zip(weights, reference[1], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(moments, reference[2], strict=True))
+
+
+def test_logits_memory_is_one_chunk():
+    """152k words: a whole batch of logits would be 4.6 GiB in FP32; a chunk is a fraction of it."""
+    model = random_model("tiny", torch.bfloat16, vocab_size=152064).train()
+    with mt.Engine(model, device="cuda") as engine:
+        ids = torch.randint(0, 152064, (4, 2048), device="cuda")
+        peaks = {}
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(input_ids=ids, labels=ids).loss.backward()
+            engine.synchronize()
+            peaks["chunked"] = torch.cuda.max_memory_allocated() - before
+            for slab in engine.slabs:
+                slab.grad.clear()
+        print(f"\nlogits of 8192 x 152064: peak above the model {peaks['chunked'] / 2**30:.2f} GiB")
+        assert peaks["chunked"] < 8192 * 152064 * 2
 
 
 def test_exact_pinning_and_release():

@@ -59,7 +59,7 @@ class Adoption:
             self._guard(module)
 
     def release(self) -> None:
-        """Make the model an ordinary one on the CPU again; its parameters are views of the slabs' memory."""
+        """Make the model an ordinary one on the CPU again. Nothing is lost: a split master comes back as FP32."""
         for module in self._wrapped:
             del module.forward
         for module in self._guarded:
@@ -68,7 +68,7 @@ class Adoption:
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
                 if isinstance(parameter, StoreTensor):
-                    plain = torch.nn.Parameter(parameter.host(), requires_grad=parameter.requires_grad)
+                    plain = torch.nn.Parameter(parameter.master(), requires_grad=parameter.requires_grad)
                     module._parameters[key] = replaced.setdefault(id(parameter), plain)
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -96,7 +96,7 @@ class Adoption:
         self.memory.require(peak, total)
 
     def _groups(self, item: Found, seen: set[int]) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
-        """A block's own parameters by dtype in the store and whether they are trained; tied ones belong to the first."""
+        """A block's own parameters, by dtype in the store and whether they train; tied ones belong to the first."""
         groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
         for name, parameter in item.parameters():
             if isinstance(parameter, StoreTensor) or id(parameter) in seen:

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from megatrain.engine.adopt import Adoption
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface, engine_of
-from megatrain.errors import AlreadyAttached, EngineClosed, ModelMoved, SettingsError
+from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, ModelMoved, SettingsError
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
@@ -64,10 +65,13 @@ class Engine:
             )
         if previous is not None:
             previous.release()
+            # A split master comes back as FP32; the mode of the run stays what it was.
+            kept: str = previous.precision
+            self.settings = replace(self.settings, precision=self.settings.precision or kept)
         found = find_blocks(model, hooks)
         announce_unavailable(self.settings)
         inventory.cap_vram(self.device, self.settings.max_vram_gb)
-        self.precision = _precision(model, self.settings.precision)
+        self.precision: str = _precision(model, self.settings.precision)
         self.counters = Counters()
         self._lanes = _lanes(self.settings.lanes, self.device)
         self._memory = HostMemory(
@@ -217,6 +221,12 @@ class Engine:
             if self._lazy is not None:
                 self._lazy.detach()
         return self.model
+
+    def __deepcopy__(self, memo: Any) -> Engine:
+        raise MegaTrainError(
+            "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; "
+            "copy it before attaching the engine, or load the copy from a saved directory."
+        )
 
     def __enter__(self) -> Engine:
         return self

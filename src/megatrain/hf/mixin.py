@@ -28,6 +28,7 @@ from megatrain.telemetry.notices import announce, warn
 SCHEDULER_FILE = "scheduler.pt"
 STOCK_OPTIMIZER_FILE = "optimizer.pt"
 STOCK_LOGGING_STEPS = 500
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
 class MegaMixin:
@@ -65,7 +66,7 @@ class MegaMixin:
         args = self.args
         if args.fp16:
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
-        if not str(args.optim).split(".")[-1].lower().startswith("adamw"):
+        if getattr(args.optim, "value", args.optim) not in OPTIMIZERS:
             raise SettingsError(
                 f"optim={args.optim!s} is not supported: MegaTrain trains with AdamW (optim='adamw_torch')."
             )

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError
 from megatrain.store.slab import Slab
+from megatrain.store.split import join
 
 Deposit = Callable[[Slab, int, torch.Tensor], None]
 STATES = ("residual", "exp_avg", "exp_avg_sq")
@@ -61,6 +62,13 @@ class StoreTensor(torch.Tensor):
             self.slab.settle()
             return self._strided(self.slab.weight)
         return self._strided(self.slab.grad.current())
+
+    def master(self) -> torch.Tensor:
+        """The exact weight: FP32 where there is a residual, else the bytes in host memory."""
+        weight = self.host()
+        if self.slab.residual is None:
+            return weight
+        return join(weight.contiguous(), self._strided(self.slab.residual).contiguous())
 
     def materialise(self) -> torch.Tensor:
         """The current values on the claimed device."""

@@ -101,6 +101,7 @@ def test_sharded(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     states.save_optimizer(model, optimizer, tmp_path)
+    states.seal(model, optimizer, tmp_path)
     assert small.same(small.snapshot(model), small.snapshot(AutoModelForCausalLM.from_pretrained(tmp_path)))
     other, fresh, another = attached(seed=1)
     fresh.load(tmp_path, another)
