@@ -11,6 +11,7 @@ from benchmarks.shapes import random_model
 import megatrain as mt
 from megatrain.optim.adamw import Hyper, Scalars, update
 from megatrain.store.split import join, split
+from megatrain.stream import norm
 
 STEPS = 4
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -178,3 +179,11 @@ def test_generate_and_parameters_on_the_device():
         ours = model.generate(input_ids=ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), **kwargs)
         theirs = plain.generate(input_ids=ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), **kwargs)
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("numel", [1000, 65536, 65537, 1_000_003, 40_000_000])
+def test_norm_has_the_same_bits_on_both_devices(dtype, numel):
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    assert norm._fused_kernel() is not None
+    assert norm.square_sum(flat.cuda()).item() == norm.square_sum(flat).item()

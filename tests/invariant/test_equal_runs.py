@@ -5,7 +5,8 @@ Each run accumulates micro-batches, clips, has two parameter groups, and has par
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,17 @@ MAX_NORM = 0.5
 class Run:
     """A model, its engine, optimizer and schedule, and what they showed."""
 
-    def __init__(self, family: str, precision: str = "fp32", *, looking: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        family: str,
+        precision: str = "fp32",
+        *,
+        looking: bool = False,
+        windows: tuple[int, ...] = (),
+        **settings: Any,
+    ) -> None:
         self.family = family
+        self.windows = windows
         self.looking = looking
         self.model = zoo.build(family, **FAMILIES[family])
         self.engine = engine_of(self.model, precision=precision, **settings)
@@ -54,14 +64,7 @@ class Run:
         for step in numbers:
             layers = layers_of(self.model)
             layers[1].requires_grad_(step != 1)
-            for micro in range(3):
-                torch.manual_seed(100 * step + micro)
-                loss = self.model(**zoo.batch(self.family, 3 * step + micro, length=LENGTH)).loss
-                (loss / 3).backward()
-                self.seen.append(loss.detach())
-                if self.looking:
-                    gradients(self.model)
-                    self.engine.grad_norm()
+            self.backward([functools.partial(self.micro_batch, step, micro) for micro in range(3)])
             self.seen.append(gradients(self.model))
             self.optimizer.step()
             self.schedule.step()
@@ -72,6 +75,24 @@ class Run:
             self.seen.append(self.optimizer.grad_norm)
             assert self.optimizer.grad_norm > MAX_NORM, "clipping must bite"
         return self
+
+    def backward(self, tasks: list[Callable[[], torch.Tensor]]) -> None:
+        """One micro-batch after the other, or in windows of the given sizes."""
+        if not self.windows:
+            self.seen += [task() for task in tasks]
+            return
+        for size in self.windows:
+            self.seen += self.engine.window(tasks[:size], whole=size == 3)
+            tasks = tasks[size:]
+
+    def micro_batch(self, step: int, micro: int) -> torch.Tensor:
+        torch.manual_seed(100 * step + micro)
+        loss = self.model(**zoo.batch(self.family, 3 * step + micro, length=LENGTH)).loss
+        (loss / 3).backward()
+        if self.looking:
+            gradients(self.model)
+            self.engine.grad_norm()
+        return loss.detach()
 
     def result(self) -> list[Any]:
         """Everything seen and left behind; the engine is closed."""
@@ -185,6 +206,16 @@ def test_looking_changes_nothing(family: str, precision: str, reference: Any):
     """Gradients and norms read between micro-batches, parameters and state dicts after steps."""
     looked = Run(family, precision, looking=True).steps(range(STEPS))
     assert_equal(looked.result(), reference(family, precision))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("windows", [(3,), (2, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "zamba2"])
+def test_windows(family: str, windows: tuple[int, ...], precision: str, reference: Any):
+    """Micro-batches that pass each block together give the bits of one after the other."""
+    lanes = "threads" if windows == (2, 1) else "sync"
+    run = Run(family, precision, windows=windows, lanes=lanes).steps(range(STEPS))
+    assert_equal(run.result(), reference(family, precision))
 
 
 def masters(engine: mt.Engine) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from megatrain.compute.block import Block
 from megatrain.compute.replay import Ambient
 from megatrain.store.slab import Place
 
-CHUNK_ELEMENTS = 1 << 26
+CHUNK_ELEMENTS = 1 << 27
 """Logits in a chunk. A constant: the chunk changes the last bits of a sum, so no memory cap may choose it."""
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
@@ -227,6 +227,7 @@ class _ChunkedLoss(torch.autograd.Function):
                         by_weight[place] = gradient.float() if previous is None else previous.add_(gradient)
                 del loss, found
         ctx.head, ctx.place, ctx.weights = head, task.place, list(by_weight)
+        ctx.dtypes = {slab.index: slab.layout.dtype for slab in head.block.slabs}
         ctx.save_for_backward(by_hidden, *by_weight.values())
         return total
 
@@ -236,6 +237,15 @@ class _ChunkedLoss(torch.autograd.Function):
         by_hidden, *by_weight = ctx.saved_tensors
         by_slab: dict[int, dict[int, torch.Tensor]] = {}
         for (slab, segment), gradient in zip(ctx.weights, by_weight, strict=True):
-            by_slab.setdefault(slab, {})[segment] = gradient * scale
+            by_slab.setdefault(slab, {})[segment] = _scaled(gradient, scale, ctx.dtypes[slab])
         node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, by_slab)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
+
+
+def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The FP32 gradient times the loss's scale, rounded once to the weight's dtype, without a second FP32 copy."""
+    rounded = torch.empty_like(gradient, dtype=dtype)
+    rows = max(1, (1 << 24) // max(1, gradient[0].numel()))
+    for source, target in zip(gradient.split(rows), rounded.split(rows), strict=True):
+        target.copy_(source * scale)
+    return rounded

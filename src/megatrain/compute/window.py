@@ -8,9 +8,11 @@ block, and finds the weights there. Each thread keeps its own stream of random n
 from __future__ import annotations
 
 import contextvars
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -69,6 +71,16 @@ class _Baton:
             self._turn = following if following != number else -1
             self._condition.notify_all()
 
+    def join(self) -> None:
+        """Wait until all have left; a Ctrl-C here ends them at their next block, and is raised when they have."""
+        while True:
+            try:
+                with self._condition:
+                    self._condition.wait_for(lambda: not self._live)
+                return
+            except BaseException as error:
+                self.abort(error)
+
     def abort(self, error: BaseException) -> None:
         """Whoever gets the baton from now on gives up."""
         with self._condition:
@@ -83,48 +95,70 @@ class _Baton:
         return torch.get_rng_state(), cuda
 
 
-def run_window(tasks: Sequence[Callable[[], Result]], seeds: Sequence[int], device: torch.device) -> list[Result]:
-    """Run the tasks together; results in order. The first failure is raised, after all threads have ended."""
-    baton = _Baton(len(tasks), device)
-    results: dict[int, Result] = {}
-    inherit = _Inherited(device)
+class _Worker:
+    """A thread that stays: CUDA libraries keep a handle per thread, and making one takes tens of milliseconds."""
 
-    def body(number: int) -> None:
-        _seat.current = (baton, number)
-        try:
-            baton.wait(number)
-            with inherit.applied():
-                torch.manual_seed(seeds[number])
-                results[number] = tasks[number]()
-        except WindowAborted:
-            pass
-        except BaseException as error:
-            baton.abort(error)
-        finally:
-            _seat.current = None
-            baton.leave(number)
+    def __init__(self, number: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"megatrain-micro-{number}", daemon=True)
+        self._thread.start()
 
-    threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(body, number), name=f"megatrain-micro-{number}")
-        for number in range(len(tasks))
-    ]
-    with _random_untouched(device):
-        for thread in threads:
-            thread.start()
-        _join(threads, baton)
-    if baton.error is not None:
-        raise baton.error
-    return [results[number] for number in range(len(tasks))]
+    def start(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            # The last job's closure must not keep its tensors alive while the thread is idle.
+            del job
 
 
-def _join(threads: list[threading.Thread], baton: _Baton) -> None:
-    """Wait for all threads; a Ctrl-C here ends them at their next block, and is raised when they have ended."""
-    while any(thread.is_alive() for thread in threads):
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException as error:
-            baton.abort(error)
+class Seats:
+    """The threads of an engine's windows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._workers: list[_Worker] = []
+
+    def run(self, tasks: Sequence[Callable[[], Result]], seeds: Sequence[int]) -> list[Result]:
+        """Run the tasks together; results in order. The first failure is raised, after all tasks have ended."""
+        baton = _Baton(len(tasks), self._device)
+        results: dict[int, Result] = {}
+        inherit = _Inherited(self._device)
+
+        def body(number: int) -> None:
+            _seat.current = (baton, number)
+            try:
+                baton.wait(number)
+                with inherit.applied():
+                    torch.manual_seed(seeds[number])
+                    results[number] = tasks[number]()
+            except WindowAborted:
+                pass
+            except BaseException as error:
+                baton.abort(error)
+            finally:
+                _seat.current = None
+                baton.leave(number)
+
+        while len(self._workers) < len(tasks):
+            self._workers.append(_Worker(len(self._workers)))
+        with _random_untouched(self._device):
+            for number in range(len(tasks)):
+                self._workers[number].start(partial(contextvars.copy_context().run, body, number))
+            baton.join()
+        if baton.error is not None:
+            raise baton.error
+        return [results[number] for number in range(len(tasks))]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
 
 
 class _Inherited:

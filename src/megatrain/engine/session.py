@@ -138,8 +138,8 @@ class Engine:
 
         Weights travel once for all of them. The gradients are bit for bit those of one task after the other: random
         numbers are seeded per task, and sums are in order. `whole=True` says that these are all micro-batches of the
-        step, so that gradients may be rounded on the device. If a task fails, its error is raised and the gradients of
-        the window are dropped.
+        step, so that gradients may be rounded on the device. If a task fails, its error is raised and all gradients
+        of the step are dropped.
         """
         return self._step.window(tasks, whole)
 
@@ -209,6 +209,7 @@ class Engine:
             self.synchronize()
         finally:
             self._closed = True
+            self._step.close()
             self._lanes.close()
             self._memory.unpin()
 

@@ -22,7 +22,7 @@ import torch
 
 from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
-from megatrain.compute.window import park, run_window
+from megatrain.compute.window import Seats, park
 from megatrain.optim.optimizer import HyperTable
 from megatrain.optim.schedule import Outcome, Updates
 from megatrain.store.parameter import StoreTensor
@@ -68,6 +68,7 @@ class Step:
         self._predictor = Predictor()
         self._forward_order: dict[int, None] = {}
         self._sums: WindowSums | None = None
+        self._seats = Seats(device)
         self._calls = threading.local()
         self.unparked: set[int] = set()
         """Blocks at which a window does not wait: the head, whose logits must not pile up."""
@@ -138,13 +139,14 @@ class Step:
         seeds = torch.randint(0, 2**62, (len(tasks),)).tolist()
         self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole)
         try:
-            results = run_window(tasks, seeds, self.device)
+            results = self._seats.run(tasks, seeds)
+            sums.close()
         except BaseException:
-            sums.discard()
+            # Some sums have left already, some replaced what was there: only none at all is a clean state.
+            self.zero_grad()
             raise
         finally:
             self._sums = None
-        sums.close()
         return results
 
     # ---- step
@@ -181,6 +183,9 @@ class Step:
         self._check_open()
         self._lanes.check()
         self._updates.check()
+
+    def close(self) -> None:
+        self._seats.close()
 
     def settle(self) -> None:
         """Wait until all submitted work on the store is done."""

@@ -91,6 +91,8 @@ class MegaMixin:
         present = engine_of(self.model)
         if present is not None and not present.closed:
             self.engine = present
+            if self.args.bf16 and present.precision != "bf16":
+                announce(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
             return
         asked = settings_module.current()
         device = self.args.device

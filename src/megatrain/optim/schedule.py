@@ -58,10 +58,10 @@ class Updates:
         sums = []
         for slab in self._slabs:
             if slab.grad.present:
-                part = slab.grad.merged()
-                part.landed.wait()
-                value = snapshot_square_sum(slab.grad.snapshot())
-                part.square_sum = torch.tensor(value, dtype=torch.float64)
+                value = snapshot_square_sum(slab.grad.look())
+                parts = slab.grad.active()
+                if len(parts) == 1:
+                    parts[0].square_sum = torch.tensor(value, dtype=torch.float64)
                 sums.append(value)
         return total(sums)
 
@@ -78,8 +78,13 @@ class Updates:
             label="norm",
         )
         for slab in order:
-            if slab.index in gradients and slab.index in hypers:
+            if slab.index not in gradients:
+                continue
+            if slab.index in hypers:
                 self._submit(slab, gradients[slab.index], hypers[slab.index], outcome)
+            else:
+                # Nothing updates it, but the norm still reads its gradient: the next one must not land before.
+                slab.grad.merged().landed = outcome.ticket
         self.last = outcome
         return outcome
 

@@ -61,7 +61,7 @@ class StoreTensor(torch.Tensor):
         if self.role == "weight":
             self.slab.settle()
             return self._strided(self.slab.weight)
-        return self._strided(self.slab.grad.current())
+        return self._strided(self.slab.grad.look().flat)
 
     def master(self) -> torch.Tensor:
         """The exact weight: FP32 where there is a residual, else the bytes in host memory."""
@@ -84,8 +84,7 @@ class StoreTensor(torch.Tensor):
         else:
             # An update of the step before may still be reading the gradient.
             self.slab.settle()
-            self._strided(self.slab.grad.current()).copy_(values)
-            self.slab.grad.changed()
+            self._strided(self.slab.grad.writable()).copy_(values)
 
     def _strided(self, flat: torch.Tensor) -> torch.Tensor:
         view = self.geometry

@@ -8,6 +8,7 @@ with; nothing else is locked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -210,10 +211,25 @@ class Gradient:
         part = self.merged()
         return Snapshot(self._slab.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum)
 
-    def current(self) -> torch.Tensor:
-        """The flat tensor that holds the present gradients, for reading and writing by the user."""
+    def look(self) -> Snapshot:
+        """What the gradient is now, for reading. Parts stay apart: looking must not change the order of a sum."""
+        for part in self.parts.values():
+            part.landed.wait()
+        active = self.active()
+        if len(active) < 2:
+            return self.snapshot()
+        layout, known = self._slab.layout, active[0].present
+        total = active[0].flat.float().clone()
+        for part in active[1:]:
+            add_segments(layout, total, part.flat, frozenset(part.present), known)
+            known = known | part.present
+        return Snapshot(layout, total, active[0].dtype, frozenset(known), None)
+
+    def writable(self) -> torch.Tensor:
+        """The flat tensor that holds the present gradients, for the user to write to."""
         part = self.merged()
         part.landed.wait()
+        self.changed()
         return part.flat
 
     def changed(self) -> None:
@@ -232,3 +248,16 @@ class Gradient:
     def clear(self) -> None:
         for part in self.parts.values():
             part.clear()
+
+
+def add_segments(
+    layout: Layout, total: torch.Tensor, flat: torch.Tensor, indices: frozenset[int], known: AbstractSet[int]
+) -> None:
+    """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one."""
+    for index in sorted(indices):
+        segment = layout.segments[index]
+        target, piece = total[segment.offset : segment.end], flat[segment.offset : segment.end]
+        if index in known:
+            target.add_(piece)
+        else:
+            target.copy_(piece)

@@ -65,10 +65,6 @@ class WindowSums:
         for key in list(self._open):
             self._send(key)
 
-    def discard(self) -> None:
-        """Forget the window's gradients: it failed."""
-        self._open.clear()
-
     def _begin(self, slab: Slab, place: Place) -> _Sum:
         slot = self._drain.rings.next(slab)
         for key, other in list(self._open.items()):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatrain.store.ram import HostBuffer, HostMemory
-from megatrain.store.slab import Part, Place, Slab
+from megatrain.store.slab import Part, Place, Slab, add_segments
 from megatrain.store.ticket import DONE, Ticket
 from megatrain.stream.gradslots import GradRings, GradSlot
 from megatrain.stream.lanes import Lanes
@@ -124,7 +124,7 @@ class Drain:
             if seed is not None and seed.data_ptr() != total.data_ptr():
                 total.copy_(seed)
             for flat, indices in flats:
-                _add_segments(slab, total, flat, indices, known)
+                add_segments(slab.layout, total, flat, indices, known)
                 known |= indices
 
         first.landed = self.lanes.update.submit(
@@ -156,7 +156,7 @@ class Drain:
         def add() -> None:
             if seed is not None and seed.data_ptr() != total.data_ptr():
                 total.copy_(seed)
-            _add_segments(slab, total, arrived, indices, before)
+            add_segments(slab.layout, total, arrived, indices, before)
 
         staging.summed = self.lanes.update.submit(add, after=(copied, part.landed, slab.written), label=slab.name)
         part.landed = staging.summed
@@ -167,16 +167,3 @@ class Drain:
     def _count(self, flat: torch.Tensor) -> None:
         self._counters.drains += 1
         self._counters.bytes_d2h += flat.numel() * flat.element_size()
-
-
-def _add_segments(
-    slab: Slab, total: torch.Tensor, flat: torch.Tensor, indices: frozenset[int], known: set[int]
-) -> None:
-    """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one."""
-    for index in sorted(indices):
-        segment = slab.layout.segments[index]
-        target, piece = total[segment.offset : segment.end], flat[segment.offset : segment.end]
-        if index in known:
-            target.add_(piece)
-        else:
-            target.copy_(piece)

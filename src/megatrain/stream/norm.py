@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import importlib
+from collections.abc import Callable, Iterable
 
 import torch
 
 from megatrain.store.slab import Snapshot
+from megatrain.telemetry.notices import announce
 
 CHUNK = 1 << 16
 _BATCH = 256
@@ -17,6 +20,8 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """FP64 scalar on the device of `flat`. Squares are exact in FP64; chunks are halved pairwise, then their sums."""
     if flat.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=flat.device)
+    if flat.is_cuda and flat.numel() >= CHUNK and (kernel := _fused_kernel()) is not None:
+        return combine(_halve(kernel(flat)))
     # Short slabs are padded to a power of two only; the tree still depends on the length alone.
     chunk = min(CHUNK, 1 << (flat.numel() - 1).bit_length())
     partials = [_tree(piece, chunk) for piece in flat.split(chunk * _BATCH)]
@@ -56,8 +61,25 @@ def _tree(piece: torch.Tensor, chunk: int) -> torch.Tensor:
     if piece.numel() != chunks * chunk:
         piece = torch.cat([piece, piece.new_zeros(chunks * chunk - piece.numel())])
     values = piece.view(chunks, chunk).double()
-    values.mul_(values)
+    return _halve(values.mul_(values))
+
+
+def _halve(values: torch.Tensor) -> torch.Tensor:
+    """Add the second half of every row to the first until one value is left."""
     while values.shape[1] > 1:
         half = values.shape[1] // 2
         values = values[:, :half] + values[:, half:]
-    return values.reshape(chunks)
+    return values.reshape(-1)
+
+
+@functools.cache
+def _fused_kernel() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """One pass instead of twenty, where Triton works; PyTorch's own operations give the same bits, more slowly."""
+    try:
+        module = importlib.import_module("megatrain.stream.norm_triton")
+        module.chunk_rows(torch.zeros(CHUNK, device="cuda"))
+    except Exception as reason:
+        announce(f"Triton cannot be used here ({type(reason).__name__}): gradient norms take longer on the GPU")
+        return None
+    kernel: Callable[[torch.Tensor], torch.Tensor] = module.chunk_rows
+    return kernel

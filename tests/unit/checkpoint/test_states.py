@@ -20,7 +20,10 @@ from megatrain.checkpoint import manifest, states
 from megatrain.errors import CheckpointError
 from megatrain.store.parameter import states_of
 from megatrain.store.split import join
+from megatrain.stream.lanes import ThreadLanes
 
+WEIGHTS, STATES = "model.safetensors", "megatrain/optimizer-00001-of-00001.safetensors"
+MANIFEST = "megatrain/manifest.json"
 BUILDERS = {"llama": small.llama, "gpt2": small.gpt2, "mixtral": small.mixtral, "qwen3_moe": small.qwen3_moe}
 
 
@@ -155,6 +158,22 @@ def test_loading_while_gradients_and_updates_are_pending(tmp_path: Path) -> None
     engine.close()
 
 
+def test_saving_states_waits_for_the_update(tmp_path: Path) -> None:
+    """The update of the last step is still on its lane, and nobody has read the weights yet."""
+    model, engine, optimizer = attached(lanes=ThreadLanes(seed=0, max_delay=2e-2))
+    model(**small.batch()).loss.backward()
+    optimizer.step()
+    states.save_optimizer(model, optimizer, tmp_path)
+    states.seal(model, optimizer, tmp_path)
+    engine.synchronize()
+    with safe_open(tmp_path / STATES, framework="pt") as file:
+        saved = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    expected = everything(model)
+    assert small.same(saved, {key: expected[key] for key in saved})
+    assert set(json.loads((tmp_path / MANIFEST).read_text())["steps"].values()) == {1}
+    engine.close()
+
+
 def test_no_absolute_path_inside(tmp_path: Path) -> None:
     _, engine, optimizer = attached()
     engine.save(tmp_path / "there", optimizer)
@@ -203,8 +222,6 @@ def rewrite(text: str) -> Callable[[Path], None]:
     return lambda path: path.write_text(text) and None
 
 
-WEIGHTS, STATES = "model.safetensors", "megatrain/optimizer-00001-of-00001.safetensors"
-MANIFEST = "megatrain/manifest.json"
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "manifest missing": (MANIFEST, Path.unlink, "not written to its end"),
     "manifest cut": (MANIFEST, shorten, "not valid JSON"),

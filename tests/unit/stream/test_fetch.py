@@ -169,7 +169,7 @@ def test_a_slab_acquired_twice_at_once():
 
 
 def test_a_failed_copy_leaves_nothing_claimed():
-    bench = Bench(1, 1, 1, slots=2)
+    bench = Bench(1, 1, 1, slots=3)
     copy, transfer = bench.fetcher.transfer.to_device, bench.fetcher.transfer
     for failing in range(1, 4):
         calls = iter(range(1, 100))

@@ -1,0 +1,159 @@
+"""The window: micro-batches in threads of their own, one at a time, in order, each with its own random numbers."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.tiny import Layer, Stack, differences, engine_of, gradients, inputs, roles
+
+
+class Dropping(Layer):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+def micro_batch(model, seed):
+    def run():
+        loss = model(inputs(seed)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def tasks(model, *seeds):
+    return [micro_batch(model, seed) for seed in seeds]
+
+
+@pytest.fixture(params=["sync", "threads"])
+def lanes(request):
+    return request.param
+
+
+def test_results_in_order_and_gradients_of_plain_accumulation(lanes):
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    with engine_of(model, lanes=lanes) as engine:
+        expected = [task() for task in tasks(plain, 3, 1, 2)]
+        losses = engine.window(tasks(model, 3, 1, 2))
+        torch.testing.assert_close(losses, expected)
+        for name, gradient in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_travel_once_for_all(lanes):
+    counts = []
+    for size in (1, 4):
+        model = Stack(depth=5)
+        with engine_of(model, lanes=lanes, slots=2, grad_slots=2) as engine:
+            engine.window(tasks(model, *range(size)))
+            counts.append((engine.counters.fetches, engine.counters.drains))
+    assert counts[1] == counts[0]
+
+
+def test_one_runs_at_a_time_and_blocks_are_met_in_order():
+    model = Stack()
+    seen = []
+    running = threading.Semaphore(1)
+
+    def hook(module, args, output, name):
+        assert running.acquire(blocking=False)
+        seen.append((name, threading.current_thread().name))
+        running.release()
+
+    for name, layer in [("0", model.layers[0]), ("1", model.layers[1])]:
+        layer.register_forward_hook(lambda *args, name=name: hook(*args, name))
+    with engine_of(model) as engine:
+        engine.window(tasks(model, 0, 1, 2))
+    assert [name for name, _ in seen] == ["0"] * 3 + ["1"] * 3
+    assert [who for _, who in seen[:3]] == [who for _, who in seen[3:]]
+    assert len({who for _, who in seen}) == 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_dropout_is_that_of_one_after_the_other(whole, precision, lanes):
+    """Seeds are drawn once per task from the caller's generator."""
+    results = []
+    for windowed in (True, False):
+        model = Stack(layer=Dropping)
+        with engine_of(model, lanes=lanes, precision=precision) as engine:
+            optimizer = engine.optimizer(lr=0.1)
+            torch.manual_seed(11)
+            for step in range(2):
+                work = tasks(model, *range(3 * step, 3 * step + 3))
+                if windowed:
+                    losses = engine.window(work, whole=whole)
+                else:
+                    losses = []
+                    seeds = torch.randint(0, 2**62, (3,)).tolist()
+                    state = torch.get_rng_state()
+                    for seed, task in zip(seeds, work, strict=True):
+                        torch.manual_seed(seed)
+                        losses.append(task())
+                    torch.set_rng_state(state)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append((losses, roles(engine), torch.get_rng_state()))
+    assert differences(*results) == []
+
+
+def test_grad_mode_and_autocast_are_inherited():
+    model = Stack()
+    with engine_of(model) as engine:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            seen = engine.window([lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))] * 2)
+        assert seen == [(False, True)] * 2
+        assert engine.window([torch.is_grad_enabled]) == [True]
+
+
+def test_an_empty_window():
+    model = Stack()
+    with engine_of(model) as engine:
+        assert engine.window([]) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("where", ["before", "between", "after"])
+def test_a_failing_task_is_raised_and_the_engine_goes_on(where, failing, error, lanes):
+    clean = Stack()
+    model = copy.deepcopy(clean)
+
+    def bad():
+        if where == "before":
+            raise error("in a task")
+        loss = model(inputs(9)).square().mean()
+        if where == "between":
+            raise error("in a task")
+        loss.backward()
+        raise error("in a task")
+
+    with engine_of(clean) as reference, engine_of(model, lanes=lanes, grad_slots=1) as engine:
+        before = threading.active_count()
+        work = tasks(model, 0, 1, 2)
+        work[failing] = bad
+        with pytest.raises(error, match="in a task"):
+            engine.window(work)
+        assert threading.active_count() == before
+        optimizers = [reference.optimizer(lr=0.1), engine.optimizer(lr=0.1)]
+        for each, optimizer, its in zip((clean, model), optimizers, (reference, engine), strict=True):
+            optimizer.zero_grad()
+            its.window(tasks(each, 4, 5, 6))
+            optimizer.step()
+        assert differences(roles(engine), roles(reference)) == []
+
+
+def test_gradients_of_a_failed_window_are_dropped():
+    model = Stack()
+
+    def bad():
+        micro_batch(model, 1)()
+        raise ValueError
+
+    with engine_of(model, grad_slots=1) as engine:
+        with pytest.raises(ValueError):
+            engine.window([micro_batch(model, 0), bad])
+        assert all(gradient is None for gradient in gradients(model).values())
