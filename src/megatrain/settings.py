@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatrain.errors import SettingsError
 PRECISIONS = ("bf16", "fp32")
 COMPRESSIONS = (False, True, "8bit", "4bit", "lossless")
 KERNELS = ("native", "reference")
+POLICIES = ("recompute", "store", "offload")
 LANES = ("auto", "sync", "threads", "cuda")
 
 
@@ -37,6 +38,10 @@ class Settings:
     """Gradient slots per ring."""
     lanes: Any = "auto"
     """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
+    policy: str | Mapping[str, str] = "recompute"
+    """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
+    compile: bool = False
+    """Compile blocks with `torch.compile`, once per structure and shape; changes the last bits of results."""
     window: int | None = None
     """Most micro-batches of a Trainer step that pass a block together; None: as many as fit."""
     head_chunk: int | None = None
@@ -64,6 +69,9 @@ class Settings:
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
+        policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
+        if unknown := [policy for policy in policies if policy not in POLICIES]:
+            raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
         if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
             raise SettingsError(f"window must be a number of micro-batches or None, not {self.window!r}.")
         if self.head_chunk is not None and (not isinstance(self.head_chunk, int) or self.head_chunk < 0):

@@ -371,7 +371,7 @@ def write_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gradient, "current", lambda gradient: gradient.merged().flat)
+    monkeypatch.setattr(Gradient, "look", Gradient.snapshot)
 
 
 def write_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
-"""One autograd node per block. Forward runs the training graph, drops it and keeps the inputs; backward fetches the
-weights again, rebuilds the graph with the same random numbers and differentiates it.
+"""One autograd node per block. Forward runs the block's training graph; what it keeps is the block's policy:
+
+| `recompute` | the inputs; backward rebuilds the graph with the same random numbers and differentiates it |
+| `offload` | the same, the inputs parked in host memory |
+| `store` | the graph, its saved weights as handles; backward differentiates it on the weights fetched again |
 
 Inputs of the node are all tensors in the block's arguments that require grad, and an anchor that always does: a frozen
 embedding must not cut the graph. Outputs are everything that leaves the block (compute/block.py).
@@ -16,11 +19,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
+from megatrain.compute.rebind import Rebinder
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
 from megatrain.store.parameter import after_accumulate
 from megatrain.store.slab import Place, Slab
+from megatrain.stream.activations import Activations, Parked
+
+WORTH_PARKING = 1 << 10
+"""Bytes below which an input is not worth a transfer."""
 
 
 class Flow(Protocol):
@@ -34,8 +42,23 @@ class Flow(Protocol):
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Take the gradients of a slab's parameters, by segment, from one place in the model."""
 
+    activations: Activations
+
+    def policy(self, block: Block) -> str:
+        """`recompute`, `store` or `offload`."""
+
     def place(self, block: Block) -> Place:
         """Names this call of a block in the present forward: gradients are summed per place."""
+
+
+@dataclass
+class _Graph:
+    """A block's inner graph: its leaves, and what it leads to."""
+
+    inputs: list[torch.Tensor]
+    weights: Weights
+    emitted: Emitted
+    rebinder: Rebinder | None
 
 
 @dataclass
@@ -51,6 +74,11 @@ class _Call:
     place: Place
     versions: tuple[int, ...]
     """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
+    policy: str
+    parked: dict[int, Parked] = field(default_factory=dict)
+    """Policy `offload`: inputs that wait in host memory, by position."""
+    graph: _Graph | None = None
+    """Policy `store`: what the forward made, until the backward uses it."""
     buffers: Buffers = field(default_factory=dict)
     """The block's buffers before the forward, if the forward changed them."""
     emitted: Emitted | None = None
@@ -59,6 +87,36 @@ class _Call:
         args, kwargs = self.recipe.rebuild(inputs)
         with torch.enable_grad():
             return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None)
+
+    def park(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+        """What autograd keeps of the inputs: all, none (`store`), or those too small to be worth parking."""
+        if self.policy == "store":
+            return (None,) * len(tensors)
+        if self.policy == "offload":
+            worth = [i for i in self.differentiable if tensors[i].numel() * tensors[i].element_size() >= WORTH_PARKING]
+            self.parked = {i: self.flow.activations.park(tensors[i]) for i in worth}
+        return tuple(None if i in self.parked else t for i, t in enumerate(tensors))
+
+    def unpark(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        if any(parked.taken for parked in self.parked.values()):
+            raise UnsupportedCall(
+                f"{self.block.name} was differentiated twice under policy 'offload'; use 'recompute'."
+            )
+        return tuple(self.flow.activations.take(self.parked[i]) if i in self.parked else t for i, t in enumerate(saved))
+
+    def take_graph(self, views: dict[int, torch.Tensor]) -> _Graph:
+        graph, self.graph = self.graph, None
+        if graph is None:
+            raise UnsupportedCall(f"{self.block.name} was differentiated twice under policy 'store'; use 'recompute'.")
+        assert graph.rebinder is not None
+        graph.rebinder.bind(views)
+        return graph
+
+    def rebuild_graph(self, saved: tuple[torch.Tensor | None, ...], views: dict[int, torch.Tensor]) -> _Graph:
+        inputs = self.detached(tuple(t for t in saved if t is not None))
+        weights = self.block.bind(views, leaves=True)
+        with self.ambient.replayed():
+            return _Graph(inputs, weights, self.run(inputs, weights), None)
 
     def check_versions(self) -> None:
         if self.versions != tuple(slab.version for slab in self.block.slabs):
@@ -90,13 +148,19 @@ class _BlockNode(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
         with call.flow.weights(call.block, "forward") as views:
             inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
-            call.watch([*inputs, *weights.values()])
-            with call.block.keeping_buffers() as former:
-                emitted = call.run(inputs, weights)
-        call.emitted, call.buffers = emitted, former
+            if call.policy == "store":
+                rebinder = Rebinder(views)
+                with rebinder.packing():
+                    emitted = call.run(inputs, weights)
+                call.graph = _Graph(inputs, weights, emitted, rebinder)
+            else:
+                call.watch([*inputs, *weights.values()])
+                with call.block.keeping_buffers() as call.buffers:
+                    emitted = call.run(inputs, weights)
+        call.emitted = emitted
+        ctx.save_for_backward(*call.park(tensors))
         outputs = tuple(t.detach() for t in emitted.tensors)
         ctx.mark_non_differentiable(*[o for o, t in zip(outputs, emitted.tensors, strict=True) if not t.requires_grad])
         return outputs
@@ -106,27 +170,23 @@ class _BlockNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         call.check_versions()
-        inputs = call.detached(ctx.saved_tensors)
+        saved = call.unpark(ctx.saved_tensors)
         with call.flow.weights(call.block, "backward") as views:
-            weights = call.block.bind(views, leaves=True)
-            with call.ambient.replayed():
-                emitted = call.run(inputs, weights)
-            input_grads, weight_grads = _differentiate(call, emitted, grads, inputs, weights)
+            graph = call.take_graph(views) if call.policy == "store" else call.rebuild_graph(saved, views)
+            input_grads, weight_grads = _differentiate(graph, grads)
+            del graph
         hand_over(call.flow, call.block, call.place, weight_grads)
         return (None, None, *input_grads)
 
 
 def _differentiate(
-    call: _Call,
-    emitted: Emitted,
-    grads: tuple[torch.Tensor | None, ...],
-    inputs: list[torch.Tensor],
-    weights: Weights,
+    graph: _Graph, grads: tuple[torch.Tensor | None, ...]
 ) -> tuple[list[torch.Tensor | None], dict[int, dict[int, torch.Tensor]]]:
     """Gradients of the node's inputs, and of the weights by slab and segment."""
-    pairs = [(t, g) for t, g in zip(emitted.tensors, grads, strict=True) if g is not None and t.requires_grad]
+    inputs = graph.inputs
+    pairs = [(t, g) for t, g in zip(graph.emitted.tensors, grads, strict=True) if g is not None and t.requires_grad]
     targets = [t for t in inputs if t.requires_grad]
-    leaves = [(place, weight) for place, weight in weights.items() if weight.requires_grad]
+    leaves = [(place, weight) for place, weight in graph.weights.items() if weight.requires_grad]
     if not pairs or not (targets or leaves):
         return [None] * len(inputs), {}
     found = torch.autograd.grad(
@@ -168,9 +228,9 @@ def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any],
     if not torch.is_grad_enabled() or not (block.trainable or differentiable):
         return _without_gradient(flow, block, args, kwargs)
     versions = tuple(slab.version for slab in block.slabs)
-    call = _Call(
-        flow, block, recipe, differentiable, recording, Ambient.capture(flow.device), flow.place(block), versions
-    )
+    ambient = Ambient.capture(flow.device)
+    policy = flow.policy(block)
+    call = _Call(flow, block, recipe, differentiable, recording, ambient, flow.place(block), versions, policy)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     emitted, call.emitted = call.emitted, None

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from torch.utils import _pytree as pytree
 from megatrain import settings as settings_module
 from megatrain.checkpoint import manifest, states, weights
 from megatrain.compute.block import Block
+from megatrain.compute.window import Seats
 from megatrain.engine.adopt import Adoption
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.step import Step
@@ -28,8 +31,10 @@ from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.schedule import Updates
 from megatrain.optim.update import native_kernel, reference_kernel
 from megatrain.settings import Settings
-from megatrain.store.parameter import StoreTensor
+from megatrain.store.parameter import Deposit, StoreTensor
 from megatrain.store.ram import HostMemory
+from megatrain.store.slab import Slab
+from megatrain.stream.activations import Activations
 from megatrain.stream.cuda import CudaLanes
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
@@ -77,14 +82,12 @@ class Engine:
         self._memory = HostMemory(
             pin=self.device.type == "cuda" and self.settings.pin,
             threads=inventory.cores(),
-            guard=lambda nbytes, held: inventory.require_ram(
-                nbytes, "the next part of the model's state", self.settings.max_ram_gb, held
-            ),
+            guard=partial(_require_ram, self.settings.max_ram_gb),
         )
         self._adoption = Adoption(model, self.device, self.precision, self._memory)
         try:
             # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
-            self._adoption.take(found, self._deposit, self._run)
+            self._adoption.take(found, _weakly(self._deposit), self._run)
             self.slabs = self._adoption.slabs
             self._step = self._build(hooks)
         except BaseException:
@@ -97,7 +100,7 @@ class Engine:
         self._lazy = self._lazy_head(hooks)
         self._surface = Surface(model, self, hooks, self._step.begin_pass)
         # Not a method of self: the finalizer must not keep the engine alive.
-        weakref.finalize(self, _stop, self._lanes)
+        weakref.finalize(self, _stop, self._lanes, self._step.seats)
 
     # ---- what users do
 
@@ -254,7 +257,15 @@ class Engine:
             recorder=transformers_hooks.CaptureRecorder(hooks),
             for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
             check_open=self._check_open,
+            activations=Activations(self.device, self._lanes, transfers[1], transfers[0], self._memory),
+            policy=self._policy,
         )
+
+    def _policy(self, block: Block) -> str:
+        chosen = self.settings.policy
+        if isinstance(chosen, str):
+            return chosen
+        return next((policy for pattern, policy in chosen.items() if fnmatch(block.name, pattern)), "recompute")
 
     def _lazy_head(self, hooks: transformers_hooks.Hooks) -> LazyHead | None:
         block = LazyHead.fits(self.model, self.blocks, hooks.causal_loss) if self.settings.head_chunk != 0 else None
@@ -271,7 +282,7 @@ class Engine:
             return self._lazy.logits(args[0], lambda: self._step.forward(block, args, kwargs))
         return self._step.forward(block, args, kwargs)
 
-    def _deposit(self, slab: Any, index: int, gradient: torch.Tensor) -> None:
+    def _deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         self._step.deposit(slab, index, gradient)
 
     def _check_open(self) -> None:
@@ -313,8 +324,25 @@ def announce_unavailable(settings: Settings) -> None:
         )
 
 
-def _stop(lanes: Lanes) -> None:
+def _stop(lanes: Lanes, seats: Seats) -> None:
+    seats.close()
     lanes.close()
+
+
+def _weakly(deposit: Deposit) -> Deposit:
+    """Autograd keeps the hooks of parameters out of the garbage collector's sight: they must not hold the engine."""
+    reference = weakref.WeakMethod(deposit)
+
+    def call(slab: Slab, index: int, gradient: torch.Tensor) -> None:
+        target = reference()
+        if target is not None:
+            target(slab, index, gradient)
+
+    return call
+
+
+def _require_ram(max_ram_gb: float | None, nbytes: int, held: int) -> None:
+    inventory.require_ram(nbytes, "the next part of the model's state", max_ram_gb, held)
 
 
 def _precision(model: torch.nn.Module, asked: str | None) -> str:

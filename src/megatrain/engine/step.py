@@ -28,6 +28,7 @@ from megatrain.optim.schedule import Outcome, Updates
 from megatrain.store.parameter import StoreTensor
 from megatrain.store.slab import Place, Slab
 from megatrain.stream.accumulate import WindowSums
+from megatrain.stream.activations import Activations
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes
@@ -54,7 +55,11 @@ class Step:
         recorder: Recorder,
         for_training: Callable[[tuple[Any, ...], dict[str, Any]], Arguments],
         check_open: Callable[[], None],
+        activations: Activations,
+        policy: Callable[[Block], str],
     ) -> None:
+        self.activations = activations
+        self.policy = policy
         self.device = device
         self.slabs = slabs
         self.blocks: list[Block] = []
@@ -68,7 +73,7 @@ class Step:
         self._predictor = Predictor()
         self._forward_order: dict[int, None] = {}
         self._sums: WindowSums | None = None
-        self._seats = Seats(device)
+        self.seats = Seats(device)
         self._calls = threading.local()
         self.unparked: set[int] = set()
         """Blocks at which a window does not wait: the head, whose logits must not pile up."""
@@ -139,7 +144,7 @@ class Step:
         seeds = torch.randint(0, 2**62, (len(tasks),)).tolist()
         self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole)
         try:
-            results = self._seats.run(tasks, seeds)
+            results = self.seats.run(tasks, seeds)
             sums.close()
         except BaseException:
             # Some sums have left already, some replaced what was there: only none at all is a clean state.
@@ -185,7 +190,7 @@ class Step:
         self._updates.check()
 
     def close(self) -> None:
-        self._seats.close()
+        self.seats.close()
 
     def settle(self) -> None:
         """Wait until all submitted work on the store is done."""

@@ -225,10 +225,11 @@ def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> 
         deposit(slab, index, gradient)
 
     collect.__megatrain__ = True  # type: ignore[attr-defined]
-    # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
-    parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(collect)
-    parameter.requires_grad_(requires_grad)
+    if tensor.is_floating_point():
+        # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(collect)
+        parameter.requires_grad_(requires_grad)
     return parameter  # type: ignore[no-any-return]
 
 

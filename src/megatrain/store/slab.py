@@ -18,6 +18,9 @@ from megatrain.store.ram import HostBuffer, HostMemory
 from megatrain.store.split import split
 from megatrain.store.ticket import DONE, Ticket
 
+PIECE = 1 << 20
+"""Elements that are split at once, so that temporaries stay small beside a block."""
+
 
 class Slab:
     """One dtype's worth of a block's parameters and their state."""
@@ -72,12 +75,13 @@ class Slab:
         weight = self.weight[segment.offset : segment.end]
         values = values.detach().to("cpu").reshape(-1)
         if self.split_master and values.dtype in (torch.float32, torch.float16):
-            high, low = split(values.float())
-            weight.copy_(high)
-            if low.any():
-                self.allocate_residual()
-            if self.residual is not None:
-                self.residual[segment.offset : segment.end].copy_(low)
+            for start in range(0, segment.numel, PIECE):
+                high, low = split(values[start : start + PIECE].float())
+                weight[start : start + PIECE].copy_(high)
+                if self.residual is None and low.any():
+                    self.allocate_residual()
+                if self.residual is not None:
+                    self.residual[segment.offset + start : segment.offset + start + len(low)].copy_(low)
         else:
             weight.copy_(values)
             if self.residual is not None:

@@ -2,7 +2,7 @@
 
 A chunk of 65536 squares is seen as 64 rows of 1024. Halving it six times adds row k to row k + 32, then k to k + 16,
 and so on. The functions below do that depth first, one per level, so that seven rows at a time are enough. The
-remaining ten levels are small. Squares are exact in FP64, so it does not matter whether they are fused with an addition.
+remaining ten levels are small. Squares are exact in FP64, so fusing them with an addition changes nothing.
 """
 
 # mypy: ignore-errors

@@ -33,7 +33,7 @@ class Bench:
 
     def sum_of(self, name):
         segment = self.slab.layout.segments["abcdef".index(name)]
-        return self.slab.grad.current()[segment.offset : segment.end]
+        return self.slab.grad.look().flat[segment.offset : segment.end]
 
     def rounded(self, name):
         segment = self.slab.layout.segments["abcdef".index(name)]

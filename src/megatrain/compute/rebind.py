@@ -1,0 +1,55 @@
+"""Keeping a block's graph while its weights leave: saved tensors that are views of a slot are kept as handles.
+
+Autograd saves the weights it needs for the backward, often as transposed views. A slot is refilled before the backward
+comes, so what is saved is only where in the slab the view lies; it is bound again to the slot that the weights come
+back in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class _Handle:
+    slab: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Rebinder:
+    """Saved-tensor hooks for one call of a block."""
+
+    def __init__(self, views: Mapping[int, torch.Tensor]) -> None:
+        self._slabs = {view.untyped_storage().data_ptr(): slab for slab, view in views.items()}
+        self._views: Mapping[int, torch.Tensor] = {}
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Around the forward."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def bind(self, views: Mapping[int, torch.Tensor]) -> None:
+        """Before the backward: where the weights are now."""
+        self._views = views
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        slab = self._slabs.get(tensor.untyped_storage().data_ptr())
+        if slab is None:
+            return tensor
+        return _Handle(slab, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Handle):
+            return packed  # type: ignore[no-any-return]
+        # A slot is a storage of its own, so offsets in it are the same in every slot.
+        return self._views[packed.slab].as_strided(packed.size, packed.stride, packed.offset)
