@@ -8,6 +8,7 @@ TFLOP/s = 6 x (matmul parameters, head once) x tokens / seconds; attention and r
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 import megatrain as mt
 from benchmarks.shapes import SHAPES, matmul_parameters, random_model
@@ -42,6 +44,8 @@ class Measured:
     update_exposed_s: float
     fetches_per_step: int
     attach_s: float
+    layer_tflops: float
+    """Ceiling: one layer alone, resident, forward and then forward + backward (what recompute does), same settings."""
 
 
 def measure(
@@ -56,6 +60,8 @@ def measure(
 ) -> Measured:
     """Train `steps` steps of `micro` micro-batches of `batch` x `length` random tokens; trace the last one."""
     model = random_model(shape, torch.bfloat16).train()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     parameters = matmul_parameters(model)
     began = time.perf_counter()
     engine = mt.Engine(model, **settings)
@@ -88,8 +94,9 @@ def measure(
         seconds.append(time.perf_counter() - began)
     before = engine.counters.fetches
     with engine.trace() as timeline:
-        losses.append(step())
-    fetches = engine.counters.fetches - before
+        # Two steps: the updates of the first run under the forward of the second.
+        losses += [step(), step()]
+    fetches = (engine.counters.fetches - before) // 2
     if trace is not None:
         timeline.save(trace)
     count = batch * length * micro
@@ -111,9 +118,40 @@ def measure(
         update_exposed_s=timeline.exposed("update"),
         fetches_per_step=fetches,
         attach_s=attach,
+        layer_tflops=layer_ceiling(model, batch, length, bool(settings.get("compile"))) if cuda else 0.0,
     )
     engine.close()
     return result
+
+
+def layer_ceiling(model: PreTrainedModel, batch: int, length: int, compiled: bool) -> float:
+    """TFLOP/s of the model's first kind of layer, recomputed, with its weights on the GPU."""
+    torch.cuda.empty_cache()
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    with torch.device("cuda"):
+        small = type(model)._from_config(config, dtype=torch.bfloat16).train()
+    layer = small.model.layers[0]
+    hidden = torch.randn(batch, length, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(length, device="cuda")[None]
+    rotary = small.model.rotary_emb(hidden, positions)
+    call = torch.compile(layer.forward) if compiled else layer.forward
+
+    def forward() -> torch.Tensor:
+        result = call(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+        return result[0] if isinstance(result, tuple) else result
+
+    def recomputed() -> None:
+        forward()
+        output = forward()
+        torch.autograd.grad(output, [hidden, *layer.parameters()], torch.ones_like(output))
+
+    import triton.testing
+
+    seconds = triton.testing.do_bench(recomputed, warmup=200, rep=600, return_mode="median") / 1e3
+    return 6 * sum(p.numel() for p in layer.parameters()) * batch * length / seconds / 1e12
 
 
 def main() -> None:
@@ -124,6 +162,8 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--no-window", action="store_true", help="one micro-batch after the other")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--policy", default="recompute")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--trace", type=Path, help="write the last step's timeline here")
     args = parser.parse_args()
@@ -136,6 +176,8 @@ def main() -> None:
         args.trace,
         window=not args.no_window,
         slots=args.slots,
+        compile=args.compile,
+        policy=args.policy,
     )
     print(json.dumps(asdict(result), indent=1))
 

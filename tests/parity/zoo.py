@@ -505,11 +505,11 @@ def build(name: str, *, seed: int = 0, attention: str | None = None, **overrides
     options = {} if attention is None else {"attn_implementation": attention}
     torch.manual_seed(seed)
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, **options)
-    _stir(model)
+    stir(model)
     return model.train()
 
 
-def _stir(model: nn.Module) -> None:
+def stir(model: nn.Module) -> None:
     """Leave nothing at a value that hides mistakes: norms of one and biases of zero look alike in every
     layer, and with weights as small as a real model's a tiny one is almost linear."""
     with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.func import functional_call
 
+from megatrain.compute.compiled import Compiled
 from megatrain.compute.trees import Recipe, containers, entries_of, put_back, take_apart
 from megatrain.store.slab import Slab
 
@@ -63,7 +64,11 @@ class Block:
     parameters: dict[str, torch.nn.Parameter]
     """The same names → what the user sees; `requires_grad` is read from here at every call."""
     original: Callable[..., Any]
+    layer: bool = False
+    """Whether it is one of the model's repeated layers (else an embedding, a norm, the head...)."""
     slabs: list[Slab] = field(init=False)
+    compiled: Compiled | None = None
+    """Set by an engine that compiles blocks; one for all of them."""
 
     def __post_init__(self) -> None:
         self.slabs = sorted(
@@ -86,12 +91,16 @@ class Block:
             bound[slab.index, index] = weight.requires_grad_(leaves and self.parameters[name].requires_grad)
         return bound
 
-    def call(self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None) -> Any:
+    def call(
+        self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None, *, eager: bool = True
+    ) -> Any:
         """The module's own forward on these weights, and on these buffers instead of its own if given."""
         state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.places.items()}
         if buffers is not None:
             state |= {f"block.{name}": buffer.clone() for name, buffer in buffers.items()}
-        return functional_call(self._stateless, state, args, kwargs)
+        if self.compiled is not None and not eager:
+            return self.compiled(self._stateless, state, args, kwargs)
+        return functional_call(self._stateless, state, args, kwargs, tie_weights=False)
 
     @contextmanager
     def keeping_buffers(self) -> Iterator[Buffers]:
@@ -139,7 +148,8 @@ def emit(
     before = {place: entries_of(container) for place, container in containers(args, kwargs).items()}
 
     def call() -> Any:
-        return block.call(weights, args, kwargs, buffers)
+        # What hooks record inside is a side effect, which compiled code does not repeat.
+        return block.call(weights, args, kwargs, buffers, eager=recording is not None)
 
     result, recorded = (call(), {}) if recording is None else recording.inside(call)
     entries = [

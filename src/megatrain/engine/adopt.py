@@ -135,7 +135,7 @@ class Adoption:
         parameters: dict[str, Any] = dict(item.module.named_parameters(remove_duplicate=False))
         places = {name: (p.slab, p.segment) for name, p in parameters.items()}
         original = item.module.forward
-        block = Block(len(self.blocks), item.name, item.module, places, parameters, original)
+        block = Block(len(self.blocks), item.name, item.module, places, parameters, original, layer=item.layer)
         self.blocks.append(block)
 
         @functools.wraps(original)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from megatrain import settings as settings_module
 from megatrain.checkpoint import manifest, states, weights
 from megatrain.compute.block import Block
+from megatrain.compute.compiled import Compiled
 from megatrain.compute.window import Seats
 from megatrain.engine.adopt import Adoption
 from megatrain.engine.lazyhead import LazyHead
@@ -96,6 +97,9 @@ class Engine:
             self._lanes.close()
             raise
         _disable_checkpointing(model)
+        compiled = Compiled() if self.settings.compile else None
+        for found_block in self._adoption.blocks:
+            found_block.compiled = compiled if found_block.layer else None
         self._step.expect(self._adoption.blocks)
         self._lazy = self._lazy_head(hooks)
         self._surface = Surface(model, self, hooks, self._step.begin_pass)

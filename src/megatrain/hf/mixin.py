@@ -72,6 +72,10 @@ class MegaMixin:
             )
         _ = args.device  # settles the number of GPUs, which is then overridden
         args._n_gpu = min(args._n_gpu, 1)
+        self._compile = bool(args.torch_compile) or settings_module.current().compile
+        if args.torch_compile:
+            # The engine compiles its blocks; compiling the whole model around them would only break the graph.
+            args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
         if args.gradient_checkpointing:
             args.gradient_checkpointing = False
             announce("gradient_checkpointing=True is not needed: every block already recomputes its forward")
@@ -102,7 +106,7 @@ class MegaMixin:
                 "set use_cpu=True there, or leave device out."
             )
         precision = "bf16" if self.args.bf16 else asked.precision
-        self.engine = Engine(self.model, device=str(device), precision=precision)
+        self.engine = Engine(self.model, device=str(device), precision=precision, compile=self._compile)
 
     def _refuse_foreign_optimizer(self) -> None:
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):

@@ -132,18 +132,27 @@ def test_a_failing_task_is_raised_and_the_engine_goes_on(where, failing, error, 
         raise error("in a task")
 
     with engine_of(clean) as reference, engine_of(model, lanes=lanes, grad_slots=1) as engine:
-        before = threading.active_count()
         work = tasks(model, 0, 1, 2)
         work[failing] = bad
         with pytest.raises(error, match="in a task"):
             engine.window(work)
-        assert threading.active_count() == before
         optimizers = [reference.optimizer(lr=0.1), engine.optimizer(lr=0.1)]
         for each, optimizer, its in zip((clean, model), optimizers, (reference, engine), strict=True):
             optimizer.zero_grad()
             its.window(tasks(each, 4, 5, 6))
             optimizer.step()
         assert differences(roles(engine), roles(reference)) == []
+
+
+def test_threads_end_with_the_engine(lanes):
+    before = set(threading.enumerate())
+    model = Stack()
+    with engine_of(model, lanes=lanes) as engine:
+        for _ in range(3):
+            engine.window(tasks(model, 0, 1, 2))
+        micro = [t for t in set(threading.enumerate()) - before if "micro" in t.name]
+        assert len(micro) <= 3
+    assert set(threading.enumerate()) <= before
 
 
 def test_gradients_of_a_failed_window_are_dropped():

@@ -1,0 +1,148 @@
+"""A tiny model of any architecture, made from its default configuration: every field that is a size is shrunk.
+
+Nothing here knows an architecture by name, so that it also builds those that nobody has listed.
+
+    config = shrunken(MambaConfig)
+    model = tiny(config)                 # raises NotTiny where the fields do not tell enough
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from . import zoo
+
+LAYERS = 4
+"""Enough for three kinds of layers and one that repeats."""
+
+MOST_PARAMETERS = 3_000_000
+
+
+class NotTiny(Exception):
+    """The shrunken configuration still makes a large model."""
+
+
+RULES: tuple[tuple[str, int], ...] = (
+    # The first pattern that is found in a field's name decides.
+    (r"vocab_size|num_embeddings", zoo.VOCAB),
+    (r"expert_layer|attn_layer|layer_(freq|interval|period)|every|step$|_freq|interval|period", 2),
+    (r"offset|top_?k_group|num_mem_blocks|num_nextn|n_shared_experts|num_shared_experts|num_token_predict|mtp", 1),
+    (r"experts_per_tok|top_?k|moe_k$|n_groups?$|ngroups|num_groups?$|hash_layers|num_kv_shared", 2),
+    (r"num_experts|n_routed|_experts$|num_local|expert_num|moe_num", 4),
+    (r"rotary_dim|rotary_ndims", 4),
+    (r"head_dim|headdim|d_head|kv_channels|d_kv|head_size|dim_head|_head_width", 8),
+    (r"mamba.*heads|linear.*value_heads", 8),
+    (r"linear.*key_heads", 4),
+    (r"key_value_heads|kv_heads|query_groups|num_kv", 2),
+    (r"heads?$|num_head", zoo.HEADS),
+    (r"rank", 16),
+    (r"(num|n)_(hidden_|encoder_|decoder_)?layers?$|coder_layers$|num_blocks|num_layer|n_blocks|depth$", LAYERS),
+    (r"window|chunk|block_size|block_length|stride", zoo.WINDOW),
+    (r"max_.*(position|length|len)|n_positions|n_ctx|context_length|position_embeddings|ctx_len", 128),
+    (r"state|d_conv|conv_kernel|conv_l", 4),
+    (r"expert.*(intermediate|ffn|ff)|moe.*(intermediate|ffn|ff|size)", 16),
+    (r"intermediate|ffn|d_ff|n_inner|ff_dim|mlp|inner|feed", 48),
+    (r"hidden|d_model|n_embd|emb|dim|width|channels|lru|size|d_inner", zoo.HIDDEN),
+)
+
+ASKED_FOR = {"head_dim": 8, "num_key_value_heads": zoo.HEADS, "n_routed_experts": 4}
+"""Fields that some classes leave open and their models need."""
+
+
+def shrunken(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """An instance of a configuration class with small sizes."""
+    return kind(**_changes(kind()))
+
+
+def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A causal LM with random weights, as `zoo.build` makes them."""
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, dtype=torch.float32).parameters())
+    if size > MOST_PARAMETERS:
+        raise NotTiny(f"{size / 1e6:.1f} million parameters")
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    zoo.stir(model)
+    return model.train()
+
+
+def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    tokens = torch.randint(5, zoo.VOCAB, (2, zoo.LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _changes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Constructor arguments that make it small, sub-configurations included."""
+    changes: dict[str, Any] = {}
+    fields = vars(config)
+    layers = fields.get(_own_name(config, "num_hidden_layers"))
+    for name, value in fields.items():
+        if name in config.sub_configs:
+            if isinstance(value, PreTrainedConfig):
+                changes[name] = {**_changes(value), "model_type": value.model_type}
+        elif name.startswith("_") or isinstance(value, bool) or _is_fixed(config, name):
+            continue
+        elif name.endswith(("token_id", "token_index")):
+            changes[name] = _token(name)
+        elif isinstance(value, int):
+            changes[name] = _small(name, value)
+        elif value is None and name in ASKED_FOR:
+            changes[name] = ASKED_FOR[name]
+        elif isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > LAYERS:
+            changes[name] = type(value)(_sample(list(value)))
+    _agree(config, changes)
+    return changes
+
+
+def _agree(config: PreTrainedConfig, changes: dict[str, Any]) -> None:
+    """Fields that have to fit each other."""
+    heads, groups = _own_name(config, "num_attention_heads"), _own_name(config, "num_key_value_heads")
+    if groups in changes and getattr(config, groups) == getattr(config, heads, None):
+        changes[groups] = changes[heads]
+    if "expand" in changes and "num_heads" in changes and "head_dim" in changes:
+        changes["num_heads"] = changes["expand"] * zoo.HIDDEN // changes["head_dim"]
+    if isinstance(getattr(config, "is_decoder", None), bool) and not config.is_encoder_decoder:
+        changes["is_decoder"] = True
+
+
+def _own_name(config: PreTrainedConfig, name: str) -> str:
+    return config.attribute_map.get(name, name)
+
+
+def _is_fixed(config: PreTrainedConfig, name: str) -> bool:
+    """A property that is computed from other fields."""
+    attribute = getattr(type(config), name, None)
+    return isinstance(attribute, property) and attribute.fset is None
+
+
+def _token(name: str) -> int:
+    known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return known.get(name, 3)
+
+
+def _small(name: str, value: int) -> int:
+    for pattern, size in RULES:
+        if re.search(pattern, name):
+            return min(value, size)
+    return value
+
+
+def _sample(values: list[Any]) -> list[Any]:
+    """`LAYERS` entries in their order, of as many kinds as fit."""
+    first: dict[Any, int] = {}
+    for position, value in enumerate(values):
+        first.setdefault(repr(value), position)
+    chosen = sorted(first.values())[:LAYERS]
+    rest = [i for i in range(len(values)) if i not in chosen]
+    return [values[i] for i in sorted(chosen + rest[: LAYERS - len(chosen)])]
+
+
+def config_classes() -> dict[str, type[PreTrainedConfig]]:
+    """Every configuration for which transformers has a causal LM, by model type."""
+    return {name: CONFIG_MAPPING[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
