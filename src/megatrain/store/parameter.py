@@ -215,14 +215,14 @@ def _written(
 def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> torch.nn.Parameter:
     """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
     parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    slab, index = tensor.slab, tensor.segment
     plain_grad: Any = torch.Tensor.grad
     """The field that autograd writes, under the property that shows the store."""
 
+    # The garbage collector does not see what a hook refers to, so it must not refer to the slab.
     def collect(leaf: Any) -> None:
         gradient = plain_grad.__get__(leaf)
         plain_grad.__set__(leaf, None)
-        deposit(slab, index, gradient)
+        deposit(leaf.slab, leaf.segment, gradient)
 
     collect.__megatrain__ = True  # type: ignore[attr-defined]
     if tensor.is_floating_point():

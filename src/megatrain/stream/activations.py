@@ -7,7 +7,9 @@ that device memory does not grow with depth.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -23,68 +25,75 @@ IN_FLIGHT = 2
 class Parked:
     """One tensor in host memory."""
 
-    def __init__(self, tensor: torch.Tensor, buffer: HostBuffer, previous: Parked | None) -> None:
+    def __init__(self, tensor: torch.Tensor, loan: _Loan, previous: Parked | None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.buffer = buffer
-        self.previous = previous
+        self.loan = loan
+        self.previous = weakref.ref(previous) if previous is not None else None
         """Parked before this one by the same micro-batch: needed after it in the backward."""
-        self.left: Ticket = DONE
         self.target: torch.Tensor | None = None
-        self.arrived: Ticket = DONE
         self.taken = False
 
     @property
     def host(self) -> torch.Tensor:
-        nbytes = self.shape.numel() * self.dtype.itemsize
-        return self.buffer.bytes[:nbytes].view(self.dtype).view(self.shape)
+        return self.loan.buffer.bytes[: self.nbytes].view(self.dtype).view(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass
+class _Loan:
+    """A host buffer in use, and the last work on it."""
+
+    buffer: HostBuffer
+    last: Ticket
 
 
 class Activations:
-    """Parks tensors and brings them back."""
+    """Parks tensors and brings them back. Buffers of tensors that nobody comes back for are used again."""
 
     def __init__(self, device: torch.device, lanes: Lanes, out: Transfer, back: Transfer, memory: HostMemory) -> None:
         self._lanes = lanes
         self._out = out
         self._back = back
         self._memory = memory
-        self._free: dict[int, list[tuple[HostBuffer, Ticket]]] = {}
+        self._free: dict[int, list[_Loan]] = {}
         self._leaving: deque[tuple[Ticket, torch.Tensor]] = deque()
-        self._last = threading.local()
+        self._latest = threading.local()
 
     def park(self, tensor: torch.Tensor) -> Parked:
         """Send a tensor out; the caller drops its own reference."""
         tensor = tensor.detach().contiguous()
         nbytes = tensor.numel() * tensor.element_size()
         pool = self._free.setdefault(nbytes, [])
-        buffer, used = pool.pop() if pool else (self._memory.allocate(nbytes, transferred=True), DONE)
-        parked = Parked(tensor, buffer, getattr(self._last, "parked", None))
-        # After `used`: the copy that last brought this buffer's content back must have read it.
-        parked.left = self._lanes.d2h.submit(
-            lambda: self._out.to_host(parked.host, tensor, buffer.pinned),
-            after=(self._lanes.mark(), used),
-            label="activation",
+        loan = pool.pop() if pool else _Loan(self._memory.allocate(nbytes, transferred=True), DONE)
+        latest = getattr(self._latest, "parked", None)
+        parked = Parked(tensor, loan, latest() if latest is not None else None)
+        weakref.finalize(parked, pool.append, loan)
+        host, pinned = parked.host, loan.buffer.pinned
+        # After `last`: the copy that last brought this buffer's content back must have read it.
+        loan.last = self._lanes.d2h.submit(
+            lambda: self._out.to_host(host, tensor, pinned), after=(self._lanes.mark(), loan.last), label="activation"
         )
         # The device memory is free when the copy has been made, not before; waiting here keeps it bounded.
-        self._leaving.append((parked.left, tensor))
+        self._leaving.append((loan.last, tensor))
         while len(self._leaving) > IN_FLIGHT:
             self._leaving.popleft()[0].wait()
-        self._last.parked = parked
+        self._latest.parked = weakref.ref(parked)
         return parked
 
     def take(self, parked: Parked) -> torch.Tensor:
-        """Bring a tensor back, and the one that will be needed after it."""
+        """Bring a tensor back, and start the one that will be needed after it."""
         self._bring(parked)
-        previous = parked.previous
+        previous = parked.previous() if parked.previous is not None else None
         if previous is not None and not previous.taken:
             self._bring(previous)
         # Compute must not read it before it is there.
-        parked.arrived.order()
+        parked.loan.last.order()
         target = parked.target
         assert target is not None
-        parked.target, parked.taken, parked.previous = None, True, None
-        if getattr(self._last, "parked", None) is parked:
-            self._last.parked = None
-        self._free[parked.shape.numel() * parked.dtype.itemsize].append((parked.buffer, parked.arrived))
+        parked.target, parked.taken = None, True
         return target
 
     def _bring(self, parked: Parked) -> None:
@@ -92,9 +101,10 @@ class Activations:
             return
         target = torch.empty(parked.shape, dtype=parked.dtype, device=parked.device)
         parked.target = target
+        host, pinned = parked.host, parked.loan.buffer.pinned
         # After compute so far: the allocator may have given this memory to work that is still running.
-        parked.arrived = self._lanes.h2d.submit(
-            lambda: self._back.to_device(target, parked.host, parked.buffer.pinned),
-            after=(parked.left, self._lanes.mark()),
+        parked.loan.last = self._lanes.h2d.submit(
+            lambda: self._back.to_device(target, host, pinned),
+            after=(parked.loan.last, self._lanes.mark()),
             label="activation",
         )
