@@ -54,27 +54,35 @@ ASKED_FOR = {"head_dim": 8, "num_key_value_heads": zoo.HEADS, "n_routed_experts"
 """Fields that some classes leave open and their models need."""
 
 
-def shrunken(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """An instance of a configuration class with small sizes."""
-    return kind(**_changes(kind()))
+def shrunken(kind: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
+    """An instance of a configuration class with small sizes; `fields` are what its names do not tell."""
+    return kind(**{**_changes(kind()), **fields})
 
 
-def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A causal LM with random weights, as `zoo.build` makes them."""
+def tiny(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int = 0) -> PreTrainedModel:
+    """A model with random weights in train mode, as `zoo.build` makes them."""
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, dtype=torch.float32).parameters())
+        size = sum(p.numel() for p in auto.from_config(config, dtype=torch.float32).parameters())
     if size > MOST_PARAMETERS:
         raise NotTiny(f"{size / 1e6:.1f} million parameters")
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     zoo.stir(model)
     return model.train()
 
 
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 + seed)
-    tokens = torch.randint(5, zoo.VOCAB, (2, zoo.LENGTH), generator=generator)
-    return {"input_ids": tokens, "labels": tokens.clone()}
+def batch(padded: bool = False) -> dict[str, torch.Tensor]:
+    """Random tokens with labels. `padded`: the first row on the left, the second on the right, a third not."""
+    generator = torch.Generator().manual_seed(1000)
+    tokens = torch.randint(5, zoo.VOCAB, (3 if padded else 2, zoo.LENGTH), generator=generator)
+    if not padded:
+        return {"input_ids": tokens, "labels": tokens.clone()}
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    mask[1, -7:] = 0
+    hidden = mask == 0
+    labels = tokens.masked_fill(hidden, -100)
+    return {"input_ids": tokens.masked_fill(hidden, 0), "attention_mask": mask, "labels": labels}
 
 
 def _changes(config: PreTrainedConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.replay import Ambient
+from megatrain.errors import UnsupportedCall
 from megatrain.store.slab import Place
 
 CHUNK_ELEMENTS = 1 << 27
@@ -119,7 +120,7 @@ def _only_looks(func: Any) -> bool:
 def _record(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
     """A pointwise operation that means the same on every chunk of tokens; None if it is anything else."""
     name = getattr(func, "__name__", "")
-    if kwargs:
+    if kwargs or not torch.is_grad_enabled():
         return None
     if name in _BINARY and len(args) == 1 and _is_constant(args[0], logits.shape[-1]):
         operation, other = _BINARY[name], args[0]
@@ -158,8 +159,14 @@ class ChunkedHead:
     def lazy(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
         """Logits to be computed; `whole` computes them at once, under the autocast of this moment."""
         ambient = Ambient.capture(self.flow.device)
+        versions = [slab.version for slab in self.block.slabs]
 
         def compute() -> torch.Tensor:
+            if versions != [slab.version for slab in self.block.slabs]:
+                raise UnsupportedCall(
+                    "logits of a training forward are computed when they are looked at, and the weights have changed "
+                    "since; look at them before optimizer.step(), or set head_chunk=0 to have them at once."
+                )
             with ambient.autocasting():
                 return whole()
 

@@ -28,30 +28,38 @@ class WindowAborted(MegaTrainError):
     """Another micro-batch of the window failed; its error is what the caller sees."""
 
 
-def park() -> None:
-    """Called at a block: let the other micro-batches of the window come this far. Nothing outside a window."""
+def park(position: int) -> None:
+    """Called at a block, `position` of the way through a step: let the other micro-batches of the window come this far.
+
+    Nothing outside a window.
+    """
     seat = getattr(_seat, "current", None)
     if seat is not None:
         baton, number = seat
-        baton.hand_on(number)
+        baton.hand_on(number, position)
 
 
 class _Baton:
-    """One thread runs at a time, in the order of the micro-batches."""
+    """One thread runs at a time: whoever is least far, and of those the earliest micro-batch.
+
+    So micro-batches pass every block in their order, also when one of them skips blocks (layer drop).
+    """
 
     def __init__(self, seats: int, device: torch.device) -> None:
         self._condition = threading.Condition()
-        self._live = list(range(seats))
+        self._live = dict.fromkeys(range(seats), (-1, 0))
+        """How far each is: its position in the step, and how many blocks it has come to."""
         self._turn = 0
         self._device = device
         self.error: BaseException | None = None
 
-    def hand_on(self, number: int) -> None:
-        """Give the baton to the next micro-batch and wait until it comes round."""
+    def hand_on(self, number: int, position: int) -> None:
+        """Give the baton to whoever is least far and wait until it comes back."""
         cpu, cuda = self._random()
         with self._condition:
-            self._turn = self._after(number)
-            self._condition.notify_all()
+            furthest, blocks = self._live[number]
+            self._live[number] = (max(furthest, position), blocks + 1)
+            self._pass_on()
         self.wait(number)
         torch.set_rng_state(cpu)
         if cuda is not None:
@@ -66,10 +74,8 @@ class _Baton:
     def leave(self, number: int) -> None:
         """The micro-batch is done, or has failed."""
         with self._condition:
-            following = self._after(number)
-            self._live.remove(number)
-            self._turn = following if following != number else -1
-            self._condition.notify_all()
+            del self._live[number]
+            self._pass_on()
 
     def join(self) -> None:
         """Wait until all have left; a Ctrl-C here ends them at their next block, and is raised when they have."""
@@ -86,9 +92,9 @@ class _Baton:
         with self._condition:
             self.error = self.error or error
 
-    def _after(self, number: int) -> int:
-        later = [seat for seat in self._live if seat > number]
-        return later[0] if later else self._live[0]
+    def _pass_on(self) -> None:
+        self._turn = min(self._live, key=lambda seat: (self._live[seat], seat), default=-1)
+        self._condition.notify_all()
 
     def _random(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None

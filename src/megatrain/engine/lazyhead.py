@@ -61,7 +61,8 @@ class LazyHead:
     def loss(self, logits: Any, labels: Any, vocab_size: int | None = None, **options: Any) -> Any:
         """What transformers' causal loss computes, chunk by chunk if the logits are still lazy."""
         chunked = isinstance(logits, LazyLogits) and logits._computed is None and vocab_size == logits.shape[-1]
-        if not chunked or not self.enabled:
+        targets = options.get("shift_labels") if options.get("shift_labels") is not None else labels
+        if not chunked or not self.enabled or targets is None or targets.numel() != logits.shape[:-1].numel():
             return self._own_loss(logits, labels, vocab_size, **options)
         if not self._checked:
             self._check(logits, labels, vocab_size, options)
@@ -85,13 +86,19 @@ class LazyHead:
 
     def _check(self, logits: LazyLogits, labels: Any, vocab_size: int | None, options: dict[str, Any]) -> None:
         """Once: a piece of the first batch through both; on a mismatch the model's own loss is used, announced."""
-        self._checked = True
         given = options.get("shift_labels") if labels is None else labels
-        if logits.ndim != 3 or given is None or given.shape != logits.shape[:2]:
-            return
-        hidden = logits.hidden[:1, :CHECKED_TOKENS].detach()
-        labels = given[:1, :CHECKED_TOKENS].to(hidden.device)
         ignore = options.get("ignore_index", -100)
+        if logits.ndim != 3 or given is None or given.shape != logits.shape[:2]:
+            self._checked = True
+            return
+        # A piece in which some labels count: prompts are often masked.
+        counted = (given[:, 1:] != ignore).nonzero()
+        if not len(counted):
+            return
+        self._checked = True
+        row, first = counted[0].tolist()
+        hidden = logits.hidden[row : row + 1, first : first + CHECKED_TOKENS].detach()
+        labels = given[row : row + 1, first : first + CHECKED_TOKENS].to(hidden.device)
         with torch.no_grad():
             piece = self.block.module(hidden)
             for operation in logits.chain:

@@ -102,7 +102,7 @@ class Step:
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
         """The block's weights on the device, and those of the blocks after it on their way."""
         if phase != "inference" and block.index not in self.unparked:
-            park()
+            park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
         self._predictor.record((phase, block.index))
         if phase == "forward":
             self._forward_order.setdefault(block.index)

@@ -18,7 +18,7 @@ from megatrain.store.ram import HostBuffer, HostMemory
 from megatrain.store.split import split
 from megatrain.store.ticket import DONE, Ticket
 
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Elements that are split at once, so that temporaries stay small beside a block."""
 
 

@@ -67,8 +67,9 @@ class WindowSums:
 
     def _begin(self, slab: Slab, place: Place) -> _Sum:
         slot = self._drain.rings.next(slab)
+        # The micro-batches have moved on from the other places: what they summed travels while this one is computed.
         for key, other in list(self._open.items()):
-            if other.slot is slot:
+            if key[1] != place or other.slot is slot:
                 self._send(key)
         # The copy that last drained this slot must have read it before compute writes it again.
         slot.drained.order()

@@ -17,43 +17,43 @@ LANES = 1024
 
 
 @triton.jit
-def _square(row, limit):
-    value = tl.load(row, mask=row < limit, other=0.0).to(tl.float64)
+def _square(source, offset, numel):
+    value = tl.load(source + offset, mask=offset < numel, other=0.0).to(tl.float64)
     return value * value
 
 
 @triton.jit
-def _rows_32(row, limit):
-    return _square(row, limit) + _square(row + 32 * 1024, limit)
+def _rows_32(source, offset, numel):
+    return _square(source, offset, numel) + _square(source, offset + 32 * 1024, numel)
 
 
 @triton.jit
-def _rows_16(row, limit):
-    return _rows_32(row, limit) + _rows_32(row + 16 * 1024, limit)
+def _rows_16(source, offset, numel):
+    return _rows_32(source, offset, numel) + _rows_32(source, offset + 16 * 1024, numel)
 
 
 @triton.jit
-def _rows_8(row, limit):
-    return _rows_16(row, limit) + _rows_16(row + 8 * 1024, limit)
+def _rows_8(source, offset, numel):
+    return _rows_16(source, offset, numel) + _rows_16(source, offset + 8 * 1024, numel)
 
 
 @triton.jit
-def _rows_4(row, limit):
-    return _rows_8(row, limit) + _rows_8(row + 4 * 1024, limit)
+def _rows_4(source, offset, numel):
+    return _rows_8(source, offset, numel) + _rows_8(source, offset + 4 * 1024, numel)
 
 
 @triton.jit
-def _rows_2(row, limit):
-    return _rows_4(row, limit) + _rows_4(row + 2 * 1024, limit)
+def _rows_2(source, offset, numel):
+    return _rows_4(source, offset, numel) + _rows_4(source, offset + 2 * 1024, numel)
 
 
 @triton.jit
 def _kernel(source, partials, numel):
     chunk = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 1024)
-    first = source + chunk * 65536 + lanes
-    limit = source + numel
-    tl.store(partials + chunk * 1024 + lanes, _rows_2(first, limit) + _rows_2(first + 1024, limit))
+    first = chunk * 65536 + lanes
+    total = _rows_2(source, first, numel) + _rows_2(source, first + 1024, numel)
+    tl.store(partials + chunk * 1024 + lanes, total)
 
 
 def chunk_rows(flat: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""How far the engine is from plain PyTorch on one model, as numbers: what the tests assert and the table prints.
+
+`compare` knows the key biases of the zoo by name; here they are told by their size, so that any model will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.model import hooks
+from megatrain.model.blocks import find_blocks
+
+from . import compare
+from .compare import Batch, Run
+
+EPS = 1e-5
+"""Adam's, large enough that gradients that are rounding noise (see `zoo.KeyBias`) stay small updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """The differences, and what the model was cut into."""
+
+    layers: tuple[str, ...]
+    """Blocks that repeat."""
+
+    blocks: int
+    """All blocks: layers, and what lies around them."""
+
+    loss: float
+    """Of the first step, relative."""
+
+    gradient: float
+    """Of the first step: ‖Δg‖ / ‖g‖ of the worst parameter."""
+
+    worst: str
+    """That parameter."""
+
+    unmatched: frozenset[str]
+    """Parameters with a gradient in one run only, in any step."""
+
+    noise: frozenset[str]
+    """Parameters whose gradient is rounding noise in both runs: they are not compared."""
+
+    weight: float
+    """Largest |Δw| after the last step."""
+
+    rng: bool
+    """Whether both runs drew random numbers equally often."""
+
+    def check(self, *, rng: bool = True) -> None:
+        assert not self.unmatched, f"have a gradient in one run only: {sorted(self.unmatched)[:5]}"
+        assert self.loss <= 2 * compare.LOGITS, f"the losses differ by {self.loss:.1e}"
+        assert self.gradient <= compare.GRADIENT, f"‖Δg‖/‖g‖ of {self.worst} is {self.gradient:.1e}"
+        assert self.weight <= compare.WEIGHT, f"|Δw| after the last step is {self.weight:.1e}"
+        assert self.rng or not rng, "the runs drew random numbers a different number of times"
+        assert all("bias" in name for name in self.noise), f"gradients of noise that are no biases: {self.noise}"
+
+
+def measure(model: nn.Module, batches: Sequence[Batch], **settings: Any) -> Parity:
+    """Train a plain copy and the adopted model, one step per batch, and compare. `settings` are the engine's."""
+    found = find_blocks(model, hooks.load())
+    plain = deepcopy(model)
+    windows = [[batch] for batch in batches]
+    reference = compare.train(plain, compare.torch_adamw(plain, eps=EPS), windows)
+    with compare.adopted(model, **settings) as engine:
+        ours = compare.train(model, compare.engine_adamw(engine, eps=EPS), windows)
+        blocks = len(engine.blocks)
+    assert all(bool(torch.isfinite(loss)) for loss in reference.losses), "the plain run is not finite"
+    layers = tuple(item.name for item in found if item.layer)
+    return _differences(reference, ours, layers, blocks)
+
+
+def _differences(reference: Run, ours: Run, layers: tuple[str, ...], blocks: int) -> Parity:
+    unmatched: set[str] = set()
+    for theirs, mine in zip(reference.gradients, ours.gradients, strict=True):
+        unmatched |= set(theirs) ^ set(mine)
+    errors, noise = gradient_errors(reference.gradients[0], ours.gradients[0])
+    worst = max(errors, key=lambda name: errors[name])
+    expected, actual = reference.losses[0].item(), ours.losses[0].item()
+    return Parity(
+        layers=layers,
+        blocks=blocks,
+        loss=abs(actual - expected) / abs(expected),
+        gradient=errors[worst],
+        worst=worst,
+        unmatched=frozenset(unmatched),
+        noise=frozenset(noise),
+        weight=max(
+            (ours.weights[name] - weight).abs().max().item()
+            for name, weight in reference.weights.items()
+            if weight.numel()
+        ),
+        rng=torch.equal(reference.rng, ours.rng),
+    )
+
+
+def gradient_errors(reference: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> tuple[dict[str, float], set[str]]:
+    """‖Δg‖ / ‖g‖ per parameter that has a gradient in both, and the parameters where both are rounding noise.
+
+    Parameters that are noise and yet agree are compared like all others.
+    """
+    floor = compare.NOISE * max(_largest(gradient) for gradient in reference.values())
+    errors, noise = {}, set()
+    for name in reference.keys() & ours.keys():
+        difference = (ours[name] - reference[name]).double().norm()
+        # A gradient of NaN differs from itself, and that must not pass.
+        error = (difference / reference[name].double().norm()).item() if difference != 0 else 0.0
+        if not error <= compare.GRADIENT and max(_largest(reference[name]), _largest(ours[name])) <= floor:
+            noise.add(name)
+        else:
+            errors[name] = error if error == error else float("inf")
+    return errors, noise
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

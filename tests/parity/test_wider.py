@@ -1,0 +1,118 @@
+"""Two steps of many more architectures equal plain transformers + torch AdamW in FP32; see `measure.Parity.check`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from . import compare, generic, vision, wider, zoo
+from .measure import measure
+
+CAUSAL = {wider.CAUSAL, wider.STATE_SPACE, wider.HYBRID}
+
+
+def present(name: str) -> None:
+    since = wider.WIDER[name].transformers
+    if since is not None and Version(transformers.__version__) < Version(since):
+        pytest.skip(f"{name} came with transformers {since}")
+
+
+def test_there_are_enough_of_them():
+    decoders = {name for name, entry in zoo.ZOO.items() if not entry.encoder_decoder}
+    decoders |= {name for name, entry in wider.WIDER.items() if entry.kind in CAUSAL}
+    assert len(decoders) >= 45
+    assert not set(zoo.ALL) & set(wider.ALL), "in both tables"
+    for kind in wider.AUTO:
+        assert any(entry.kind == kind for entry in wider.WIDER.values()), kind
+    shown = {trait for entry in wider.WIDER.values() for trait in entry.traits}
+    assert set(wider.TRAITS) - set(zoo.TRAITS) <= shown <= set(wider.TRAITS)
+    assert {trait for entry in vision.VISION.values() for trait in entry.traits} == set(vision.TRAITS)
+
+
+@pytest.mark.parametrize("name", wider.ALL)
+def test_plain(name: str):
+    present(name)
+    measure(wider.build(name), wider.batches(name)).check(rng=not wider.WIDER[name].seeds_itself)
+
+
+@pytest.mark.parametrize("name", wider.PADDED)
+def test_padded(name: str):
+    present(name)
+    measure(wider.build(name), wider.batches(name, padded=True)).check()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in wider.WIDER.items() if "unmarked" in entry.traits])
+def test_layers_are_found_without_the_mark(name: str):
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model = wider.build(name)
+    assert not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    with compare.adopted(model) as engine:
+        layers = [block for block in engine.blocks if block.name.split(".")[-1].isdigit()]
+    assert len(layers) >= 2
+
+
+@pytest.mark.parametrize("name", vision.ALL)
+def test_vision(name: str):
+    """Text and vision layers stream, and both learn from an image in the prompt."""
+    entry, batch = vision.VISION[name], vision.batch(name)
+    model = vision.build(name)
+    blind = {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])}
+    with torch.no_grad():
+        assert model.eval()(**batch).loss != model(**blind).loss, "the image is not looked at"
+    parity = measure(model.train(), [batch, batch])
+    seen = [layer for layer in parity.layers if layer.startswith(entry.tower)]
+    assert len(seen) == entry.layers, parity.layers
+    assert len(parity.layers) >= entry.layers + 2, "the text layers stream as well"
+    parity.check()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "mllama"])
+def test_vision_gradients_arrive(name: str):
+    """Every weight of every vision layer has a gradient that is not zero, so there is something to compare."""
+    entry, batch = vision.VISION[name], vision.batch(name)
+    model = vision.build(name)
+    with compare.adopted(model):
+        model(**batch).loss.backward()
+        gradients = compare.gradients_of(model)
+    inside = [key for key, _ in model.named_parameters() if key.startswith(entry.tower)]
+    assert inside
+    assert all(gradients[key].abs().max() > 0 for key in inside)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_text_alone_in_a_vision_language_model(name: str):
+    """Vision layers are not called at all: they get no gradient and no update, as in plain PyTorch."""
+    parity = measure(vision.build(name), [generic.batch()] * 2)
+    parity.check()
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_frozen_tower(name: str):
+    """The common recipe: the tower keeps its weights, the text model trains."""
+    model = vision.build(name)
+    for key, parameter in model.named_parameters():
+        if key.startswith(("model.vision_tower", "model.visual")):
+            parameter.requires_grad_(False)
+    measure(model, [vision.batch(name)] * 2).check()
+
+
+def test_a_wrong_gradient_shows(monkeypatch: pytest.MonkeyPatch):
+    """The comparison can fail: one block's gradients, wrong by a ten-thousandth, are found."""
+    from megatrain.compute import node
+
+    hand_over = node.hand_over
+
+    def slightly_wrong(flow, block, place, gradients):
+        if block.name == "model.visual.blocks.0":
+            gradients = {slab: {k: g * 1.0001 for k, g in found.items()} for slab, found in gradients.items()}
+        hand_over(flow, block, place, gradients)
+
+    monkeypatch.setattr(node, "hand_over", slightly_wrong)
+    parity = measure(vision.build("qwen2_5_vl"), [vision.batch("qwen2_5_vl")])
+    assert 0.5e-4 < parity.gradient < 2e-4
+    assert parity.worst.startswith("model.visual.blocks.0")
+    with pytest.raises(AssertionError, match="visual.blocks.0"):
+        parity.check()
