@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+
+# What is reserved stays close to what is allocated; read when CUDA is first used.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from transformers import PreTrainedModel

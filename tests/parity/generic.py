@@ -67,6 +67,11 @@ def tiny(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int =
         raise NotTiny(f"{size / 1e6:.1f} million parameters")
     torch.manual_seed(seed)
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and not parameter.any():
+                # A projection of zeros cuts off what lies before it: its gradients would be zeros, which agree.
+                parameter.normal_(std=0.05)
     zoo.stir(model)
     return model.train()
 

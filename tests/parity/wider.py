@@ -217,7 +217,6 @@ WIDER: dict[str, Wide] = {
         kind=STATE_SPACE, traits=("recurrence", "softcap"), masked=False,
         fields={
             "hidden_size": 128, "embedding_dim": 128, "num_heads": 2, "chunk_size": 4, "mode": "train",
-            "return_last_states": False,
         },
     ),
     # ---- hybrids
@@ -286,7 +285,7 @@ WIDER: dict[str, Wide] = {
     "led": Wide(kind=ENCODER_DECODER, traits=("tied", "sliding_window", "learned_positions")),
     "m2m_100": Wide(kind=ENCODER_DECODER, traits=("tied", "attention_bias")),
     "nllb-moe": Wide(kind=ENCODER_DECODER, traits=("tied", "moe", "layers_differ")),
-    "prophetnet": Wide(kind=ENCODER_DECODER, traits=("relative_bias", "unmarked"), masked=False),
+    "prophetnet": Wide(kind=ENCODER_DECODER, traits=("relative_bias",), masked=False),
     "whisper": Wide(kind=ENCODER_DECODER, traits=("audio", "tied", "attention_bias"), masked=False),
     # ---- encoder only
     "bert": Wide(kind=ENCODER, traits=("tied", "post_norm", "segments"), fields={"is_decoder": False}),

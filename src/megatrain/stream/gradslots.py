@@ -35,7 +35,8 @@ class GradRings:
         self._rings: dict[int, tuple[list[GradSlot], int]] = {}
         self._turns: dict[int, int] = {}
         for members in by_size(slabs):
-            ring = [GradSlot(device) for _ in range(min(slots, len(members)))]
+            # A group of one or two (embedding and head) needs one: their gradients come at opposite ends of a backward.
+            ring = [GradSlot(device) for _ in range(min(slots, (len(members) + 1) // 2))]
             largest = max(slab.layout.numel for slab in members)
             self._rings |= {slab.index: (ring, largest) for slab in members}
 

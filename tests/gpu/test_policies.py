@@ -1,0 +1,69 @@
+"""On the GPU: policies give the same bits, eager and compiled, and `offload` makes memory independent of depth."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from benchmarks.shapes import random_model
+
+import megatrain as mt
+
+GIB = 1 << 30
+
+
+def run(dtype, **settings):
+    model = random_model("tiny", dtype, attention_dropout=0.1).train()
+    with mt.Engine(model, device="cuda", **settings) as engine:
+        optimizer = engine.optimizer(lr=1e-3, max_grad_norm=0.5)
+        generator = torch.Generator().manual_seed(7)
+        losses = []
+
+        def task(ids):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            return loss.item()
+
+        torch.manual_seed(0)
+        for _ in range(3):
+            data = [torch.randint(0, 512, (2, 96), generator=generator) for _ in range(3)]
+            losses += engine.window([functools.partial(task, ids) for ids in data], whole=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.synchronize()
+        return losses, [slab.weight.clone() for slab in engine.slabs]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_policies_are_equal(dtype, compiled, deterministic):
+    losses, weights = run(dtype, compile=compiled)
+    for policy in ("store", "offload", {"*layers.1*": "store", "*layers.[24]*": "offload"}):
+        got, other = run(dtype, compile=compiled, policy=policy, slots=2)
+        assert got == losses, policy
+        assert all(torch.equal(a, b) for a, b in zip(other, weights, strict=True)), policy
+
+
+def peak_of(layers):
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = random_model(
+        "tiny", torch.bfloat16, hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=4,
+        num_hidden_layers=layers,
+    ).train()  # fmt: skip
+    with mt.Engine(model, device="cuda", policy="offload") as engine:
+        optimizer = engine.optimizer(lr=1e-4)
+        ids = torch.randint(0, 512, (4, 2048), device="cuda")
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+def test_offload_makes_memory_independent_of_depth():
+    shallow, deep = peak_of(12), peak_of(24)
+    print(f"\noffload: 12 layers {shallow / GIB:.3f} GiB, 24 layers {deep / GIB:.3f} GiB ({deep / shallow - 1:+.2%})")
+    assert abs(deep - shallow) < 0.02 * shallow
