@@ -7,8 +7,6 @@ import torch
 
 # Must be set before cuBLAS is first used; deterministic matrix products need it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# What is reserved stays close to what is allocated.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def pytest_collection_modifyitems(items):

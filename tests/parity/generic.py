@@ -9,6 +9,8 @@ Nothing here knows an architecture by name, so that it also builds those that no
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,6 +27,10 @@ MOST_PARAMETERS = 3_000_000
 
 class NotTiny(Exception):
     """The shrunken configuration still makes a large model."""
+
+
+class NotPlain(Exception):
+    """The model does not run in plain PyTorch on tokens and labels, so that there is nothing to compare with."""
 
 
 RULES: tuple[tuple[str, int], ...] = (
@@ -74,6 +80,33 @@ def tiny(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int =
                 parameter.normal_(std=0.05)
     zoo.stir(model)
     return model.train()
+
+
+def runnable(
+    kind: type[PreTrainedConfig], inputs: dict[str, torch.Tensor], auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """A tiny model that plain PyTorch can train on these inputs; if need be, without a key/value cache."""
+    try:
+        model = tiny(shrunken(kind), auto)
+    except NotTiny:
+        raise
+    except Exception as cause:  # whatever an unknown architecture may raise on a configuration of ours
+        raise NotPlain(f"cannot be built: {type(cause).__name__}: {cause}") from cause
+    failures = []
+    for cache in (None, False):
+        plain = deepcopy(model)
+        if cache is False:
+            model.config.use_cache = plain.config.use_cache = False
+        try:
+            loss = plain(**inputs).loss
+            loss.backward()
+        except Exception as cause:
+            failures.append(cause)
+            continue
+        if not torch.isfinite(loss):
+            raise NotPlain(f"its loss is {loss.item()}")
+        return model
+    raise NotPlain(f"does not run: {type(failures[0]).__name__}: {failures[0]}") from failures[0]
 
 
 def batch(padded: bool = False) -> dict[str, torch.Tensor]:
@@ -156,6 +189,6 @@ def _sample(values: list[Any]) -> list[Any]:
     return [values[i] for i in sorted(chosen + rest[: LAYERS - len(chosen)])]
 
 
-def config_classes() -> dict[str, type[PreTrainedConfig]]:
-    """Every configuration for which transformers has a causal LM, by model type."""
-    return {name: CONFIG_MAPPING[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+def config_classes(names: Iterable[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) -> dict[str, type[PreTrainedConfig]]:
+    """Every configuration for which transformers has a causal LM (or a model of another table), by model type."""
+    return {name: CONFIG_MAPPING[name] for name in names}

@@ -49,7 +49,7 @@ class Parity:
     """Parameters whose gradient is rounding noise in both runs: they are not compared."""
 
     weight: float
-    """Largest |Δw| after the last step."""
+    """Largest |Δw| after the last step, without the parameters in `noise`."""
 
     rng: bool
     """Whether both runs drew random numbers equally often."""
@@ -95,7 +95,7 @@ def _differences(reference: Run, ours: Run, layers: tuple[str, ...], blocks: int
         weight=max(
             (ours.weights[name] - weight).abs().max().item()
             for name, weight in reference.weights.items()
-            if weight.numel()
+            if weight.numel() and name not in noise
         ),
         rng=torch.equal(reference.rng, ours.rng),
     )

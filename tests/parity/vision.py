@@ -1,7 +1,7 @@
 """Vision-language models, their vision layers streaming too: tiny towers, random pixels, the right image tokens.
 
-    model = vision.build("qwen2_5_vl")
-    batch = vision.batch("qwen2_5_vl")
+model = vision.build("qwen2_5_vl")
+batch = vision.batch("qwen2_5_vl")
 """
 
 from __future__ import annotations
@@ -101,6 +101,12 @@ def _tokens(images: int) -> dict[str, Tensor]:
 
 def _plain(images: int, *shape: int, **more: Tensor) -> Callable[[], dict[str, Tensor]]:
     return lambda: {**_tokens(images), "pixel_values": _pixels(*(shape or (2, 3, SIDE, SIDE))), **more}
+
+
+def _captioned() -> dict[str, Tensor]:
+    """The image's tokens are put before the text by the model itself."""
+    tokens = torch.randint(8, zoo.VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens.clone(), "pixel_values": _pixels(2, 3, SIDE, SIDE)}
 
 
 def _grid() -> dict[str, Tensor]:
@@ -302,11 +308,16 @@ VISION: dict[str, Sight] = {
             "vision_config": {
                 "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "image_size": 64, "patch_size": 4, "mlp_dim": 24, "global_attn_indexes": [1], "window_size": 4,
+                "initializer_range": 0.02,
             },
             "image_token_index": IMAGE,
         },
         inputs=_plain(16, 2, 3, 64, 64), tower="model.vision_tower.layers",
         traits=("vision_windows", "loose_positions"),
+    ),
+    "git": Sight(
+        config={**TEXT, "vision_config": VIT},
+        inputs=_captioned, tower="git.image_encoder", traits=("tower",),
     ),
     "aya_vision": Sight(
         config={

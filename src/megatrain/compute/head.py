@@ -245,7 +245,8 @@ class _ChunkedLoss(torch.autograd.Function):
         by_slab: dict[int, dict[int, torch.Tensor]] = {}
         for (slab, segment), gradient in zip(ctx.weights, by_weight, strict=True):
             by_slab.setdefault(slab, {})[segment] = _scaled(gradient, scale, ctx.dtypes[slab])
-        node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, by_slab)
+        if node.weights_wanted():
+            node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, by_slab)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
 
 

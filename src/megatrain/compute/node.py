@@ -10,8 +10,9 @@ embedding must not cut the graph. Outputs are everything that leaves the block (
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -175,7 +176,8 @@ class _BlockNode(torch.autograd.Function):
             graph = call.take_graph(views) if call.policy == "store" else call.rebuild_graph(saved, views)
             input_grads, weight_grads = _differentiate(graph, grads)
             del graph
-        hand_over(call.flow, call.block, call.place, weight_grads)
+        if weights_wanted():
+            hand_over(call.flow, call.block, call.place, weight_grads)
         return (None, None, *input_grads)
 
 
@@ -189,12 +191,13 @@ def _differentiate(
     leaves = [(place, weight) for place, weight in graph.weights.items() if weight.requires_grad]
     if not pairs or not (targets or leaves):
         return [None] * len(inputs), {}
-    found = torch.autograd.grad(
-        [t for t, _ in pairs],
-        [*targets, *[weight for _, weight in leaves]],
-        [g for _, g in pairs],
-        allow_unused=True,
-    )
+    with _inside():
+        found = torch.autograd.grad(
+            [t for t, _ in pairs],
+            [*targets, *[weight for _, weight in leaves]],
+            [g for _, g in pairs],
+            allow_unused=True,
+        )
     by_input = iter(found[: len(targets)])
     input_grads = [next(by_input) if t.requires_grad else None for t in inputs]
     by_slab: dict[int, dict[int, torch.Tensor]] = {}
@@ -202,6 +205,24 @@ def _differentiate(
         if gradient is not None:
             by_slab.setdefault(slab, {})[segment] = gradient
     return input_grads, by_slab
+
+
+_nesting = threading.local()
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    """While a block's own graph is differentiated: blocks called inside it are wanted, whoever asked."""
+    _nesting.depth = getattr(_nesting, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _nesting.depth -= 1
+
+
+def weights_wanted() -> bool:
+    """Whether this backward is for parameters: not in `torch.autograd.grad(loss, [x])` or `backward(inputs=[x])`."""
+    return getattr(_nesting, "depth", 0) > 0 or torch.autograd._is_checkpoint_valid()
 
 
 def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[int, dict[int, torch.Tensor]]) -> None:

@@ -11,7 +11,8 @@ import contextvars
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -49,6 +50,7 @@ class _Baton:
         self._condition = threading.Condition()
         self._live = dict.fromkeys(range(seats), (-1, 0))
         """How far each is: its position in the step, and how many blocks it has come to."""
+        self._finished: set[int] = set()
         self._turn = 0
         self._device = device
         self.error: BaseException | None = None
@@ -70,6 +72,13 @@ class _Baton:
             self._condition.wait_for(lambda: self._turn == number)
         if self.error is not None:
             raise WindowAborted("another micro-batch of the window failed.")
+
+    def live(self) -> AbstractSet[int]:
+        return self._live.keys() - self._finished
+
+    def finish(self, number: int) -> None:
+        """The micro-batch's work is done; it still holds the baton."""
+        self._finished.add(number)
 
     def leave(self, number: int) -> None:
         """The micro-batch is done, or has failed."""
@@ -129,10 +138,25 @@ class Seats:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._workers: list[_Worker] = []
+        self._baton: _Baton | None = None
 
-    def run(self, tasks: Sequence[Callable[[], Result]], seeds: Sequence[int]) -> list[Result]:
-        """Run the tasks together; results in order. The first failure is raised, after all tasks have ended."""
-        baton = _Baton(len(tasks), self._device)
+    def current(self) -> int:
+        """The micro-batch that the calling thread runs."""
+        seat = getattr(_seat, "current", None)
+        return -1 if seat is None else int(seat[1])
+
+    def live(self) -> AbstractSet[int]:
+        """Micro-batches that have not finished."""
+        return set() if self._baton is None else self._baton.live()
+
+    def run(
+        self, tasks: Sequence[Callable[[], Result]], seeds: Sequence[int], left: Callable[[], None]
+    ) -> list[Result]:
+        """Run the tasks together; results in order. The first failure is raised, after all tasks have ended.
+
+        `left` is called whenever a task has ended well.
+        """
+        self._baton = baton = _Baton(len(tasks), self._device)
         results: dict[int, Result] = {}
         inherit = _Inherited(self._device)
 
@@ -143,6 +167,8 @@ class Seats:
                 with inherit.applied():
                     torch.manual_seed(seeds[number])
                     results[number] = tasks[number]()
+                    baton.finish(number)
+                    left()
             except WindowAborted:
                 pass
             except BaseException as error:
@@ -175,12 +201,14 @@ class _Inherited:
         self._grad = torch.is_grad_enabled()
         self._ambient = Ambient.capture(device)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._default_device = torch.get_default_device()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         # A backward of CUDA tensors otherwise runs in one worker thread that all micro-batches share: parking there
         # would be a deadlock.
         with (
+            torch.device(self._default_device) if self._default_device.type != "cpu" else nullcontext(),
             torch.set_grad_enabled(self._grad),
             self._ambient.autocasting(),
             torch.autograd.set_multithreading_enabled(False),

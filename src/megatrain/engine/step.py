@@ -23,6 +23,7 @@ import torch
 from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
 from megatrain.compute.window import Seats, park
+from megatrain.errors import UnsupportedCall
 from megatrain.optim.optimizer import HyperTable
 from megatrain.optim.schedule import Outcome, Updates
 from megatrain.store.parameter import StoreTensor
@@ -141,10 +142,12 @@ class Step:
     def window(self, tasks: Sequence[Callable[[], Result]], whole: bool) -> list[Result]:
         """Run micro-batches together: each block's weights come once, and its gradients leave once."""
         self.check()
-        seeds = torch.randint(0, 2**62, (len(tasks),)).tolist()
-        self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole)
+        if self._sums is not None:
+            raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
+        seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
+        self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole, self.seats)
         try:
-            results = self.seats.run(tasks, seeds)
+            results = self.seats.run(tasks, seeds, sums.left)
             sums.close()
         except BaseException:
             # Some sums have left already, some replaced what was there: only none at all is a clean state.

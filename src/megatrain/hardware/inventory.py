@@ -70,6 +70,9 @@ def cap_vram(device: torch.device, max_vram_gb: float | None) -> None:
             "itself takes; raise it to at least 2."
         )
     torch.cuda.set_per_process_memory_fraction(usable / total, device)
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:true" in settings.lower():
+        announce("max_vram_gb is not enforced by PyTorch while expandable_segments is on; unset it for a hard cap")
 
 
 def free_memory(device: torch.device) -> int:

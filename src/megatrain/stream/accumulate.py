@@ -6,7 +6,9 @@ that of one micro-batch after the other.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,18 +33,56 @@ class _Sum:
     added: int = 0
 
 
-class WindowSums:
-    """Open sums of one window."""
+class Turns(Protocol):
+    """Who is running in a window, and who is still to come."""
 
-    def __init__(self, drain: Drain, transfer: Transfer, whole: bool) -> None:
+    def current(self) -> int:
+        """The micro-batch that runs now."""
+
+    def live(self) -> AbstractSet[int]:
+        """Micro-batches that have not finished."""
+
+
+class WindowSums:
+    """Open sums of one window. A gradient that comes before an earlier micro-batch's is held until that has come."""
+
+    def __init__(self, drain: Drain, transfer: Transfer, whole: bool, turns: Turns) -> None:
         self._drain = drain
+        self._turns = turns
+        self._given: dict[tuple[int, Place], set[int]] = {}
+        self._held: dict[tuple[int, Place], dict[int, tuple[Slab, Gradients]]] = {}
         self._transfer = transfer
         self._whole = whole
         """Whether this window is the whole step: its sums may then be rounded before they travel."""
         self._open: dict[tuple[int, Place], _Sum] = {}
 
     def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
-        """Add the gradients of one micro-batch."""
+        """Add the gradients of the micro-batch that runs now, after those of the earlier ones."""
+        key, seat = (slab.index, place), self._turns.current()
+        if self._too_early(key, seat) and seat not in self._held.get(key, {}):
+            self._held.setdefault(key, {})[seat] = (slab, gradients)
+            return
+        self._add(slab, place, gradients)
+        self._given.setdefault(key, set()).add(seat)
+        self._release(key)
+
+    def left(self) -> None:
+        """A micro-batch has finished: what waited for it need not any more."""
+        for key in list(self._held):
+            self._release(key)
+
+    def _too_early(self, key: tuple[int, Place], seat: int) -> bool:
+        given = self._given.get(key, set())
+        return any(earlier < seat and earlier not in given for earlier in self._turns.live())
+
+    def _release(self, key: tuple[int, Place]) -> None:
+        held = self._held.get(key, {})
+        while held and not self._too_early(key, seat := min(held)):
+            slab, gradients = held.pop(seat)
+            self._add(slab, key[1], gradients)
+            self._given.setdefault(key, set()).add(seat)
+
+    def _add(self, slab: Slab, place: Place, gradients: Gradients) -> None:
         key = (slab.index, place)
         if key not in self._open:
             self._open[key] = self._begin(slab, place)
