@@ -141,9 +141,8 @@ def _is_constant(other: Any, features: int) -> bool:
     """A number, or a tensor without gradient that has one value, or one value per logit."""
     if not isinstance(other, torch.Tensor):
         return isinstance(other, int | float)
-    return not other.requires_grad and (
-        other.ndim == 0 or (other.shape[-1] in (1, features) and other.numel() <= features)
-    )
+    per_logit = other.ndim > 0 and other.shape[-1] == other.numel() and other.numel() in (1, features)
+    return not other.requires_grad and (other.ndim == 0 or per_logit)
 
 
 @dataclass
