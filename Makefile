@@ -10,6 +10,7 @@ SOURCES := CMakeLists.txt $(wildcard csrc/*)
 export PYTHONPATH := src
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native demo test check wheel clean
@@ -38,7 +39,7 @@ demo: setup  ## train a small model beside plain PyTorch
 	$(BIN)/python -m megatrain demo $(ARGS)
 
 test: setup  ## the whole CPU suite; ARGS="-k name" narrows it
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests -n 2 $(ARGS)
 
 check: setup  ## lint, format, types, and the rules that are tests
 	$(BIN)/ruff check .

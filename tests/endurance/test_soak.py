@@ -20,13 +20,17 @@ STEPS = 1_000
 """Per kind of lanes: two thousand together."""
 
 LEAK = 2 << 20
-"""Bytes that the median RSS of the last third may be above that of the second: 6 KiB per step, where one hidden state is
-about 2 KiB and what a micro-batch's graph keeps is a hundred."""
+"""Bytes that the median RSS of the last third may be above that of the second: 6 KiB per step, where one hidden state
+is about 2 KiB and what the graph of a micro-batch keeps is a hundred."""
 
+LONGEST, MOST = 24, 3
+"""Tokens, micro-batches."""
+
+WARM_UP = 10
 EVERY = 10
 """Steps between looks."""
 
-POLICY = {"*layers.0": "offload", "*layers.1": "store"}
+POLICY = {"*layers.0": "store", "*layers.*": "offload"}
 
 
 def micro_batch(model: Any, length: int, seed: int) -> float:
@@ -43,17 +47,22 @@ def abandoned(model: Any, length: int, seed: int) -> None:
 
 
 def step(engine: Any, optimizer: Any, model: Any, number: int, draw: random.Random) -> list[float]:
-    tasks = [partial(micro_batch, model, draw.randint(2, 30), 10 * number + i) for i in range(draw.randint(1, 4))]
-    split = draw.randint(1, len(tasks))
+    if number < WARM_UP:
+        # The most at once that there will be: what a longer batch has left behind serves the shorter ones.
+        lengths = [LONGEST] * MOST
+    else:
+        lengths = [draw.randint(2, LONGEST) for _ in range(draw.choice([1, 1, 2, MOST]))]
+    tasks = [partial(micro_batch, model, length, 10 * number + i) for i, length in enumerate(lengths)]
+    split = len(tasks) if number < WARM_UP else draw.randint(1, len(tasks))
     if number % 3 == 0:
         losses = [task() for task in tasks]
     else:
         losses = engine.window(tasks[:split]) + engine.window(tasks[split:])
     if number % 25 == 0:
-        abandoned(model, draw.randint(2, 30), number)
+        abandoned(model, draw.randint(2, LONGEST), number)
     if number % 40 == 0:
         with torch.no_grad():
-            model(input_ids=torch.ones(1, draw.randint(2, 30), dtype=torch.long))
+            model(input_ids=torch.ones(1, draw.randint(2, LONGEST), dtype=torch.long))
     optimizer.step()
     optimizer.zero_grad()
     return losses
@@ -61,11 +70,11 @@ def step(engine: Any, optimizer: Any, model: Any, number: int, draw: random.Rand
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 def test_nothing_grows(lanes: str):
-    """Under 45 s each on one thread. Tolerances: RSS as `LEAK` says; everything else exact."""
+    """About 25 s each on one thread. Tolerances: RSS as `LEAK` says; everything else exact."""
     # Tried: keeping every loss's graph in a list, and buffers that are never given back by `Activations`, fail here.
     before = set(threading.enumerate())
     process = psutil.Process()
-    model = small.llama(num_hidden_layers=4)
+    model = small.llama(num_hidden_layers=3)
     engine = engine_of(model, lanes=lanes, slots=2, policy=POLICY, head_chunk=16)
     optimizer = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
     draw = random.Random(0)
@@ -74,7 +83,7 @@ def test_nothing_grows(lanes: str):
     started = time.monotonic()
     for number in range(STEPS):
         losses += step(engine, optimizer, model, number, draw)
-        if number % (10 * EVERY) == 0:
+        if number % 100 == 0:
             gc.collect()
         if number % EVERY == 0:
             looks.append((process.memory_info().rss, process.num_fds(), threading.active_count(), engine._memory.held))
@@ -97,7 +106,7 @@ def test_nothing_grows(lanes: str):
     assert counters.fetches >= counters.prefetched > 0
     # Every step changes all weights, so each slab has to come at least once; and at most once per use.
     assert STEPS * len(engine.slabs) <= counters.fetches + counters.hits
-    assert STEPS * len(engine.slabs) <= counters.drains <= 4 * STEPS * len(engine.slabs)
+    assert STEPS * len(engine.slabs) <= counters.drains <= MOST * STEPS * len(engine.slabs)
     uses = 2 * len(engine.blocks) * len(losses) + len(engine.blocks) * STEPS // 10
     assert counters.fetches + counters.hits <= uses + counters.prefetched
     assert statistics.mean(losses[-50:]) < statistics.mean(losses[:50]) * 1.2, "it still trains"
