@@ -18,7 +18,7 @@ LANES = ("auto", "sync", "threads", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits and choices of a run. Every field has a default; nothing here changes results except `precision`."""
+    """Limits and choices of a run. Only `device`, `precision`, `head_chunk` and `compile` change bits of results."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     """Directory, or several, for state that does not fit in RAM."""

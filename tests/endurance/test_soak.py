@@ -30,7 +30,7 @@ WARM_UP = 10
 EVERY = 10
 """Steps between looks."""
 
-POLICY = {"*layers.0": "store", "*layers.*": "offload"}
+POLICY = {"*layers.0": "store", "*layers.1": "offload"}
 
 
 def micro_batch(model: Any, length: int, seed: int) -> float:
@@ -70,11 +70,11 @@ def step(engine: Any, optimizer: Any, model: Any, number: int, draw: random.Rand
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 def test_nothing_grows(lanes: str):
-    """About 25 s each on one thread. Tolerances: RSS as `LEAK` says; everything else exact."""
+    """About 30 s each on one thread. Tolerances: RSS as `LEAK` says; everything else exact."""
     # Tried: keeping every loss's graph in a list, and buffers that are never given back by `Activations`, fail here.
     before = set(threading.enumerate())
     process = psutil.Process()
-    model = small.llama(num_hidden_layers=3)
+    model = small.llama(num_hidden_layers=2)
     engine = engine_of(model, lanes=lanes, slots=2, policy=POLICY, head_chunk=16)
     optimizer = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
     draw = random.Random(0)

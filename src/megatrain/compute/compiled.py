@@ -33,10 +33,9 @@ class Compiled:
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * MOST_GRAPHS)
         config.fail_on_recompile_limit_hit = True
         self._compiled: Any = torch.compile(_call)
-        self._noticed = 0
 
-    @property
-    def graphs(self) -> int:
+    @staticmethod
+    def graphs() -> int:
         """Graphs compiled in this process so far."""
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -44,7 +43,7 @@ class Compiled:
         # Evaluation and generation run eagerly: the graph without gradients has other bits, and caches break graphs.
         if self._compiled is None or not torch.is_grad_enabled():
             return _call(module, state, args, kwargs)
-        before = self.graphs
+        before = self.graphs()
         try:
             result = self._compiled(module, state, args, kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as cause:
@@ -56,9 +55,8 @@ class Compiled:
             self._compiled = None
             announce(f"blocks cannot be compiled here and run eagerly ({type(cause).__name__}: {_first_line(cause)})")
             return _call(module, state, args, kwargs)
-        if self.graphs > before and self.graphs > self._noticed:
-            self._noticed = self.graphs
-            announce(f"compiled {type(module.block).__name__} ({self.graphs} graphs so far)")
+        if self.graphs() > before:
+            announce(f"compiled {type(module.block).__name__} ({self.graphs()} graphs so far)")
         return result
 
 
