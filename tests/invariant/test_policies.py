@@ -107,8 +107,8 @@ def assert_equal(left: list[Any], right: list[Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policies_are_equal(family: str, precision: str, policy: str, recomputed: Any):
-    # Tried: not restoring the random state in `rebuild_graph` fails all of these, as does a handle that forgets its
-    # offset (store), or a parked tensor one buffer off (offload).
+    # Tried, and failed here: random numbers not replayed by the recompute, a handle that forgets its offset (store), a
+    # parked tensor that comes back with its rows in another order (offload).
     assert_equal(train(family, policy, precision=precision), recomputed(family, precision=precision))
 
 
@@ -371,6 +371,7 @@ def by_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("policy", ["recompute", *OTHERS])
 def test_weights_changed_before_the_backward_are_refused(policy: str, change: Any):
     """`store` too: its handles would be bound to the new weights, the rest of its graph to the old."""
+    # Tried: without `check_versions` this fails.
     model = zoo.build("llama")
     with engine_of(model, policy=policy) as engine:
         optimizer = engine.optimizer(lr=1e-2)

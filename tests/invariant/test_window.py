@@ -113,7 +113,7 @@ def assert_equal(left: Any, right: Any) -> None:
 @pytest.mark.parametrize(("family", "precision"), list(itertools.product(FAMILIES, ["fp32", "bf16"])))
 def test_windows_of_a_step(family: str, precision: str, split: tuple[int, ...], one_by_one: Any):
     """Four micro-batches of four lengths, two of them padded; dropout draws from the seed of the micro-batch."""
-    # Tried: `rounded = gradient` (no rounding per micro-batch) and `complete = True` in stream/accumulate.py fail here.
+    # Tried: every sum rounded as it leaves (`_send` in stream/accumulate.py) fails here in BF16.
     if family == "qwen3_moe" and precision == "fp32" and split != (4,):
         pytest.skip("the same code as the others; experts are slow")
     assert_equal(train(family, precision, split), one_by_one(family, precision))
@@ -262,6 +262,7 @@ def test_combinations_under_random_delays(first: int, plain_run: Any):
 )
 def test_layers_left_out_by_some(skips: Sequence[tuple[int, ...]], precision: str):
     """A micro-batch that skips a layer is ahead of the others; its gradients are still added in its turn."""
+    # Tried: gradients added as they come fail this.
     results = []
     for windowed in (True, False):
         model = Stack()
@@ -375,11 +376,15 @@ def test_tasks_of_all_kinds(task: Any, split: tuple[int, ...], whole: bool, prec
 @pytest.mark.parametrize("task", [two_losses, two_forwards, retained])
 def test_several_backwards_through_a_block(task: Any, split: tuple[int, ...], whole: bool):
     """The first backwards of all tasks come before the second of any, so FP32 sums are in another order: within FP32
-    rounding. Sums of a few BF16 gradients are exact in FP32, so BF16 shows whether they were rounded in between."""
+    rounding. Sums of a few BF16 gradients are exact in FP32, so BF16 shows whether they were rounded in between; with
+    `whole`, the caller has said that every task passes a block once, and they may be, in the first step."""
     windowed, apart = with_task(task, split, "fp32", whole)
     torch.testing.assert_close(windowed[:2], apart[:2], rtol=1e-5, atol=1e-6)
     windowed, apart = with_task(task, split, "bf16", whole)
-    assert_equal(windowed, apart)
+    if whole:
+        torch.testing.assert_close(windowed[:2], apart[:2], rtol=2e-2, atol=1e-2)
+    else:
+        assert_equal(windowed, apart)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
@@ -516,7 +521,7 @@ def test_one_fetch_per_block_and_direction_whatever_the_accumulation(kind: str, 
     """Seven layers of one size share a ring of `slots`, so each of them has to come again in the backward, unless it is
     among the last `slots` of the forward. Counted are copies into slots, per slab and step, whoever asked for them.
     """
-    # Tried: a `park` that returns at once gives 1, 4 and 9 times as many.
+    # Tried: a `park` that returns at once fails this.
     counts = {}
     for micro_batches in (1, 4, 9):
         model = Stack(depth=7) if kind == "stack" else zoo.build("llama", num_hidden_layers=7)
@@ -813,6 +818,7 @@ WHERE = ("before", "forward", "between", "backward", "after")
 @pytest.mark.parametrize("where", WHERE)
 def test_the_engine_survives(where: str, error: Any, policy: str, clean: list[Any]):
     """Whichever micro-batch fails, wherever: the next step is that of a clean run, threads and generator too."""
+    # Tried: the generator not put back, and gradients not dropped when a window fails, fail this.
     threads = set(threading.enumerate())
     for failing, lanes in ((0, "threads"), (2, "sync"), (3, "threads")):
         if error == "signal" and failing == 2:

@@ -23,7 +23,8 @@ class LazyHead:
     def __init__(self, model: Any, step: Step, block: Block, own_loss: Callable[..., Any], tokens: int | None) -> None:
         features = model.get_output_embeddings().weight.shape[0]
         self.block = block
-        self.model = model
+        # The module whose forward calls the loss function: under adapters it is inside the one the user holds.
+        self.model = [m for m in model.modules() if _uses(m, block.module, own_loss)][-1]
         self.head = ChunkedHead(step, block, features, tokens or chunk_tokens(features))
         self._own_loss = own_loss
         self._checked = False
@@ -32,11 +33,11 @@ class LazyHead:
     @classmethod
     def fits(cls, model: Any, blocks: list[Block], causal_loss: Any) -> Block | None:
         """The head's block, if the model is a causal LM whose loss is transformers' own."""
-        if not hasattr(model, "get_output_embeddings") or getattr(model, "loss_function", None) is not causal_loss:
+        if not hasattr(model, "get_output_embeddings"):
             return None
         head = model.get_output_embeddings()
         weight = getattr(head, "weight", None)
-        if weight is None or weight.ndim != 2:
+        if weight is None or weight.ndim != 2 or not _uses(model, head, causal_loss):
             return None
         return next((block for block in blocks if block.module is head), None)
 
@@ -114,3 +115,10 @@ class LazyHead:
                 f"the chunked loss ({ours.item():.6g}) is not this model's own ({own.item():.6g}): "
                 "logits are computed whole"
             )
+
+
+def _uses(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
+    """Whether a module computes transformers' causal loss on the output of this head."""
+    if not hasattr(module, "get_output_embeddings") or getattr(module, "loss_function", None) is not causal_loss:
+        return False
+    return module.get_output_embeddings() is head

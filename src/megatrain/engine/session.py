@@ -144,10 +144,10 @@ class Engine:
         """Run the micro-batches of a step together, each a function that does forward and backward; their results.
 
         Weights travel once for all of them. The gradients are bit for bit those of one task after the other: random
-        numbers are seeded per task, and sums are in order (a task with several backwards through a block: within FP32
-        rounding). `whole=True` says that these are all micro-batches of the
-        step, so that gradients may be rounded on the device. If a task fails, its error is raised and all gradients
-        of the step are dropped.
+        numbers are seeded per task, and sums are in order (with several backwards through a block in one task: within
+        FP32 rounding). `whole=True` says that these are all micro-batches of the step and that each passes a block
+        once, so that a sum may be rounded to the gradient dtype before it travels. If a task fails, its error is raised
+        and all gradients of the step are dropped.
         """
         return self._step.window(tasks, whole)
 

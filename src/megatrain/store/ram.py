@@ -86,6 +86,12 @@ class HostMemory:
         self._buffers.append(buffer)
         return buffer
 
+    def free(self, buffer: HostBuffer) -> None:
+        """Give a buffer back; the caller has waited for all work on it."""
+        buffer.unpin()
+        self._buffers.remove(buffer)
+        self.held -= buffer.nbytes
+
     def unpin(self) -> None:
         """Give the pages back to the driver; contents stay readable."""
         for buffer in self._buffers:

@@ -118,6 +118,9 @@ class WindowSums:
         part = slab.grad.part(place)
         entry = _Sum(slab, part, slot, total, rounded, set(part.present), fresh=not part.present)
         if part.present:
+            if self._given.get((slab.index, place)):
+                # It came back to a place that the window had left: from now on its sum stays FP32 until it is used.
+                slab.shared = True
             self._resume(entry)
         return entry
 
@@ -139,7 +142,9 @@ class WindowSums:
     def _send(self, key: tuple[int, Place]) -> None:
         entry = self._open.pop(key)
         slab, part = entry.slab, entry.part
-        complete = entry.fresh and (entry.added == 1 or (self._whole and not slab.shared))
+        # Rounded only if nothing can follow: the window is the step, and every micro-batch has given to this place.
+        everybody = self._turns.live() <= self._given.get(key, set())
+        complete = entry.fresh and (entry.added == 1 or (self._whole and not slab.shared)) and everybody
         if part.dtype == torch.float32 or complete:
             entry.rounded.copy_(entry.total)
             entry.slot.drained = self._drain.land(slab, part, entry.slot, entry.rounded)

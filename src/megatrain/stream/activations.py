@@ -42,7 +42,7 @@ class Parked:
         return self.shape.numel() * self.dtype.itemsize
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loan:
     """A host buffer in use, and the last work on it."""
 
@@ -58,7 +58,7 @@ class Activations:
         self._out = out
         self._back = back
         self._memory = memory
-        self._free: dict[int, list[_Loan]] = {}
+        self._free: list[_Loan] = []
         self._leaving: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._latest = threading.local()
 
@@ -66,11 +66,10 @@ class Activations:
         """Send a tensor out; the caller drops its own reference."""
         tensor = tensor.detach().contiguous()
         nbytes = tensor.numel() * tensor.element_size()
-        pool = self._free.setdefault(nbytes, [])
-        loan = pool.pop() if pool else _Loan(self._memory.allocate(nbytes, transferred=True), DONE)
+        loan = self._borrow(nbytes)
         latest = getattr(self._latest, "parked", None)
         parked = Parked(tensor, loan, latest() if latest is not None else None)
-        weakref.finalize(parked, pool.append, loan)
+        weakref.finalize(parked, self._free.append, loan)
         host, pinned = parked.host, loan.buffer.pinned
         # After `last`: the copy that last brought this buffer's content back must have read it.
         loan.last = self._lanes.d2h.submit(
@@ -95,6 +94,20 @@ class Activations:
         assert target is not None
         parked.target, parked.taken = None, True
         return target
+
+    def _borrow(self, nbytes: int) -> _Loan:
+        """The smallest free buffer that is large enough; else a new one in place of the largest that is not."""
+        fitting = [loan for loan in self._free if loan.buffer.nbytes >= nbytes]
+        if fitting:
+            loan = min(fitting, key=lambda loan: loan.buffer.nbytes)
+            self._free.remove(loan)
+            return loan
+        if self._free:
+            small = max(self._free, key=lambda loan: loan.buffer.nbytes)
+            self._free.remove(small)
+            small.last.wait()
+            self._memory.free(small.buffer)
+        return _Loan(self._memory.allocate(nbytes, transferred=True), DONE)
 
     def _bring(self, parked: Parked) -> None:
         if parked.target is not None or parked.taken:

@@ -93,7 +93,8 @@ def chunked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite", "gptj", "gpt2", "smollm3"])
 def test_the_chunk_changes_the_loss_by_rounding_only(family: str, chunk: int | None, chunked: list[int]):
     """Plain; softcap; logit scales (times and divided by); a bias; tied embeddings."""
-    # Tried: an operation of the chain left out, the last chunk dropped, by_weight overwritten instead of added.
+    # Tried, and failed here: recorded operations left out, the last chunk left out, weights' gradients of a chunk
+    # replacing those of the chunks before.
     if family in ("gpt2", "smollm3", "granite") and chunk not in (7, None):
         pytest.skip("the same path as the others")
     assert_close(lossy(family, chunk), lossy(family, WHOLE))
@@ -531,7 +532,6 @@ class LargestLogits(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "gptj"])
 def test_no_more_than_a_chunk_of_logits_exists(family: str):
     """In forward and backward, gradients of logits included. 60 tokens; the chunk is 7."""
-    # Tried: a chunk that does not detach its graph keeps this at 7, but computing `whole` in the loss makes it 60.
     rows = {}
     for chunk in (7, WHOLE):
         model = build(family)
