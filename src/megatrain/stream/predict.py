@@ -8,6 +8,10 @@ BOUNDARY: Hashable = "step"
 """The use that an optimizer step leaves in the record: weights beyond it are not final yet."""
 
 
+LOOKAHEAD = 4
+"""Uses that are looked at for each one that is found, so that a block that repeats for ever is no endless loop."""
+
+
 class Predictor:
     """Remembers, for every two uses in a row, which came next. A wrong guess costs a stall, never a wrong result."""
 
@@ -21,13 +25,17 @@ class Predictor:
         self._last = (self._last[1], use)
 
     def upcoming(self, count: int) -> list[Hashable]:
-        """The next uses as far as they are known, not beyond a step boundary."""
+        """The next different uses as far as they are known, not beyond a step boundary.
+
+        A use that repeats (every micro-batch of a window uses a block) is no other use.
+        """
         context = self._last
         found: list[Hashable] = []
-        while len(found) < count:
+        for _ in range(LOOKAHEAD * count):
             following = self._after.get(context)
-            if following is None or following == BOUNDARY:
+            if following is None or following == BOUNDARY or len(found) == count:
                 break
-            found.append(following)
+            if following != context[1] and following not in found:
+                found.append(following)
             context = (context[1], following)
         return found

@@ -44,6 +44,13 @@ def test_a_change_is_learned_at_once():
     assert after(*first, *first, *second, "a") == ["x", "c"]
 
 
-def test_loops_end_at_the_count():
-    assert after(*"ababab", count=5) == ["a", "b", "a", "b", "a"]
+def test_loops_end():
+    assert after(*"ababab", count=5) == ["a", "b"]
+    assert after(*"ababab", count=1) == ["a"]
     assert after(*"ababab", count=0) == []
+
+
+def test_uses_that_repeat_are_one():
+    """Four micro-batches at every block: the next two blocks are what is needed, not the same block again."""
+    step = [*"aaaabbbbccccdddd", BOUNDARY]
+    assert after(*step, *step, *"aa", count=2) == ["b", "c"]
