@@ -87,7 +87,7 @@ def test_streamed_equals_resident(dtype, deterministic):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), settings
         for name, (master, _, _) in resident.state.items():
             assert torch.equal(weights[name], master), (settings, name)
-    assert losses[-1] < losses[0] or len(set(losses)) == STEPS
+    assert len(set(losses)) == STEPS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

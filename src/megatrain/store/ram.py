@@ -43,8 +43,7 @@ class HostBuffer:
         if not self.pinned and self.nbytes:
             code = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
             if int(code) != 0:
-                # A code left behind would surface at the next kernel launch.
-                torch.cuda.cudart().cudaGetLastError()
+                _clear_last_error()
                 return False
             self.pinned = True
             self._unregister = weakref.finalize(self, _unregister, self.address)
@@ -96,6 +95,14 @@ class HostMemory:
         """Give the pages back to the driver; contents stay readable."""
         for buffer in self._buffers:
             buffer.unpin()
+
+
+def _clear_last_error() -> None:
+    """A refusal leaves its code behind, and PyTorch binds no call that clears it: the next kernel launch raises it."""
+    try:
+        torch.empty(1, device="cuda").fill_(0)
+    except RuntimeError:
+        return
 
 
 def _unregister(address: int) -> None:

@@ -55,6 +55,55 @@ def test_what_the_guard_refuses_is_not_allocated():
     assert memory.held == 100
 
 
+class Driver:
+    """What PyTorch binds of the CUDA runtime, and no more: `pin` must not call anything else."""
+
+    def __init__(self, code):
+        self.code, self.registered = code, []
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.registered.append((address, nbytes, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        self.registered = [entry for entry in self.registered if entry[0] != address]
+        return 0
+
+
+def test_pinning_registers_the_exact_bytes_and_gives_them_back(monkeypatch):
+    driver = Driver(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = HostMemory(pin=True, threads=1)
+    buffer = memory.allocate(5000, transferred=True)
+    assert buffer.pinned
+    assert driver.registered == [(buffer.address, 5000, 0)]
+    memory.unpin()
+    assert not buffer.pinned
+    assert driver.registered == []
+
+
+def test_a_refusal_leaves_memory_usable_and_no_error_behind(monkeypatch, caplog):
+    """The code that the driver leaves behind would otherwise surface at the next kernel launch."""
+    launched = []
+
+    class Launch:
+        def fill_(self, value):
+            launched.append(value)
+            raise RuntimeError("CUDA error: operation not supported")
+
+    real = torch.empty
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(1))
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: Launch() if options else real(*size))
+    memory = HostMemory(pin=True, threads=1)
+    buffer = memory.allocate(5000, transferred=True)
+    assert not buffer.pinned
+    assert not memory.pinning
+    assert launched == [0]
+    assert "staging ring" in caplog.text
+    buffer.bytes.fill_(7)
+    assert bool((buffer.bytes == 7).all())
+
+
 def test_a_driver_that_refuses_is_asked_once_and_announced(monkeypatch, caplog):
     asked = []
 
