@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import time
 
 import torch
 from benchmarks.shapes import random_model
@@ -18,7 +19,8 @@ def test_vram_and_compilations_stay_flat():
     with mt.Engine(model, device="cuda", compile=True) as engine:
         optimizer = engine.optimizer(lr=1e-4, max_grad_norm=1.0)
         allocated, reserved, graphs = [], [], []
-        for _ in range(STEPS):
+        start = time.perf_counter()
+        for number in range(STEPS):
             ids = torch.randint(0, 512, (2, lengths.randint(8, 160)), device="cuda")
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
@@ -26,6 +28,8 @@ def test_vram_and_compilations_stay_flat():
             allocated.append(torch.cuda.memory_allocated())
             reserved.append(torch.cuda.memory_reserved())
             graphs.append(Compiled.graphs())
+            if number % 250 == 249:
+                print(f"{number + 1} steps, {time.perf_counter() - start:.0f} s", flush=True)
     third = STEPS // 3
     early, late = statistics.median(allocated[third // 2 : third]), statistics.median(allocated[-third:])
     print(
