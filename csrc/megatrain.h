@@ -1,6 +1,6 @@
 // The C ABI of libmegatrain. Python declares the same signatures in src/megatrain/native/library.py.
 //
-// Every function returns 0 or an errno value, except mt_abi_version. Nothing throws across this line.
+// Functions that do work return 0 or an errno value. Nothing throws across this line.
 #pragma once
 
 #include <stddef.h>
@@ -13,7 +13,7 @@
 #endif
 
 // Raised whenever a signature or a meaning below changes; equal to ABI_VERSION in library.py.
-#define MT_ABI_VERSION 2
+#define MT_ABI_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -23,25 +23,62 @@ MT_API int mt_abi_version(void);
 
 // Fault in every page of [base, base + bytes) for writing, from several threads, leaving the contents as
 // they are. Nobody else may write to the range meanwhile. `threads` is at least 1 and is capped by the
-// CPUs this process may run on.
+// CPUs this process may run on and by its cgroup's quota.
 MT_API int mt_touch(void* base, size_t bytes, int threads);
+
+// CPUs that the quota of this process's cgroup pays for, rounded up; 0 if there is no quota. `root` is put before
+// /proc and /sys: "" outside of tests.
+MT_API int mt_cpu_quota(const char* root);
 
 // memcpy from several threads. The ranges must not overlap. `threads` as above.
 MT_API int mt_copy(void* dst, const void* src, size_t bytes, int threads);
 
-// How the gradient of an update is stored, and whether it is rounded on the way in.
+// What an update is made of. Numbers are part of the ABI; Python holds the same in native/library.py and optim/rules.py.
+enum mt_rule { MT_RULE_ADAMW = 0, MT_RULE_LION = 1, MT_RULE_SGD = 2 };
+enum mt_weight {
+    MT_WEIGHT_FP32 = 0,   // FP32, its own master
+    MT_WEIGHT_SPLIT = 1,  // BF16 high half in `weight`, int16 low half in `residual`: an exact FP32 master
+    MT_WEIGHT_BF16 = 2,   // BF16 without a master, rounded stochastically
+};
 enum mt_gradient {
     MT_GRADIENT_FP32 = 0,          // FP32, as it is
     MT_GRADIENT_BF16 = 1,          // BF16
     MT_GRADIENT_FP32_TO_BF16 = 2,  // an FP32 sum, rounded to BF16 (nearest even) before use
 };
+enum mt_state {
+    MT_STATE_FP32 = 0,
+    MT_STATE_BF16 = 1,  // rounded stochastically
+    MT_STATE_8BIT = 2,  // codes with one FP32 scale per 256 elements (csrc/formats.h)
+    MT_STATE_4BIT = 3,  // two codes per byte, one FP32 scale per 128 elements
+};
 
-// One AdamW step on `count` elements, in one pass over all streams. The FP32 master is `weight` itself if
-// `residual` is null, else the pair (BF16 high half in `weight`, int16 residual). `scalars` are clip, beta1,
-// 1 - beta1, beta2, 1 - beta2, root correction, eps, decay, step size. The result does not depend on `threads`,
-// nor on the instruction set that is used. All pointers are aligned to their elements.
-MT_API int mt_adamw(void* weight, int16_t* residual, float* exp_avg, float* exp_avg_sq, const void* gradient,
-                    int gradient_kind, size_t count, const float* scalars, int threads);
+struct mt_update {
+    int32_t rule, weight_kind, gradient_kind, state_kind;
+    void* weight;
+    int16_t* residual;     // MT_WEIGHT_SPLIT only
+    const void* gradient;
+    void* moments[2];      // AdamW: first and second; Lion and SGD: one, the other is null
+    float* scales[2];      // 8 and 4 bits only
+    uint64_t count;        // elements
+    uint64_t first;        // number of the first element in its slab, a multiple of 256: random bits are drawn by it
+    uint64_t seed;
+    float scalars[12];     // of the rule, in the order of src/megatrain/optim/rules.py
+};
+
+// One optimizer step in one pass over all streams. The result does not depend on `threads`, nor on the instruction set
+// that is used. All pointers are aligned to their elements. The last block of codes may be partial: its unused codes are
+// left zero.
+MT_API int mt_update(const struct mt_update* what, int threads);
+
+// The loads and stores of that update without its arithmetic: every stream is read, and all but the gradient written back
+// as they were. What an update could reach at best; for benchmarks.
+MT_API int mt_touch_streams(const struct mt_update* what, int threads);
+
+// Instruction sets that the kernels were compiled for and that this CPU has, best last. `mt_isa_use` makes every later
+// update use one of them (EINVAL if there is none of that number); the best is used otherwise.
+MT_API int mt_isa_count(void);
+MT_API const char* mt_isa_name(int number);
+MT_API int mt_isa_use(int number);
 
 #ifdef __cplusplus
 }

@@ -60,9 +60,10 @@ def roles(engine: mt.Engine) -> dict[str, Any]:
     engine.synchronize()
     found: dict[str, Any] = {}
     for slab in engine.slabs:
-        for role in ("weight", "residual", "exp_avg", "exp_avg_sq"):
+        for role in ("weight", "residual"):
             flat = getattr(slab, role)
             found[f"{slab.index}/{role}"] = None if flat is None else flat.clone()
+        found |= {f"{slab.index}/{role}": moment.bytes.clone() for role, moment in slab.moments.items()}
         found[f"{slab.index}/steps"] = list(slab.steps)
     return found
 

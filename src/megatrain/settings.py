@@ -9,8 +9,8 @@ from typing import Any
 
 from megatrain.errors import SettingsError
 
-PRECISIONS = ("bf16", "fp32")
-COMPRESSIONS = (False, True, "8bit", "4bit", "lossless")
+PRECISIONS = ("bf16", "fp32", "bf16-sr")
+COMPRESSIONS = (False, True, "bf16", "8bit", "4bit", "lossless")
 KERNELS = ("native", "reference")
 POLICIES = ("recompute", "store", "offload")
 LANES = ("auto", "sync", "threads", "cuda")
@@ -18,7 +18,8 @@ LANES = ("auto", "sync", "threads", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits and choices of a run. Only `device`, `precision`, `head_chunk` and `compile` change bits of results."""
+    """Limits and choices of a run. Bits of results are changed only by `device`, `precision`, `optimizer_compression`,
+    `head_chunk` and `compile`."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     """Directory, or several, for state that does not fit in RAM."""
@@ -27,11 +28,13 @@ class Settings:
     max_ram_gb: float | None = None
     """Most host RAM that state may take, in GiB; None: what is free."""
     optimizer_compression: bool | str = False
-    """False, True (= "4bit"), "8bit", "4bit" or "lossless"."""
+    """How the optimizer's moments are kept: False (FP32), True (= "4bit"), "bf16", "8bit" or "4bit", which lose
+    precision; or "lossless", which keeps FP32 in memory and compresses it on disk."""
     device: str | None = None
     """"cuda", "cuda:N" or "cpu"; None: CUDA if there is one, else the CPU, announced."""
     precision: str | None = None
-    """"bf16" or "fp32"; None: what the model was loaded in."""
+    """"bf16" or "fp32"; None: what the model was loaded in. "bf16-sr": BF16 weights without an FP32 master, rounded
+    stochastically."""
     slots: int = 3
     """Weight slots per ring: 1 means no prefetch, 2 is double buffering."""
     grad_slots: int = 2
@@ -60,7 +63,7 @@ class Settings:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
         if self.optimizer_compression not in COMPRESSIONS:
             raise SettingsError(
-                f"optimizer_compression must be False, True, '8bit', '4bit' or 'lossless', "
+                f"optimizer_compression must be False, True, 'bf16', '8bit', '4bit' or 'lossless', "
                 f"not {self.optimizer_compression!r}."
             )
         for name in ("slots", "grad_slots"):
@@ -80,6 +83,13 @@ class Settings:
             raise SettingsError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}.")
         if self.device is not None and str(self.device).split(":")[0] not in ("cpu", "cuda"):
             raise SettingsError(f"device must be 'cuda', 'cuda:N', 'cpu' or None, not {self.device!r}.")
+
+    @property
+    def moment_width(self) -> str:
+        """How moments are stored in memory: fp32, bf16, 8bit or 4bit."""
+        if self.optimizer_compression in (False, "lossless"):
+            return "fp32"
+        return "4bit" if self.optimizer_compression is True else str(self.optimizer_compression)
 
     def override(self, **changes: Any) -> Settings:
         """A copy with the given fields replaced; an unknown name is an error, never ignored."""

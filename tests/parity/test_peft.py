@@ -103,7 +103,7 @@ def test_the_frozen_base_streams_and_has_no_states():
         assert adapters
         assert not frozen & adapters, "slabs are one or the other"
         for slab in engine.slabs:
-            assert (slab.exp_avg is None) == (slab.index in frozen), slab.name
+            assert (not slab.moments) == (slab.index in frozen), slab.name
             assert slab.grad.allocated == (slab.index in adapters), slab.name
         base, light = (sum(engine.slabs[i].layout.nbytes for i in ids) for ids in (frozen, adapters))
         assert base > 2 * light

@@ -1,6 +1,6 @@
 """The optimizer's exact state, beside the weights of a checkpoint.
 
-    megatrain/optimizer-00001-of-00003.safetensors   "<parameter>/<role>" → tensor; roles: residual, exp_avg, exp_avg_sq
+    megatrain/optimizer-00001-of-00003.safetensors   "<parameter>/<role>" → tensor; roles: residual and the moments
     megatrain/manifest.json                          files of the whole checkpoint, step counts, parameter groups
 
 Tensors are written from the store's own memory, one shard at a time.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,13 +19,22 @@ from safetensors.torch import save_file
 
 from megatrain.checkpoint import manifest
 from megatrain.errors import CheckpointError
-from megatrain.store.parameter import StoreTensor, states_of
+from megatrain.store.parameter import StoreTensor, restore_states, states_of
+from megatrain.telemetry.notices import announce
 
 SHARD_BYTES = 4 << 30
 """Tensors are gathered into shards of about this size, which is also the extra RAM a save may take."""
 
 
-def save_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str]) -> None:
+class Optimizer(Protocol):
+    """What a checkpoint needs of an optimizer (optim/optimizer.py)."""
+
+    kind: str
+    width: str
+    param_groups: list[dict[str, Any]]
+
+
+def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
     """Moments, residuals, step counts and groups. `seal` makes the checkpoint complete."""
     folder = Path(directory) / manifest.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,10 +51,11 @@ def save_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dir
         save_file(shard, path, metadata={"format": "pt"})
 
 
-def seal(model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str]) -> None:
+def seal(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
     """Write the manifest of everything that is in the directory: from now on it is a complete checkpoint."""
     names = _names(model)
     content = {
+        "optimizer": optimizer.kind,
         "steps": {names[id(p)]: p.slab.steps[p.segment] for group in optimizer.param_groups for p in group["params"]},
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
@@ -59,7 +69,7 @@ def seal(model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: st
     manifest.write(Path(directory), files, content)
 
 
-def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str]) -> None:
+def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
     """The reverse of `save_optimizer`. The caller has verified the checkpoint."""
     saved = check_optimizer(model, optimizer, directory)
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -69,21 +79,30 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dir
     for name, parameter in parameters.items():
         parameter.slab.overwrite()
         parameter.slab.steps[parameter.segment] = saved["steps"][name]
+    rounded = 0
     for path in sorted((Path(directory) / manifest.FOLDER).glob("optimizer-*.safetensors")):
+        entries: dict[str, dict[str, torch.Tensor]] = {}
         with safe_open(path, framework="pt") as shard:
             for key in shard.keys():  # noqa: SIM118
                 name, _, role = key.rpartition("/")
-                roles = states_of(parameters[name])
-                # The residual of a run in BF16 means nothing to one in FP32, whose weights are their own master.
-                if role in roles:
-                    roles[role].copy_(shard.get_tensor(key))
+                entries.setdefault(name, {})[role] = shard.get_tensor(key)
+        # A parameter's roles are always in one shard.
+        for name, entry in entries.items():
+            if not restore_states(parameters[name], entry):
+                rounded += 1
+    if rounded:
+        announce(f"the moments of {rounded} parameters in {directory} were rounded to {optimizer.width} on loading")
 
 
-def check_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str]
-) -> dict[str, Any]:
+def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest, if it is of this optimizer's parameters and groups."""
     saved = manifest.read(directory)
+    kind = saved.get("optimizer", "adamw")
+    if kind != optimizer.kind:
+        raise CheckpointError(
+            f"the optimizer state in {directory} is of {kind}, this optimizer is {optimizer.kind}; continue with the "
+            "same kind, or load the weights alone."
+        )
     names = _names(model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in saved["groups"]]:

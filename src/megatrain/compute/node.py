@@ -40,6 +40,9 @@ class Flow(Protocol):
     def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]:
         """The block's slabs on the device while the context is open."""
 
+    def finished(self, block: Block) -> None:
+        """All gradients of one backward through a block have been given."""
+
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Take the gradients of a slab's parameters, by segment, from one place in the model."""
 
@@ -240,6 +243,7 @@ def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[int, dict[
         flow.gradients(slab, place, found)
         for segment in found:
             after_accumulate(hooked[segment])
+    flow.finished(block)
 
 
 def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording | None) -> Any:

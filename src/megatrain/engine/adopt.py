@@ -19,6 +19,7 @@ from megatrain.store.layout import lay_out
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
+from megatrain.telemetry.notices import announce
 
 Owners = dict[int, list[tuple[torch.nn.Module, str]]]
 
@@ -119,7 +120,9 @@ class Adoption:
         """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
         for (dtype, _), parameters in self._groups(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
-            slab = Slab(len(self.slabs), item.name or type(item.module).__name__, layout, self.memory)
+            name = item.name or type(item.module).__name__
+            master = self.precision != "bf16-sr"
+            slab = Slab(len(self.slabs), name, layout, self.memory, master=master)
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 slab.put(index, parameter)
@@ -167,3 +170,25 @@ class Adoption:
 
         module._apply = _apply  # type: ignore[method-assign]
         self._guarded.append(module)
+
+
+def precision_of(model: torch.nn.Module, asked: str | None) -> str:
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    loaded = max(counts, key=lambda dtype: counts[dtype])
+    natural = "fp32" if loaded == torch.float32 else "bf16"
+    if loaded == torch.float16 and asked is None:
+        announce("the model was loaded in FP16: training in BF16 with an exact FP32 master")
+    elif asked == "fp32" and natural == "bf16":
+        announce("precision='fp32' on a model loaded in 16 bits: weights take twice the memory")
+    return asked or natural
+
+
+def disable_checkpointing(model: torch.nn.Module) -> None:
+    switched: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in switched:
+        module.gradient_checkpointing = False
+    if switched:
+        announce("gradient checkpointing is off: every block already recomputes its forward in the backward")

@@ -20,7 +20,7 @@ from megatrain.checkpoint import manifest, states, weights
 from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.window import Seats
-from megatrain.engine.adopt import Adoption
+from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface, engine_of
@@ -28,7 +28,8 @@ from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, Mode
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
-from megatrain.optim.optimizer import Optimizer
+from megatrain.optim.optimizer import Optimizer, rule_named
+from megatrain.optim.rules import Rule
 from megatrain.optim.schedule import Updates
 from megatrain.optim.update import native_kernel, reference_kernel
 from megatrain.settings import Settings
@@ -40,12 +41,14 @@ from megatrain.stream.cuda import CudaLanes
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes
-from megatrain.stream.timeline import Timeline
+from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import announce
 
 Result = TypeVar("Result")
+PATIENCE = 4.0
+"""Seconds that lanes get to finish when an engine is left because of an error, or the process ends."""
 MOST_MICRO_BATCHES = 64
 """A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""
 
@@ -77,7 +80,7 @@ class Engine:
         found = find_blocks(model, hooks)
         announce_unavailable(self.settings)
         inventory.cap_vram(self.device, self.settings.max_vram_gb)
-        self.precision: str = _precision(model, self.settings.precision)
+        self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
         self._lanes = _lanes(self.settings.lanes, self.device)
         self._memory = HostMemory(
@@ -96,7 +99,7 @@ class Engine:
             self._adoption.release()
             self._lanes.close()
             raise
-        _disable_checkpointing(model)
+        disable_checkpointing(model)
         compiled = Compiled() if self.settings.compile else None
         for found_block in self._adoption.blocks:
             found_block.compiled = compiled if found_block.layer else None
@@ -121,13 +124,18 @@ class Engine:
         self,
         params: Iterable[Any] | None = None,
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        kind: str = "adamw",
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
         max_grad_norm: float | None = None,
     ) -> Optimizer:
-        """AdamW over `params` (parameters or groups of the model; None: all that require grad)."""
+        """AdamW, "lion" or "sgd" over `params` (parameters or groups of the model; None: all that require grad).
+
+        Options that are not given have torch's defaults (Lion: lr 1e-4, betas 0.9 and 0.99, no decay).
+        """
         self._step.check()
         self._check_whole()
         if params is None:
@@ -135,10 +143,10 @@ class Engine:
             if not params:
                 raise SettingsError("no parameter of the model requires grad, so there is nothing to optimize.")
         params = list(params)
-        self._require_states(params)
-        return Optimizer(
-            params, self._step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
-        )
+        width = self.settings.moment_width
+        self._require_states(params, rule_named(kind), width)
+        options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
+        return Optimizer(params, self._step, kind=kind, width=width, max_grad_norm=max_grad_norm, **options)
 
     def window(self, tasks: Sequence[Callable[[], Result]], *, whole: bool = False) -> list[Result]:
         """Run the micro-batches of a step together, each a function that does forward and backward; their results.
@@ -158,7 +166,7 @@ class Engine:
         tokens = max((t.numel() for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), default=1)
         config = getattr(self.model, "config", None)
         hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
-        boundary = tokens * hidden * (2 if self.precision == "bf16" else 4) * len(self.blocks) * 2
+        boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
         return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
 
     def grad_norm(self) -> float:
@@ -209,6 +217,12 @@ class Engine:
         if optimizer is not None:
             states.load_optimizer(self.model, optimizer, directory)
 
+    @property
+    def step_times(self) -> StepTimes | None:
+        """The newest step whose times are known: seconds each lane was busy, and compute waited for it."""
+        self._lanes.timeline.settle(wait=False)
+        return self._lanes.timeline.last
+
     def close(self) -> None:
         """Finish pending updates and stop. Weights stay readable; running the model needs a new engine."""
         if self._closed:
@@ -240,7 +254,12 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not self._closed:
+            # Whatever went wrong must reach the user, also when it left a lane that will never finish.
+            self._closed = True
+            self._step.close()
+            self._lanes.close(patience=PATIENCE)
         self.close()
 
     # ---- how it is put together
@@ -306,14 +325,14 @@ class Engine:
                     "model before attaching, or write into the parameter (`parameter.data.copy_`)."
                 )
 
-    def _require_states(self, params: list[Any]) -> None:
+    def _require_states(self, params: list[Any], rule: type[Rule], width: str) -> None:
         """Refuse before the first allocation what the optimizer's states would not leave room for."""
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
         slabs = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
-        states_bytes = sum(slab.optimizer_bytes for slab in slabs.values() if slab.exp_avg is None)
+        states_bytes = sum(slab.state_bytes(rule.moments, width) for slab in slabs.values())
         gradients = sum(slab.layout.nbytes for slab in slabs.values() if not slab.grad.allocated)
         inventory.require_ram(
-            states_bytes + gradients, "AdamW in FP32 (two moments, residual, gradient)",
+            states_bytes + gradients, f"{rule.__name__} (moments in {width}, residual, gradient)",
             self.settings.max_ram_gb, self._memory.held,
         )  # fmt: skip
 
@@ -322,16 +341,16 @@ def announce_unavailable(settings: Settings) -> None:
     """Settings that this version accepts and cannot honour yet are said, never ignored in silence."""
     if settings.offload_dir is not None:
         announce(f"offload_dir={settings.offload_dir!r}: the disk tier is not in this version, all state stays in RAM")
-    if settings.optimizer_compression:
+    if settings.moment_width != "fp32":
         announce(
-            f"optimizer_compression={settings.optimizer_compression!r}: compressed states are not in this version, "
-            "moments are kept in FP32 (nothing is lost but memory)"
+            f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "
+            f"{settings.moment_width} and lose precision (docs/optimizer.md shows what that costs)"
         )
 
 
 def _stop(lanes: Lanes, seats: Seats) -> None:
     seats.close()
-    lanes.close()
+    lanes.close(patience=PATIENCE)
 
 
 def _weakly(deposit: Deposit) -> Deposit:
@@ -350,20 +369,6 @@ def _require_ram(max_ram_gb: float | None, nbytes: int, held: int) -> None:
     inventory.require_ram(nbytes, "the next part of the model's state", max_ram_gb, held)
 
 
-def _precision(model: torch.nn.Module, asked: str | None) -> str:
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    loaded = max(counts, key=lambda dtype: counts[dtype])
-    natural = "fp32" if loaded == torch.float32 else "bf16"
-    if loaded == torch.float16 and asked is None:
-        announce("the model was loaded in FP16: training in BF16 with an exact FP32 master")
-    elif asked == "fp32" and natural == "bf16":
-        announce("precision='fp32' on a model loaded in 16 bits: weights take twice the memory")
-    return asked or natural
-
-
 def _lanes(asked: Any, device: torch.device) -> Lanes:
     if not isinstance(asked, str):
         return asked  # type: ignore[no-any-return]
@@ -376,11 +381,3 @@ def _lanes(asked: Any, device: torch.device) -> Lanes:
     if device.type == "cuda":
         raise SettingsError(f"lanes={asked!r} run copies without CUDA streams; use 'auto' on a CUDA device.")
     return SyncLanes() if asked == "sync" else ThreadLanes()
-
-
-def _disable_checkpointing(model: torch.nn.Module) -> None:
-    switched: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    for module in switched:
-        module.gradient_checkpointing = False
-    if switched:
-        announce("gradient checkpointing is off: every block already recomputes its forward in the backward")

@@ -4,7 +4,8 @@
     backward   autograd reaches the block's node → its weights are fetched again → it is recomputed and
                differentiated → its gradients are drained to host memory
     step       the norm is taken, updates are released in forward order on the update lane → at once, the first
-               blocks of the next forward are fetched, each as soon as its own update is done
+               blocks of the next forward are fetched, each as soon as its own update is done (without clipping, and
+               in a backward that is known to be the last, updates start there)
 
 Compute is the user's thread. Everything else runs on lanes (stream/lanes.py) and is ordered by tickets: a slab
 remembers its last write, its last read and its last gradient, a slot the compute that used it.
@@ -24,8 +25,7 @@ from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
 from megatrain.compute.window import Seats, park
 from megatrain.errors import UnsupportedCall
-from megatrain.optim.optimizer import HyperTable
-from megatrain.optim.schedule import Outcome, Updates
+from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.parameter import StoreTensor
 from megatrain.store.slab import Place, Slab
 from megatrain.stream.accumulate import WindowSums
@@ -73,6 +73,11 @@ class Step:
         self._check_open = check_open
         self._predictor = Predictor()
         self._forward_order: dict[int, None] = {}
+        self._unfinished: Counter[int] = Counter()
+        """Forwards through each block whose backward has not come yet."""
+        self._owner: dict[int, int] = {}
+        """Slab → block, for slabs that only one block uses."""
+        self._steps = 0
         self._sums: WindowSums | None = None
         self.seats = Seats(device)
         self._calls = threading.local()
@@ -85,6 +90,7 @@ class Step:
         users = Counter(slab.index for block in blocks for slab in block.slabs)
         for slab in self.slabs:
             slab.shared = users[slab.index] > 1
+        self._owner = {slab.index: block.index for block in blocks for slab in block.slabs}
         for phase, order in (("forward", blocks), ("backward", blocks[::-1])):
             for block in order:
                 self._predictor.record((phase, block.index))
@@ -116,7 +122,20 @@ class Step:
 
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
+        self._updates.refuse_late(slab)
         (self._sums or self._drain).collect(slab, place, gradients)
+
+    def finished(self, block: Block) -> None:
+        """One backward through a block has given all its gradients."""
+        self._unfinished[block.index] -= 1
+        if self._sums is None:
+            for slab in block.slabs:
+                self._given(slab)
+
+    def _given(self, slab: Slab) -> None:
+        """A gradient is on its way home: the slab's only one, if every forward through its block has come back."""
+        if not slab.shared and self._unfinished[self._owner[slab.index]] <= 0:
+            self._updates.complete(slab)
 
     def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
@@ -132,6 +151,7 @@ class Step:
         calls: Counter[int] = getattr(self._calls, "of_block", None) or Counter()
         self._calls.of_block = calls
         calls[block.index] += 1
+        self._unfinished[block.index] += 1
         if calls[block.index] > 1:
             for slab in block.slabs:
                 slab.shared = True
@@ -145,7 +165,7 @@ class Step:
         if self._sums is not None:
             raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
-        self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole, self.seats)
+        self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole, self.seats, self._given)
         try:
             results = self.seats.run(tasks, seeds, sums.left)
             sums.close()
@@ -159,15 +179,31 @@ class Step:
 
     # ---- step
 
-    def step(self, hypers: HyperTable, max_norm: float | None) -> Outcome:
+    def step(self, rules: RuleTable, max_norm: float | None) -> Outcome:
         """Release the updates; block *i* of the next forward waits for update *i* alone."""
         self.check()
-        outcome = self._updates.release(hypers, max_norm, self._in_forward_order())
+        outcome = self._updates.release(rules, max_norm, self._in_forward_order())
         self._forward_order = {}
+        self._unfinished.clear()
+        self._steps += 1
+        self._lanes.timeline.cut()
         self._predictor.record(BOUNDARY)
         self._fetcher.prefetch(self._ahead(), keep=())
         self._updates.check()
         return outcome
+
+    @contextmanager
+    def final_backward(self, rules: RuleTable) -> Iterator[None]:
+        """Without clipping, updates start in the backward inside: each slab's as soon as its gradient is complete."""
+        self.check()
+        # The first step shows which parameters are used in several places; those must wait for all of them.
+        if self._steps > 0:
+            self._updates.begin(rules)
+        try:
+            yield
+        except BaseException:
+            self._updates.abandon()
+            raise
 
     def owns(self, parameter: Any) -> bool:
         """Whether a parameter lies in one of this engine's slabs."""
@@ -176,6 +212,7 @@ class Step:
         return self.slabs[parameter.slab.index] is parameter.slab
 
     def zero_grad(self) -> None:
+        self._updates.abandon()
         for slab in self.slabs:
             slab.grad.clear()
 

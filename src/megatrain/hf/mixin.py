@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain import settings as settings_module
@@ -28,7 +30,12 @@ from megatrain.telemetry.notices import announce, warn
 SCHEDULER_FILE = "scheduler.pt"
 STOCK_OPTIMIZER_FILE = "optimizer.pt"
 STOCK_LOGGING_STEPS = 500
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+OPTIMIZERS = {
+    "adamw_torch": ("adamw", None), "adamw_torch_fused": ("adamw", None),
+    "adamw_bnb_8bit": ("adamw", "8bit"), "adamw_8bit": ("adamw", "8bit"),
+    "lion_32bit": ("lion", None), "lion_8bit": ("lion", "8bit"), "sgd": ("sgd", None),
+}  # fmt: skip
+"""`TrainingArguments.optim` → kind, and how moments are stored (None: as `megatrain.init` was told)."""
 
 
 class MegaMixin:
@@ -66,10 +73,8 @@ class MegaMixin:
         args = self.args
         if args.fp16:
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
-        if getattr(args.optim, "value", args.optim) not in OPTIMIZERS:
-            raise SettingsError(
-                f"optim={args.optim!s} is not supported: MegaTrain trains with AdamW (optim='adamw_torch')."
-            )
+        if self._optim not in OPTIMIZERS:
+            raise SettingsError(f"optim={self._optim!r} is not supported; these are: {', '.join(OPTIMIZERS)}.")
         _ = args.device  # settles the number of GPUs, which is then overridden
         args._n_gpu = min(args._n_gpu, 1)
         self._compile = bool(args.torch_compile) or settings_module.current().compile
@@ -81,6 +86,10 @@ class MegaMixin:
             announce("gradient_checkpointing=True is not needed: every block already recomputes its forward")
         if args.logging_steps == STOCK_LOGGING_STEPS and args.logging_strategy == "steps":
             args.logging_steps = 1
+
+    @property
+    def _optim(self) -> str:
+        return str(getattr(self.args.optim, "value", self.args.optim))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
@@ -95,7 +104,7 @@ class MegaMixin:
         present = engine_of(self.model)
         if present is not None and not present.closed:
             self.engine = present
-            if self.args.bf16 and present.precision != "bf16":
+            if self.args.bf16 and present.precision == "fp32":
                 announce(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
             return
         asked = settings_module.current()
@@ -105,8 +114,16 @@ class MegaMixin:
                 f"megatrain.init asked for device={asked.device!r}, but TrainingArguments is on {device}; "
                 "set use_cpu=True there, or leave device out."
             )
-        precision = "bf16" if self.args.bf16 else asked.precision
-        self.engine = Engine(self.model, device=str(device), precision=precision, compile=self._compile)
+        # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
+        precision = "bf16" if self.args.bf16 and asked.precision != "bf16-sr" else asked.precision
+        compression = asked.optimizer_compression or OPTIMIZERS[self._optim][1] or False
+        self.engine = Engine(
+            self.model,
+            device=str(device),
+            precision=precision,
+            compile=self._compile,
+            optimizer_compression=compression,
+        )
 
     def _refuse_foreign_optimizer(self) -> None:
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
@@ -125,11 +142,14 @@ class MegaMixin:
                 {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
                 {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
             ]
+            kind = OPTIMIZERS[self._optim][0]
+            betas = None if kind == "sgd" else (self.args.adam_beta1, self.args.adam_beta2)
             self.optimizer = self.engine.optimizer(
                 groups,
+                kind=kind,
                 lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2),
-                eps=self.args.adam_epsilon,
+                betas=betas,
+                eps=self.args.adam_epsilon if kind == "adamw" else None,
                 max_grad_norm=self.args.max_grad_norm or None,
             )
         return self.optimizer
@@ -153,7 +173,9 @@ class MegaMixin:
                 "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
             )
         if len(self._micro_batches) < 2 or not any(inputs is batch for batch in self._micro_batches):
-            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            alone = len(self._micro_batches) == 1 and inputs is self._micro_batches[0]
+            with self._final_backward() if alone else nullcontext():
+                loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return loss
         if inputs is self._micro_batches[0]:
             step = super().training_step  # type: ignore[misc]
@@ -172,8 +194,17 @@ class MegaMixin:
         size = self.engine.window_size(self._micro_batches[0])
         losses: list[torch.Tensor] = []
         for start in range(0, len(tasks), size):
-            losses += self.engine.window(tasks[start : start + size], whole=size >= len(tasks))
+            with self._final_backward() if start + size >= len(tasks) else nullcontext():
+                losses += self.engine.window(tasks[start : start + size], whole=size >= len(tasks))
         return losses
+
+    def _final_backward(self) -> AbstractContextManager[None]:
+        """Let updates start in the backward, unless somebody wants to look at the gradients before the step."""
+        looks = [c for c in self.callback_handler.callbacks if _overrides(c, "on_pre_optimizer_step")]  # type: ignore[attr-defined]
+        optimizer = self._own_optimizer()
+        if looks or optimizer._optimizer_step_pre_hooks:
+            return nullcontext()
+        return optimizer.final_backward()
 
     def _clip_grad_norm(self, model: Any) -> float:
         # The clip factor is applied inside the update, from this same norm.
@@ -260,6 +291,10 @@ def last_complete(output_dir: str) -> str:
     raise CheckpointError(
         f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint ({len(found)} incomplete)."
     )
+
+
+def _overrides(callback: Any, event: str) -> bool:
+    return getattr(type(callback), event) is not getattr(TrainerCallback, event)
 
 
 def _is_stock(path: Path) -> bool:

@@ -13,9 +13,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megatrain.errors import NativeLibraryMissing
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Equal to MT_ABI_VERSION in csrc/megatrain.h."""
 
 FILE_NAME = "libmegatrain.so"
@@ -40,27 +42,76 @@ def copy(dst: int, src: int, nbytes: int, threads: int) -> None:
     _check(load().mt_copy(dst, src, _size(nbytes), threads), f"copying {nbytes} bytes")
 
 
-GRADIENT_FP32, GRADIENT_BF16, GRADIENT_FP32_TO_BF16 = range(3)
-"""How a gradient is stored; the last is an FP32 sum that is rounded to BF16 before use."""
+WIDTHS = ("fp32", "bf16", "8bit", "4bit")
+"""`enum mt_state`: how moments are stored."""
 
 
-def adamw(
-    weight: int,
-    residual: int | None,
-    exp_avg: int,
-    exp_avg_sq: int,
-    gradient: int,
-    gradient_kind: int,
-    count: int,
+class _Update(ctypes.Structure):
+    """`struct mt_update` in csrc/megatrain.h."""
+
+    _fields_ = [
+        ("rule", ctypes.c_int32),
+        ("weight_kind", ctypes.c_int32),
+        ("gradient_kind", ctypes.c_int32),
+        ("state_kind", ctypes.c_int32),
+        ("weight", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("moments", ctypes.c_void_p * 2),
+        ("scales", ctypes.c_void_p * 2),
+        ("count", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("scalars", ctypes.c_float * 12),
+    ]
+
+
+def update(
+    *,
+    rule: int,
     scalars: Sequence[float],
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    gradient: torch.Tensor,
+    rounded: bool,
+    width: str,
+    moments: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor | None],
+    seed: int,
+    first: int,
     threads: int,
 ) -> None:
-    """One AdamW step on `count` elements in one pass; addresses of the first elements. See csrc/megatrain.h."""
-    packed = (ctypes.c_float * 9)(*scalars)
-    code = load().mt_adamw(
-        weight, residual, exp_avg, exp_avg_sq, gradient, gradient_kind, _size(count), packed, threads
+    """One optimizer step on flat tensors in host memory, in one pass. See `mt_update` in csrc/megatrain.h."""
+    weight_kind = 0 if weight.dtype == torch.float32 else (2 if residual is None else 1)
+    gradient_kind = 1 if gradient.dtype == torch.bfloat16 else (2 if rounded else 0)
+    packed = _Update(
+        rule=rule,
+        weight_kind=weight_kind,
+        gradient_kind=gradient_kind,
+        state_kind=WIDTHS.index(width),
+        weight=weight.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
+        gradient=gradient.data_ptr(),
+        count=weight.numel(),
+        first=first,
+        seed=seed,
     )
-    _check(code, f"updating {count} parameters")
+    packed.scalars[: len(scalars)] = list(scalars)
+    for number, (payload, scale) in enumerate(zip(moments, scales, strict=True)):
+        packed.moments[number] = payload.data_ptr()
+        packed.scales[number] = None if scale is None else scale.data_ptr()
+    _check(load().mt_update(ctypes.byref(packed), threads), f"updating {weight.numel()} parameters")
+
+
+def isas() -> list[str]:
+    """Instruction sets that the update was compiled for and this CPU has, the best last: the one in use by default."""
+    library = load()
+    return [library.mt_isa_name(number).decode() for number in range(library.mt_isa_count())]
+
+
+def use_isa(name: str) -> None:
+    """Make later updates use one of `isas()`. All of them give the same bits; for tests and benchmarks."""
+    _check(load().mt_isa_use(isas().index(name)), f"choosing {name}")
 
 
 @functools.cache
@@ -76,14 +127,14 @@ def load() -> ctypes.CDLL:
     library.mt_touch.restype = ctypes.c_int
     library.mt_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.mt_copy.restype = ctypes.c_int
-    library.mt_adamw.argtypes = [
-        *[ctypes.c_void_p] * 5,
-        ctypes.c_int,
-        ctypes.c_size_t,
-        ctypes.POINTER(ctypes.c_float),
-        ctypes.c_int,
-    ]
-    library.mt_adamw.restype = ctypes.c_int
+    library.mt_update.argtypes = [ctypes.POINTER(_Update), ctypes.c_int]
+    library.mt_update.restype = ctypes.c_int
+    library.mt_isa_count.argtypes = []
+    library.mt_isa_count.restype = ctypes.c_int
+    library.mt_isa_name.argtypes = [ctypes.c_int]
+    library.mt_isa_name.restype = ctypes.c_char_p
+    library.mt_isa_use.argtypes = [ctypes.c_int]
+    library.mt_isa_use.restype = ctypes.c_int
     return library
 
 

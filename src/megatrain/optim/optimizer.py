@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from megatrain.errors import CheckpointError, SettingsError
-from megatrain.optim.adamw import Hyper
-from megatrain.optim.schedule import Outcome
-from megatrain.store.parameter import StoreTensor, states_of
-
-HyperTable = Mapping[int, Mapping[int, Hyper]]
+from megatrain.optim.rules import RULES, Rule
+from megatrain.optim.schedule import Outcome, RuleTable
+from megatrain.store.parameter import StoreTensor, restore_states, states_of
 
 
 class Stepper(Protocol):
     """What the optimizer needs from the engine (engine/step.py)."""
 
-    def step(self, hypers: HyperTable, max_norm: float | None) -> Outcome: ...
+    def step(self, rules: RuleTable, max_norm: float | None) -> Outcome: ...
+
+    def final_backward(self, rules: RuleTable) -> AbstractContextManager[None]: ...
 
     def zero_grad(self) -> None: ...
 
@@ -26,7 +27,7 @@ class Stepper(Protocol):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """AdamW over the engine's parameters. Schedulers and parameter groups work as with `torch.optim.AdamW`.
+    """AdamW, Lion or SGD over the engine's parameters. Schedulers and parameter groups work as with torch's own.
 
     `step()` returns at once: updates run under the next forward, with the learning rates of the moment of the call.
     """
@@ -36,17 +37,21 @@ class Optimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         stepper: Stepper,
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        kind: str = "adamw",
+        width: str = "fp32",
         max_grad_norm: float | None = None,
+        **options: Any,
     ) -> None:
-        _check(lr, betas, eps, weight_decay, max_grad_norm)
+        self.kind = kind
+        self.rule = rule_named(kind)
+        self.width = width
+        """How moments are stored: fp32, bf16, 8bit or 4bit."""
+        chosen = {**self.rule.defaults, **{key: value for key, value in options.items() if value is not None}}
+        _check(kind, self.rule, chosen, max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self._stepper = stepper
         self._outcome: Outcome | None = None
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, chosen)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
@@ -60,7 +65,7 @@ class Optimizer(torch.optim.Optimizer):
                 )
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            parameter.slab.allocate_states()
+            parameter.slab.allocate_states(self.rule.moments, self.width)
             self._start_afresh(parameter)
 
     @staticmethod
@@ -68,17 +73,27 @@ class Optimizer(torch.optim.Optimizer):
         """A second optimizer on the same model starts without the first one's moments; masters stay."""
         parameter.slab.overwrite()
         parameter.slab.steps[parameter.segment] = 0
-        for role, view in states_of(parameter).items():
-            if role != "residual":
-                view.zero_()
+        restore_states(parameter, {})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._outcome = self._stepper.step(self._hypers(), self.max_grad_norm)
+        self._outcome = self._stepper.step(self._rules(), self.max_grad_norm)
         return loss
+
+    @contextmanager
+    def final_backward(self) -> Iterator[None]:
+        """Promise that the backward inside is the last of this step: without clipping, updates then start in it.
+
+        `step()` must follow. With `max_grad_norm` the norm has to be known first, so nothing changes.
+        """
+        if self.max_grad_norm is not None:
+            yield
+            return
+        with self._stepper.final_backward(self._rules()):
+            yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are always dropped, never filled with zeros."""
@@ -100,17 +115,16 @@ class Optimizer(torch.optim.Optimizer):
         self._outcome.ticket.wait()
         return self._outcome
 
-    def _hypers(self) -> HyperTable:
-        """Hyperparameters by slab and segment, copied: a learning rate changed after `step()` must not leak in."""
-        table: dict[int, dict[int, Hyper]] = {}
+    def _rules(self) -> RuleTable:
+        """Rules by slab and segment, copied: a learning rate changed after `step()` must not leak in."""
+        table: dict[int, dict[int, Rule]] = {}
         for group in self.param_groups:
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            hyper = Hyper(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+            rule = self.rule.of(group)
             for parameter in group["params"]:
-                table.setdefault(parameter.slab.index, {})[parameter.segment] = hyper
+                table.setdefault(parameter.slab.index, {})[parameter.segment] = rule
         return table
 
-    # ---- state, in the form that torch.optim.AdamW uses, plus the residual of a split master
+    # ---- state, in the form that torch's optimizers use, plus the residual of a split master; low-bit moments as codes
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, residuals and step counts as views of the store (not copies), and the parameter groups."""
@@ -130,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy a state dict of this class, or of `torch.optim.AdamW` over the same groups, into the store."""
+        """Copy a state dict of this class, or of torch's of that name over the same groups, into the store."""
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise CheckpointError(
@@ -142,12 +156,8 @@ class Optimizer(torch.optim.Optimizer):
             for number, parameter in zip(theirs["params"], mine["params"], strict=True):
                 entry = state_dict["state"].get(number)
                 parameter.slab.overwrite()
-                parameter.slab.steps[parameter.segment] = int(entry["step"]) if entry else 0
-                for role, view in states_of(parameter).items():
-                    if entry is not None and role in entry:
-                        view.copy_(entry[role])
-                    elif role != "residual":
-                        view.zero_()
+                parameter.slab.steps[parameter.segment] = int(entry.get("step", 1)) if entry else 0
+                restore_states(parameter, {k: v for k, v in (entry or {}).items() if k != "step" and v is not None})
 
     def _parameters(self) -> Iterable[Any]:
         return (parameter for group in self.param_groups for parameter in group["params"])
@@ -159,11 +169,19 @@ class Optimizer(torch.optim.Optimizer):
         return f"megatrain.{super().__repr__()}"
 
 
-def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not float(value) >= 0.0:
-            raise SettingsError(f"{name} must not be negative, and is {value!r}.")
-    if not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise SettingsError(f"betas must lie in [0, 1), and are {betas!r}.")
+def rule_named(kind: str) -> type[Rule]:
+    if kind not in RULES:
+        raise SettingsError(f"kind must be one of {', '.join(RULES)}, not {kind!r}.")
+    return RULES[kind]
+
+
+def _check(kind: str, rule: type[Rule], options: Mapping[str, Any], max_grad_norm: float | None) -> None:
+    if unknown := sorted(set(options) - set(rule.defaults)):
+        raise SettingsError(f"{kind} has no {unknown[0]}; its options are {', '.join(rule.defaults)}.")
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        if not float(options.get(name, 0.0)) >= 0.0:
+            raise SettingsError(f"{name} must not be negative, and is {options[name]!r}.")
+    if not all(0.0 <= float(beta) < 1.0 for beta in options.get("betas", ())):
+        raise SettingsError(f"betas must lie in [0, 1), and are {options['betas']!r}.")
     if max_grad_norm is not None and not float(max_grad_norm) > 0.0:
         raise SettingsError(f"max_grad_norm must be positive or None, and is {max_grad_norm!r}.")

@@ -1,18 +1,20 @@
 """When updates run: released together once the norm is known, in forward order, on the update lane.
 
 `step()` only submits. The next forward fetches a block when that block's update is done, so the optimizer runs under
-the forward that follows it.
+the forward that follows it. Without clipping nothing has to wait for the norm: in a backward that is known to be the
+step's last, a slab is updated as soon as its gradient is complete.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from megatrain.errors import NonFiniteGradients
-from megatrain.optim.adamw import Hyper
+from megatrain.errors import NonFiniteGradients, UnsupportedCall
+from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, update_slab
 from megatrain.store.slab import Slab, Snapshot
 from megatrain.store.ticket import DONE, Ticket
@@ -21,6 +23,8 @@ from megatrain.stream.norm import snapshot_square_sum, total
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import warn
 
+RuleTable = Mapping[int, Mapping[int, Rule]]
+"""Rules, with their hyperparameters, by slab and segment."""
 PATIENCE = 10
 """Steps in a row with a non-finite norm before the run is stopped."""
 
@@ -36,10 +40,22 @@ class Outcome:
 
     def decide(self, norm: float, max_norm: float | None) -> None:
         self.norm = norm
-        self.skipped = not math.isfinite(norm)
+        self.skipped = self.skipped or not math.isfinite(norm)
         if max_norm is not None and not self.skipped:
             # torch.nn.utils.clip_grad_norm_ divides by the same sum.
             self.clip = min(1.0, max_norm / (norm + 1e-6))
+
+
+@dataclass
+class _Early:
+    """A step whose updates start in its backward."""
+
+    rules: RuleTable
+    outcome: Outcome = field(default_factory=Outcome)
+    started: dict[int, str] = field(default_factory=dict)
+    """Slabs whose update has been submitted: index → name."""
+    updated: list[str] = field(default_factory=list)
+    """Names of those whose update has run."""
 
 
 class Updates:
@@ -51,7 +67,53 @@ class Updates:
         self._lanes = lanes
         self._counters = counters
         self._in_a_row = 0
+        self._early: _Early | None = None
+        self._half_done: NonFiniteGradients | None = None
         self.last: Outcome | None = None
+
+    # ---- updates that start in the backward
+
+    def begin(self, rules: RuleTable) -> None:
+        """The backward that follows is the step's last, and nothing is clipped: update slabs as they complete."""
+        self.check()
+        self._early = _Early(rules)
+
+    def complete(self, slab: Slab) -> None:
+        """All gradients of a slab have been given; its update may start now if that was allowed."""
+        early = self._early
+        if early is None or slab.index in early.started or slab.index not in early.rules or not slab.grad.present:
+            return
+        early.started[slab.index] = slab.name
+        gradient, landed = slab.grad.snapshot(), slab.grad.merged().landed
+
+        def work() -> None:
+            early.outcome.skipped |= not math.isfinite(snapshot_square_sum(gradient))
+            if not early.outcome.skipped:
+                update_slab(slab, gradient, early.rules[slab.index], 1.0, self._kernel)
+                early.updated.append(slab.name)
+
+        # After `landed`: the gradient must be there. After `read`: a copy may still be reading the weights.
+        slab.written = self._lanes.update.submit(work, after=(landed, slab.read), label=slab.name)
+        slab.version += 1
+
+    def refuse_late(self, slab: Slab) -> None:
+        """A gradient for a slab whose update is already under way would be lost."""
+        if self._early is not None and slab.index in self._early.started:
+            raise UnsupportedCall(
+                f"{slab.name} got another gradient after its update had started: inside `final_backward()` the "
+                "backward must be the last of the step, and pass every block as often as the forward did."
+            )
+
+    def abandon(self) -> None:
+        """The step was not taken after all; what has been updated stays so."""
+        early, self._early = self._early, None
+        if early is not None and early.started:
+            warn(
+                f"a step was given up after the updates of {len(early.started)} of {len(self._slabs)} parts of the "
+                f"model had started ({_listed(early.started.values())}): those have moved, the others have not"
+            )
+
+    # ---- a step
 
     def norm(self) -> float:
         """The global gradient norm now; waits for the backward to finish."""
@@ -65,23 +127,23 @@ class Updates:
                 sums.append(value)
         return total(sums)
 
-    def release(
-        self, hypers: Mapping[int, Mapping[int, Hyper]], max_norm: float | None, order: Sequence[Slab]
-    ) -> Outcome:
+    def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab]) -> Outcome:
         """Submit one step: first the norm, then every slab that has a gradient, in the given order."""
         self.check()
+        early, self._early = self._early, None
+        outcome = early.outcome if early is not None else Outcome()
+        started = early.started if early is not None else {}
         gradients = {slab.index: slab.grad.snapshot() for slab in self._slabs if slab.grad.present}
-        outcome = Outcome()
         outcome.ticket = self._lanes.update.submit(
-            lambda: self._decide(outcome, [gradients[i] for i in sorted(gradients)], max_norm),
+            lambda: self._decide(outcome, [gradients[i] for i in sorted(gradients)], max_norm, early),
             after=[slab.grad.merged().landed for slab in self._slabs if slab.index in gradients],
             label="norm",
         )
         for slab in order:
-            if slab.index not in gradients:
+            if slab.index not in gradients or slab.index in started:
                 continue
-            if slab.index in hypers:
-                self._submit(slab, gradients[slab.index], hypers[slab.index], outcome)
+            if slab.index in rules:
+                self._submit(slab, gradients[slab.index], rules[slab.index], outcome)
             else:
                 # Nothing updates it, but the norm still reads its gradient: the next one must not land before.
                 slab.grad.merged().landed = outcome.ticket
@@ -90,6 +152,9 @@ class Updates:
 
     def check(self) -> None:
         """Raise in the user's thread what the update lane found out."""
+        half_done, self._half_done = self._half_done, None
+        if half_done is not None:
+            raise half_done
         if self._in_a_row >= PATIENCE:
             count, self._in_a_row = self._in_a_row, 0
             norm = self.last.norm if self.last is not None else math.nan
@@ -99,16 +164,18 @@ class Updates:
                 "resume from a checkpoint."
             )
 
-    def _submit(self, slab: Slab, gradient: Snapshot, hypers: Mapping[int, Hyper], outcome: Outcome) -> None:
+    def _submit(self, slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], outcome: Outcome) -> None:
         def work() -> None:
             if not outcome.skipped:
-                update_slab(slab, gradient, hypers, outcome.clip, self._kernel)
+                update_slab(slab, gradient, rules, outcome.clip, self._kernel)
 
         # After `read`: a copy to the device may still be reading the weights that this writes.
         slab.written = self._lanes.update.submit(work, after=(outcome.ticket, slab.read), label=slab.name)
         slab.version += 1
 
-    def _decide(self, outcome: Outcome, gradients: list[Snapshot], max_norm: float | None) -> None:
+    def _decide(
+        self, outcome: Outcome, gradients: list[Snapshot], max_norm: float | None, early: _Early | None
+    ) -> None:
         outcome.decide(total(snapshot_square_sum(gradient) for gradient in gradients), max_norm)
         if not outcome.skipped:
             self._in_a_row = 0
@@ -116,7 +183,19 @@ class Updates:
             return
         self._in_a_row += 1
         self._counters.skipped_steps += 1
+        if early is not None and early.updated:
+            self._half_done = NonFiniteGradients(
+                f"the gradient norm is {outcome.norm}, found after {len(early.updated)} parts of the model had been "
+                f"updated in the backward ({_listed(early.updated)}); the rest was left as it was. Resume from the "
+                "last checkpoint; with max_grad_norm set, such a step is skipped as a whole."
+            )
+            return
         warn(
             f"the gradient norm is {outcome.norm}: step skipped, nothing was changed "
             f"({self._counters.skipped_steps} skipped so far, {self._in_a_row} in a row, {PATIENCE} stop the run)"
         )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {names[-1]}"

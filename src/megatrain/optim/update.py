@@ -1,89 +1,140 @@
-"""Updating a slab: its parameters in runs of equal hyperparameters and step count, by one of two kernels.
+"""Updating a slab: its parameters in runs of equal rule, step count and format, by one of three kernels.
 
-`native_kernel` (csrc/adamw.cpp) makes one pass over weight, residual, moments and gradient; `reference_kernel` is the
-same sequence in PyTorch. They agree bit for bit.
+`native_kernel` (csrc/update.cpp) makes one pass over weight, residual, moments and gradient; `triton_kernel`
+(optim/update_triton.py) does the same for state in GPU memory; `reference_kernel` is the written sequence in PyTorch.
+They agree bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import astuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from megatrain.native import library as native
-from megatrain.optim.adamw import Hyper, Scalars, update
+from megatrain.optim.rules import Rule
+from megatrain.store.formats import round_to_bf16
+from megatrain.store.moments import Piece
+from megatrain.store.random import Draws, seed_of
 from megatrain.store.slab import Slab, Snapshot
 from megatrain.store.split import join, split
-
-Kernel = Callable[[Slab, Snapshot, int, int, Scalars], None]
-"""Update elements [start, end) of a slab."""
 
 PIECE = 1 << 20
 """Elements that the reference handles at once, so that its temporaries stay small."""
 
 
-def update_slab(slab: Slab, gradient: Snapshot, hypers: Mapping[int, Hyper], clip: float, kernel: Kernel) -> None:
-    """One AdamW step for the parameters that have a gradient and a group; the others are left untouched."""
-    runs: dict[tuple[Hyper, int], list[int]] = {}
+@dataclass(frozen=True)
+class Operands:
+    """One kernel call: flat tensors of `count` elements, all on one device."""
+
+    rule: type[Rule]
+    scalars: tuple[float, ...]
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    """Low halves of a split master. None: FP32 weights are their own master, BF16 ones are rounded stochastically."""
+    gradient: torch.Tensor
+    gradient_dtype: torch.dtype
+    """What the gradient is rounded to before use; BF16 for an FP32 sum of BF16 gradients."""
+    moments: tuple[Piece, ...]
+    seed: int
+    first: int
+    """The number of the first element in its slab, a multiple of 256: random bits are drawn by it."""
+
+    @property
+    def count(self) -> int:
+        return self.weight.numel()
+
+
+Kernel = Callable[[Operands], None]
+
+
+def update_slab(slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel) -> None:
+    """One step for the parameters that have a gradient and a group; the others are left untouched."""
+    runs: dict[tuple[Rule, int], list[int]] = {}
     for index in sorted(gradient.present):
-        if index in hypers:
+        if index in rules:
             slab.steps[index] += 1
-            runs.setdefault((hypers[index], slab.steps[index]), []).append(index)
-    for (hyper, step), indices in runs.items():
-        scalars = Scalars.of(hyper, step, clip)
-        for start, end in slab.layout.runs(indices):
-            kernel(slab, gradient, start, end, scalars)
+            runs.setdefault((rules[index], slab.steps[index]), []).append(index)
+    for (rule, step), indices in runs.items():
+        scalars = rule.scalars(step, clip)
+        for index, start, end in _pieces(slab, indices):
+            kernel(
+                Operands(
+                    rule=type(rule),
+                    scalars=scalars,
+                    weight=slab.weight[start:end],
+                    residual=slab.residual[start:end] if slab.split_master and slab.residual is not None else None,
+                    gradient=gradient.flat[start:end],
+                    gradient_dtype=gradient.dtype,
+                    moments=tuple(slab.moments[role].piece(index, end - start) for role in rule.moments),
+                    seed=seed_of(slab.index, step),
+                    first=start,
+                )
+            )
+
+
+def _pieces(slab: Slab, indices: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first segment, start, end) of runs of neighbouring segments whose moments are stored alike."""
+    run: list[int] = []
+    for index in indices:
+        if run and (index != run[-1] + 1 or slab.formats(index) != slab.formats(run[-1])):
+            yield run[0], slab.layout.segments[run[0]].offset, slab.layout.segments[run[-1]].end
+            run = []
+        run.append(index)
+    if run:
+        yield run[0], slab.layout.segments[run[0]].offset, slab.layout.segments[run[-1]].end
 
 
 def native_kernel(threads: int) -> Kernel:
     """The native library's kernel, on this many threads."""
 
-    def kernel(slab: Slab, gradient: Snapshot, start: int, end: int, scalars: Scalars) -> None:
-        exp_avg, exp_avg_sq = _moments(slab)
-        if gradient.flat.dtype == torch.bfloat16:
-            kind = native.GRADIENT_BF16
-        else:
-            kind = native.GRADIENT_FP32 if gradient.dtype == torch.float32 else native.GRADIENT_FP32_TO_BF16
-        residual = slab.residual if slab.split_master else None
-        native.adamw(
-            _address(slab.weight, start),
-            None if residual is None else _address(residual, start),
-            _address(exp_avg, start),
-            _address(exp_avg_sq, start),
-            _address(gradient.flat, start),
-            kind,
-            end - start,
-            astuple(scalars),
-            threads,
+    def kernel(operands: Operands) -> None:
+        native.update(
+            rule=operands.rule.code,
+            scalars=operands.scalars,
+            weight=operands.weight,
+            residual=operands.residual,
+            gradient=operands.gradient,
+            rounded=operands.gradient_dtype == torch.bfloat16,
+            width=operands.moments[0].format.name,
+            moments=[piece.payload for piece in operands.moments],
+            scales=[piece.scales for piece in operands.moments],
+            seed=operands.seed,
+            first=operands.first,
+            threads=threads,
         )
 
     return kernel
 
 
-def reference_kernel(slab: Slab, gradient: Snapshot, start: int, end: int, scalars: Scalars) -> None:
+def reference_kernel(operands: Operands) -> None:
     """The written sequence, in PyTorch."""
-    exp_avg, exp_avg_sq = _moments(slab)
-    for begin in range(start, end, PIECE):
-        piece = slice(begin, min(begin + PIECE, end))
-        rounded = gradient.rounded(piece.start, piece.stop)
-        weight = slab.weight[piece]
-        if not slab.split_master:
-            update(weight, exp_avg[piece], exp_avg_sq[piece], rounded, scalars)
-            continue
-        assert slab.residual is not None
-        master = join(weight, slab.residual[piece])
-        update(master, exp_avg[piece], exp_avg_sq[piece], rounded, scalars)
+    for start in range(0, operands.count, PIECE):
+        _reference(operands, start, min(start + PIECE, operands.count))
+
+
+def _reference(operands: Operands, start: int, end: int) -> None:
+    draws = Draws(operands.seed, operands.first + start, end - start)
+    weight, residual = operands.weight[start:end], operands.residual
+    master = weight.float() if residual is None else join(weight, residual[start:end])
+    gradient = operands.gradient[start:end].to(operands.gradient_dtype).float()
+    pieces = [_part(piece, start, end) for piece in operands.moments]
+    moments = tuple(piece.format.decode(piece.payload, piece.scales, end - start) for piece in pieces)
+    operands.rule.update(master, moments, gradient, operands.scalars)
+    for number, (piece, values) in enumerate(zip(pieces, moments, strict=True)):
+        piece.format.encode(values, piece.payload, piece.scales, draws.moment(number))
+    if residual is not None:
         high, low = split(master)
         weight.copy_(high)
-        slab.residual[piece].copy_(low)
+        residual[start:end].copy_(low)
+    elif weight.dtype == torch.bfloat16:
+        weight.copy_(round_to_bf16(master, draws.weight()))
+    else:
+        weight.copy_(master)
 
 
-def _moments(slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
-    assert slab.exp_avg is not None
-    assert slab.exp_avg_sq is not None
-    return slab.exp_avg, slab.exp_avg_sq
-
-
-def _address(flat: torch.Tensor, element: int) -> int:
-    return flat.data_ptr() + element * flat.element_size()
+def _part(piece: Piece, start: int, end: int) -> Piece:
+    chosen = piece.format
+    payload = piece.payload[chosen.payload_bytes(start) :]
+    return Piece(chosen, payload, None if piece.scales is None else piece.scales[start // chosen.block :])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGN_ELEMENTS = 128
-"""Every parameter starts on a multiple of this, so that vector loads are aligned whatever came before it."""
+ALIGN_ELEMENTS = 256
+"""Every parameter starts on a multiple of this: vector loads are aligned whatever came before it, and so are the blocks
+of low-bit moments and the groups of random numbers."""
 ALIGN_BYTES = 4096
 """Slabs are padded to whole pages: they are registered with the driver, and later read with O_DIRECT."""
 
@@ -59,8 +60,13 @@ def lay_out(parameters: Sequence[tuple[str, torch.Size]], dtype: torch.dtype) ->
     offset = 0
     for name, shape in parameters:
         segments.append(Segment(name, shape, offset, shape.numel()))
-        offset += _round_up(shape.numel(), ALIGN_ELEMENTS)
+        offset += padded(shape.numel())
     return Layout(dtype, tuple(segments), _round_up(offset, ALIGN_BYTES // dtype.itemsize))
+
+
+def padded(numel: int) -> int:
+    """The room that a parameter takes, in elements."""
+    return _round_up(numel, ALIGN_ELEMENTS)
 
 
 def _round_up(value: int, multiple: int) -> int:

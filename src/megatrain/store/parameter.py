@@ -7,7 +7,7 @@ views of the store: each carries a meta tensor with its geometry inside the slab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from megatrain.store.slab import Slab
 from megatrain.store.split import join
 
 Deposit = Callable[[Slab, int, torch.Tensor], None]
-STATES = ("residual", "exp_avg", "exp_avg_sq")
-"""The roles that only the optimizer reads."""
 
 
 class StoreTensor(torch.Tensor):
@@ -241,10 +239,31 @@ def after_accumulate(parameter: torch.nn.Parameter) -> None:
 
 
 def states_of(parameter: StoreTensor) -> dict[str, torch.Tensor]:
-    """The optimizer's roles of one parameter, as views of its slab."""
-    slab = parameter.slab
-    segment = slab.layout.segments[parameter.segment]
-    found = {role: getattr(slab, role) for role in STATES}
-    return {
-        role: flat[segment.offset : segment.end].view(segment.shape) for role, flat in found.items() if flat is not None
-    }
+    """The optimizer's roles of one parameter, as views of its slab, in the formats they are stored in."""
+    slab, index = parameter.slab, parameter.segment
+    segment = slab.layout.segments[index]
+    found = {}
+    if slab.residual is not None:
+        found["residual"] = slab.residual[segment.offset : segment.end].view(segment.shape)
+    for role, moment in slab.moments.items():
+        found |= {role + suffix: tensor for suffix, tensor in moment.stored(index).items()}
+    return found
+
+
+def restore_states(parameter: StoreTensor, entry: Mapping[str, torch.Tensor]) -> bool:
+    """Take over what `states_of` gave; moments that are not there become zero. False if one had to be rounded."""
+    slab, index = parameter.slab, parameter.segment
+    exact = True
+    if "residual" in entry and slab.residual is not None:
+        # The residual of a run in BF16 means nothing to one whose weights are their own master.
+        segment = slab.layout.segments[index]
+        slab.residual[segment.offset : segment.end].copy_(entry["residual"].reshape(-1))
+    for role, moment in slab.moments.items():
+        given = {
+            key.removeprefix(role): tensor for key, tensor in entry.items() if key == role or key.startswith(f"{role}.")
+        }
+        if given:
+            exact = moment.restore(index, given) and exact
+        else:
+            moment.clear(index)
+    return exact

@@ -7,13 +7,15 @@ with; nothing else is locked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
 
+from megatrain.store.formats import Format
 from megatrain.store.layout import Layout
+from megatrain.store.moments import Moment, lay_out_areas
 from megatrain.store.ram import HostBuffer, HostMemory
 from megatrain.store.split import split
 from megatrain.store.ticket import DONE, Ticket
@@ -25,16 +27,19 @@ PIECE = 1 << 18
 class Slab:
     """One dtype's worth of a block's parameters and their state."""
 
-    def __init__(self, index: int, name: str, layout: Layout, memory: HostMemory) -> None:
+    def __init__(self, index: int, name: str, layout: Layout, memory: HostMemory, *, master: bool = True) -> None:
         self.index = index
         self.name = name
+        self.split_master = master and layout.dtype == torch.bfloat16
+        """BF16 weights are the high half of an FP32 master; FP32 weights are their own. False for BF16 weights without
+        a master, which updates round stochastically."""
         self.layout = layout
         self.memory = memory
         self.weight_buffer: HostBuffer = memory.allocate(layout.nbytes, transferred=True)
         self.weight = self.weight_buffer.view(layout.dtype)
         self.residual: torch.Tensor | None = None
-        self.exp_avg: torch.Tensor | None = None
-        self.exp_avg_sq: torch.Tensor | None = None
+        self.moments: dict[str, Moment] = {}
+        """The optimizer's running averages, by name."""
         self.steps: list[int] = [0] * len(layout.segments)
         """Optimizer steps taken, per parameter: a parameter without gradient in a step does not count it."""
         self.grad = Gradient(self)
@@ -45,28 +50,28 @@ class Slab:
         self.written: Ticket = DONE
         self.read: Ticket = DONE
 
-    @property
-    def split_master(self) -> bool:
-        """BF16 weights are the high half of an FP32 master; FP32 weights are their own master."""
-        return self.layout.dtype == torch.bfloat16
-
-    @property
-    def optimizer_bytes(self) -> int:
+    def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
         """What `allocate_states` will take beside what is there already."""
-        return self.layout.numel * ((2 if self.split_master and self.residual is None else 0) + 8)
+        missing = [signed for role, signed in moments.items() if role not in self.moments]
+        residual = self.layout.numel * 2 if self.split_master and self.residual is None else 0
+        return residual + sum(lay_out_areas(self.layout, width, signed)[1] for signed in missing)
 
     def allocate_residual(self) -> torch.Tensor:
         if self.residual is None:
-            self.residual = self._allocate(torch.int16)
+            self.residual = self.memory.allocate(self.layout.numel * 2, transferred=False).view(torch.int16)
         return self.residual
 
-    def allocate_states(self) -> None:
-        """Residual and moments, all zero: exact for weights that were loaded in BF16."""
+    def allocate_states(self, moments: Mapping[str, bool], width: str) -> None:
+        """Residual and moments (name → whether it can be negative), all zero: exact for weights loaded in BF16."""
         if self.split_master:
             self.allocate_residual()
-        if self.exp_avg is None:
-            self.exp_avg = self._allocate(torch.float32)
-            self.exp_avg_sq = self._allocate(torch.float32)
+        for role, signed in moments.items():
+            if role not in self.moments:
+                self.moments[role] = Moment(self.layout, width, signed, self.memory)
+
+    def formats(self, index: int) -> tuple[Format, ...]:
+        """How one parameter's moments are stored."""
+        return tuple(moment.format(index) for moment in self.moments.values())
 
     def put(self, index: int, values: torch.Tensor) -> None:
         """Set one parameter from a tensor of any float dtype; FP32 into BF16 keeps its low half as the residual."""
@@ -97,9 +102,6 @@ class Slab:
         # A copy still reading the old bytes would carry a mixture to the GPU.
         self.read.wait()
         self.version += 1
-
-    def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.memory.allocate(self.layout.numel * dtype.itemsize, transferred=False).view(dtype)
 
 
 @dataclass(frozen=True)

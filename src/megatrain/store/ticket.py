@@ -8,6 +8,9 @@ from typing import Protocol
 class Ticket(Protocol):
     """A piece of submitted work."""
 
+    lane: str
+    """Where the work was submitted: a lane's name, "compute", or nothing for work that never was."""
+
     def wait(self) -> None:
         """Block the calling thread until the work is finished; raise if it failed."""
 
@@ -16,6 +19,8 @@ class Ticket(Protocol):
 
 
 class _Done:
+    lane = ""
+
     def wait(self) -> None:
         return None
 

@@ -6,6 +6,7 @@ that of one micro-batch after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,9 +47,12 @@ class Turns(Protocol):
 class WindowSums:
     """Open sums of one window. A gradient that comes before an earlier micro-batch's is held until that has come."""
 
-    def __init__(self, drain: Drain, transfer: Transfer, whole: bool, turns: Turns) -> None:
+    def __init__(
+        self, drain: Drain, transfer: Transfer, whole: bool, turns: Turns, sent: Callable[[Slab], None]
+    ) -> None:
         self._drain = drain
         self._turns = turns
+        self._sent = sent
         self._given: dict[tuple[int, Place], set[int]] = {}
         self._held: dict[tuple[int, Place], dict[int, tuple[Slab, Gradients]]] = {}
         self._transfer = transfer
@@ -112,7 +116,8 @@ class WindowSums:
             if key[1] != place or other.slot is slot:
                 self._send(key)
         # The copy that last drained this slot must have read it before compute writes it again.
-        slot.drained.order()
+        with self._drain.lanes.timeline.waiting("compute", "d2h"):
+            slot.drained.order()
         total, rounded = self._drain.rings.sum_view(slot, slab)
         total.zero_()
         part = slab.grad.part(place)
@@ -135,7 +140,8 @@ class WindowSums:
             after=(part.landed, lanes.mark()),
             label=f"sum of {entry.slab.name}",
         )
-        arrived.order()
+        with lanes.timeline.waiting("compute", "h2d"):
+            arrived.order()
         if target is not entry.total:
             entry.total.copy_(target)
 
@@ -151,3 +157,4 @@ class WindowSums:
         else:
             entry.slot.drained = self._drain.land_sum(slab, part, entry.total)
         part.present.update(entry.present)
+        self._sent(slab)

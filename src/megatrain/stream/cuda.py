@@ -7,26 +7,36 @@ under compute. A CUDA event that was never recorded counts as reached, so a tick
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import torch
 
 from megatrain.errors import LaneFailed
 from megatrain.store.ticket import Ticket
-from megatrain.stream.lanes import Failures, HostTicket, Lane, ThreadLane, Work
+from megatrain.stream.lanes import Failures, HostTicket, Lane, ThreadLane, Work, close_all
 from megatrain.stream.timeline import Timeline
 
 
 class DeviceTicket(HostTicket):
     """Work on a stream: `finish` means issued; the event says when the device is done with it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lane: str, issuer: ThreadLane, label: str) -> None:
+        super().__init__(issuer, label)
+        self.lane = lane
         self.event = torch.cuda.Event()
 
     def wait(self) -> None:
         super().wait()
-        self.event.synchronize()
+        if threading.current_thread() is threading.main_thread():
+            # Waiting inside the driver would keep Ctrl-C out.
+            pause = 2e-5
+            while not self.event.query():
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+        else:
+            self.event.synchronize()
 
     def order(self) -> None:
         super().wait()
@@ -35,6 +45,8 @@ class DeviceTicket(HostTicket):
 
 class _Marked:
     """What compute had been given when the mark was set."""
+
+    lane = "compute"
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()
@@ -58,34 +70,43 @@ class StreamLane:
         self._issuer = ThreadLane(f"{name}-issue", Timeline(), failures)
 
     def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
-        ticket = DeviceTicket()
+        ticket = DeviceTicket(self.name, self._issuer, label)
 
         def issue() -> None:
             try:
                 with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                     for earlier in after:
-                        earlier.order()
+                        self._order(earlier)
                     with self.timeline.device_span(self.name, label):
                         work()
                     ticket.event.record()
             except BaseException as cause:
-                ticket.finish(self._issuer._failed(label, cause))
+                ticket.finish(self._issuer.failed(label, cause))
             else:
                 ticket.finish()
 
         self._issuer.submit(issue, label=label)
         return ticket
 
-    def close(self) -> None:
-        self._issuer.close()
-        self.stream.synchronize()
+    def _order(self, earlier: Ticket) -> None:
+        """A stream waits for another by itself; for work in a thread, this thread waits, and the time is kept."""
+        if earlier.lane in ("", "compute"):
+            earlier.order()
+            return
+        with self.timeline.waiting(self.name, earlier.lane):
+            earlier.order()
+
+    def close(self, patience: float | None = None) -> None:
+        self._issuer.close(patience)
+        if patience is None:
+            self.stream.synchronize()
 
 
 class CudaLanes:
     """Copies on two streams, updates on a CPU thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self.timeline = Timeline()
+        self.timeline = Timeline(device)
         self._failures = Failures()
         self._copies = [StreamLane(name, device, self.timeline, self._failures) for name in ("h2d", "d2h")]
         self._update = ThreadLane("update", self.timeline, self._failures)
@@ -101,7 +122,5 @@ class CudaLanes:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        self._update.close()
-        for lane in self._copies:
-            lane.close()
+    def close(self, patience: float | None = None) -> None:
+        close_all([self._update, *self._copies], patience)

@@ -65,7 +65,8 @@ class Drain:
         """Take the gradients of some of a slab's parameters, by segment, from one place in the model."""
         slot = self.rings.next(slab)
         # The copy that last drained this slot must have read it before compute writes it again.
-        slot.drained.order()
+        with self.lanes.timeline.waiting("compute", "d2h"):
+            slot.drained.order()
         flat = self.rings.view(slot, slab)
         with torch.no_grad():
             flat.zero_()

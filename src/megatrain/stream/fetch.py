@@ -119,7 +119,8 @@ class Fetcher:
             self.prefetch(ahead, keep=slabs)
             # Compute must not read a slot before its copy is there.
             for slot in slots:
-                slot.arrived.order()
+                with self._lanes.timeline.waiting("compute", "h2d"):
+                    slot.arrived.order()
         except BaseException:
             for slot in slots:
                 slot.pins -= 1

@@ -17,14 +17,25 @@ from typing import Protocol
 from megatrain.errors import LaneFailed
 from megatrain.store.ticket import DONE, Ticket
 from megatrain.stream.timeline import Timeline
+from megatrain.telemetry.notices import warn
 
 Work = Callable[[], None]
+_LOOK_EVERY = 1.0
+"""Seconds between looks at a lane that somebody waits for."""
+WARN_AFTER = 60.0
+"""A lane that has been at one job for longer than this is named in a warning."""
+GIVE_UP_AFTER = 1800.0
+"""After this it is an error: the longest honest job takes seconds."""
 
 
 class Lane(Protocol):
     """An ordered queue. `after` names work of other lanes (or compute) that must be finished first."""
 
     def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket: ...
+
+
+class Closable(Protocol):
+    def close(self, patience: float | None = None) -> None: ...
 
 
 class Lanes(Protocol):
@@ -41,8 +52,8 @@ class Lanes(Protocol):
     def check(self) -> None:
         """Raise, once, the first failure of a background lane that nobody has seen."""
 
-    def close(self) -> None:
-        """Finish what was submitted, then stop."""
+    def close(self, patience: float | None = None) -> None:
+        """Finish what was submitted, then stop; with `patience`, leave a lane behind that takes longer (seconds)."""
 
 
 class _InlineLane:
@@ -73,7 +84,7 @@ class SyncLanes:
     def check(self) -> None:
         return None
 
-    def close(self) -> None:
+    def close(self, patience: float | None = None) -> None:
         return None
 
 
@@ -97,12 +108,17 @@ class Failures:
 class HostTicket:
     """Work that is finished when its thread says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: ThreadLane, label: str) -> None:
+        self.lane = worker.name
+        self._worker = worker
+        self._label = label
         self._finished = threading.Event()
         self._error: LaneFailed | None = None
 
     def wait(self) -> None:
-        self._finished.wait()
+        # In slices: a thread that has died, or does not get on, must be found out, and Ctrl-C must get through.
+        while not self._finished.wait(_LOOK_EVERY):
+            self._worker.watch(self._label)
         if self._error is not None:
             raise self._error
 
@@ -124,38 +140,80 @@ class ThreadLane:
         self.timeline = timeline
         self._failures = failures
         self._delay = delay
+        self._job: tuple[str, float] | None = None
+        """What it is at, and since when."""
+        self._warned = 0.0
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], str, HostTicket] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
-        ticket = HostTicket()
+        ticket = HostTicket(self, label)
         self._queue.put((work, after, label, ticket))
         return ticket
 
-    def close(self) -> None:
+    def close(self, patience: float | None = None) -> None:
+        """Finish what was submitted and end the thread; with `patience`, give up on it after that many seconds."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is self._thread:
+            return
+        deadline = None if patience is None else time.monotonic() + patience
+        while self._thread.is_alive() and (deadline is None or time.monotonic() < deadline):
+            self._thread.join(min(_LOOK_EVERY, patience or _LOOK_EVERY))
+            if self._thread.is_alive():
+                self.watch("close")
+        if self._thread.is_alive():
+            warn(f"the {self.name} lane was left behind: {self._standing()}")
+
+    def watch(self, waited_for: str) -> None:
+        """Called by whoever waits: names the lane if it is dead, or has been at one job for too long."""
+        if not self._thread.is_alive():
+            raise LaneFailed(
+                f"the {self.name} lane is dead, so {waited_for!r} will never be done: {self._standing()}. A lane does "
+                "not outlive a fork; otherwise restart from the last checkpoint."
+            )
+        job = self._job
+        if job is None:
+            return
+        since = time.monotonic() - job[1]
+        if since > GIVE_UP_AFTER:
+            raise LaneFailed(
+                f"the {self.name} lane is stalled: {self._standing()}. {waited_for!r} waits for it; restart from the "
+                "last checkpoint, and look at the disk, the driver and the machine's load."
+            )
+        if since > WARN_AFTER and self._warned < job[1]:
+            self._warned = time.monotonic()
+            warn(f"the {self.name} lane does not get on: {self._standing()}; {waited_for!r} waits for it")
+
+    def _standing(self) -> str:
+        job = self._job
+        return "it has no work" if job is None else f"it has been at {job[0]!r} for {time.monotonic() - job[1]:.0f} s"
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, after, label, ticket = item
             try:
                 for earlier in after:
-                    earlier.wait()
+                    if earlier.lane in ("", "compute"):
+                        earlier.wait()
+                        continue
+                    with self.timeline.waiting(self.name, earlier.lane):
+                        earlier.wait()
+                self._job = (label, time.monotonic())
                 self._pause()
                 with self.timeline.host_span(self.name, label):
                     work()
                 self._pause()
             except BaseException as cause:
-                ticket.finish(self._failed(label, cause))
+                ticket.finish(self.failed(label, cause))
             else:
                 ticket.finish()
             # Without this the last job's closure keeps its buffers alive while the lane is idle.
+            self._job = None
             del item, work, after, ticket
 
-    def _failed(self, label: str, cause: BaseException) -> LaneFailed:
+    def failed(self, label: str, cause: BaseException) -> LaneFailed:
+        """The error that work which failed leaves in its ticket; reported once to `check`."""
         if isinstance(cause, LaneFailed):
             return cause
         error = LaneFailed(f"work on the {self.name} lane failed ({label}): {type(cause).__name__}: {cause}")
@@ -166,6 +224,13 @@ class ThreadLane:
     def _pause(self) -> None:
         if self._delay is not None:
             time.sleep(self._delay())
+
+
+def close_all(lanes: Sequence[Closable], patience: float | None) -> None:
+    """Close one after the other; `patience` is for all of them together."""
+    deadline = None if patience is None else time.monotonic() + patience
+    for lane in lanes:
+        lane.close(None if deadline is None else max(0.1, deadline - time.monotonic()))
 
 
 class ThreadLanes:
@@ -198,6 +263,5 @@ class ThreadLanes:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
+    def close(self, patience: float | None = None) -> None:
+        close_all(self._lanes, patience)

@@ -59,6 +59,6 @@ def test_runs_cover_what_was_asked_and_nobody_else(shapes, data):
 
 def test_neighbours_are_one_run_across_their_padding():
     layout = lay_out([(name, torch.Size([100])) for name in "abcd"], torch.float32)
-    assert layout.runs([0, 1, 2, 3]) == [(0, 3 * 128 + 100)]
-    assert layout.runs([3, 0, 1]) == [(0, 128 + 100), (3 * 128, 3 * 128 + 100)]
+    assert layout.runs([0, 1, 2, 3]) == [(0, 3 * 256 + 100)]
+    assert layout.runs([3, 0, 1]) == [(0, 256 + 100), (3 * 256, 3 * 256 + 100)]
     assert layout.runs([]) == []

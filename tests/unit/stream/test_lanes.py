@@ -1,11 +1,15 @@
 """Lanes run work in order, after what it waits for; a failure reaches the user once, with its cause."""
 
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
 from megatrain.errors import LaneFailed
 from megatrain.store.ticket import DONE
+from megatrain.stream import lanes as lanes_module
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 KINDS = {
@@ -178,3 +182,79 @@ def test_delays_are_those_of_the_seed():
     assert first["h2d"] != first["update"]
     assert all(0.0 <= delay <= 1.0 for lane in first.values() for delay in lane)
     assert all(0 < sum(delay == 0 for delay in lane) < 50 for lane in first.values())
+
+
+# ---- lanes that do not get on
+
+
+def test_a_dead_lane_is_named(threads, monkeypatch):
+    monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
+    threads.update.close()
+    ticket = threads.update.submit(lambda: None, label="layers.3")
+    with pytest.raises(LaneFailed, match=r"update lane is dead, so 'layers.3' will never be done"):
+        ticket.wait()
+
+
+def test_a_stalled_lane_is_named_and_then_given_up(threads, monkeypatch, said):
+    monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(lanes_module, "WARN_AFTER", 0.05)
+    monkeypatch.setattr(lanes_module, "GIVE_UP_AFTER", 0.3)
+    release = threading.Event()
+    stuck = threads.update.submit(release.wait, label="layers.7")
+    behind = threads.h2d.submit(lambda: None, after=(stuck,), label="layers.8")
+    with pytest.raises(LaneFailed, match=r"update lane is stalled: it has been at 'layers.7' for"):
+        behind.wait()
+    warnings = [line for line in said.messages if "does not get on" in line]
+    assert len(warnings) == 1
+    assert "update lane" in warnings[0]
+    assert "layers.7" in warnings[0]
+    release.set()
+
+
+def test_a_slow_lane_is_waited_for(threads, monkeypatch):
+    monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
+    done = []
+    ticket = threads.update.submit(lambda: (time.sleep(0.2), done.append(1)))
+    ticket.wait()
+    assert done == [1]
+
+
+def test_leaving_a_stalled_lane_behind(monkeypatch, said):
+    made = ThreadLanes()
+    release = threading.Event()
+    made.update.submit(release.wait, label="layers.2")
+    start = time.monotonic()
+    made.close(patience=0.2)
+    assert time.monotonic() - start < 2
+    assert any("update lane was left behind" in line and "layers.2" in line for line in said.messages)
+    release.set()
+
+
+INTERRUPTED = """
+import signal, threading, time, torch
+from tests.tiny import Stack, engine_of, inputs
+model = Stack()
+engine = engine_of(model, lanes="threads")
+optimizer = engine.optimizer(lr=0.1)
+model(inputs(0)).sum().backward()
+threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    with engine:
+        engine._lanes.update.submit(threading.Event().wait, label="stuck")
+        optimizer.step()
+        model(inputs(1))
+except KeyboardInterrupt:
+    print(f"interrupted after {time.monotonic() - start:.1f} s")
+"""
+
+
+def test_ctrl_c_gets_through_within_five_seconds():
+    start = time.monotonic()
+    found = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert "interrupted after" in found.stdout, found.stderr
+    waited = float(found.stdout.split("interrupted after ")[1].split(" s")[0])
+    assert 1.0 <= waited < 6.0, "one second before the signal, five after it"
+    assert "update lane was left behind: it has been at 'stuck'" in found.stderr
+    assert found.returncode == 0
+    assert time.monotonic() - start < 50

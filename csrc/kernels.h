@@ -1,0 +1,27 @@
+// The update kernels, once per instruction set. Each kernels_*.cpp compiles kernels.inl into its own namespace.
+#pragma once
+
+#include <stddef.h>
+
+#include "megatrain.h"
+
+namespace megatrain {
+
+using Update = struct ::mt_update;  // a function has the same name
+
+// Groups of 256 elements [begin, end) of an update; the last group of all may be partial.
+using Work = void (*)(const Update& what, size_t begin, size_t end);
+
+struct Kernels {
+    const char* name;
+    Work update;
+    Work touch;
+};
+
+namespace portable { extern const Kernels kernels; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+#endif
+
+}  // namespace megatrain

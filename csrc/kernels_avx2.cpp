@@ -1,0 +1,2 @@
+#define MT_ISA avx2
+#include "kernels.inl"

@@ -1,0 +1,2 @@
+#define MT_ISA avx512
+#include "kernels.inl"

@@ -1,0 +1,2 @@
+#define MT_ISA portable
+#include "kernels.inl"

@@ -1,0 +1,138 @@
+// One optimizer step over all streams of a slab: which kernels, on which threads.
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+
+#include "cpus.h"
+#include "formats.h"
+#include "kernels.h"
+#include "pool.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace megatrain {
+namespace {
+
+// Round to nearest, gradual underflow, no traps: what the sequences are defined with, whatever the caller's thread has
+// set (torch.set_flush_denormal, say; new threads inherit it).
+class PlainArithmetic {
+   public:
+#if defined(__x86_64__)
+    PlainArithmetic() : found_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+    ~PlainArithmetic() { _mm_setcsr(found_); }
+
+   private:
+    unsigned found_;
+#elif defined(__aarch64__)
+    PlainArithmetic() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(found_));
+        __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+    }
+    ~PlainArithmetic() { __asm__ volatile("msr fpcr, %0" : : "r"(found_)); }
+
+   private:
+    uint64_t found_;
+#else
+    PlainArithmetic() {}
+#endif
+};
+
+struct Available {
+    const Kernels* kernels[3];
+    int count;
+};
+
+Available find_available() {
+    Available found = {{&portable::kernels}, 1};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2")) found.kernels[found.count++] = &avx2::kernels;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        found.kernels[found.count++] = &avx512::kernels;
+    }
+#endif
+    return found;
+}
+
+const Available& available() {
+    static const Available found = find_available();
+    return found;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+const Kernels& in_use() {
+    const Kernels* kernels = chosen.load(std::memory_order_relaxed);
+    return kernels ? *kernels : *available().kernels[available().count - 1];
+}
+
+int check(const Update* what, int threads) {
+    if (what == nullptr) return EFAULT;
+    if (threads < 1) return EINVAL;
+    if (what->rule < MT_RULE_ADAMW || what->rule > MT_RULE_SGD) return EINVAL;
+    if (what->weight_kind < MT_WEIGHT_FP32 || what->weight_kind > MT_WEIGHT_BF16) return EINVAL;
+    if (what->gradient_kind < MT_GRADIENT_FP32 || what->gradient_kind > MT_GRADIENT_FP32_TO_BF16) return EINVAL;
+    if (what->state_kind < MT_STATE_FP32 || what->state_kind > MT_STATE_4BIT) return EINVAL;
+    if (what->first % kGroup != 0) return EINVAL;
+    if (what->count == 0) return 0;
+    if (!what->weight || !what->gradient) return EFAULT;
+    if (what->weight_kind == MT_WEIGHT_SPLIT && !what->residual) return EFAULT;
+    for (int i = 0; i < (what->rule == MT_RULE_ADAMW ? 2 : 1); ++i) {
+        if (!what->moments[i]) return EFAULT;
+        if (what->state_kind >= MT_STATE_8BIT && !what->scales[i]) return EFAULT;
+    }
+    return 0;
+}
+
+// A part is so long that the hardware's prefetching pays off, and so short that a slow core does not hold up the rest.
+constexpr size_t kLeastGroups = 64, kMostGroups = 1024;
+
+struct Job {
+    const Update* what;
+    Work work;
+    size_t groups, groups_per_part;
+};
+
+int run_part(void* context, size_t part) noexcept {
+    const Job& job = *static_cast<Job*>(context);
+    const size_t begin = part * job.groups_per_part;
+    const PlainArithmetic plain;
+    job.work(*job.what, begin, std::min(begin + job.groups_per_part, job.groups));
+    return 0;
+}
+
+int run(const Update* what, int threads, Work work) {
+    if (const int error = check(what, threads)) return error;
+    const size_t groups = what->count / kGroup + (what->count % kGroup != 0);
+    Job job{what, work, groups, groups};
+    if (groups < 4 * kLeastGroups || threads == 1) return groups ? run_part(&job, 0) : 0;
+    const int wanted = std::min(threads, usable_cpus());
+    job.groups_per_part = std::clamp(groups / (16 * static_cast<size_t>(wanted)), kLeastGroups, kMostGroups);
+    return run_parts((groups + job.groups_per_part - 1) / job.groups_per_part, wanted, run_part, &job);
+}
+
+}  // namespace
+}  // namespace megatrain
+
+int mt_update(const struct mt_update* what, int threads) {
+    return megatrain::run(what, threads, megatrain::in_use().update);
+}
+
+int mt_touch_streams(const struct mt_update* what, int threads) {
+    return megatrain::run(what, threads, megatrain::in_use().touch);
+}
+
+int mt_isa_count(void) { return megatrain::available().count; }
+
+const char* mt_isa_name(int number) {
+    return number < 0 || number >= mt_isa_count() ? nullptr : megatrain::available().kernels[number]->name;
+}
+
+int mt_isa_use(int number) {
+    if (number < 0 || number >= mt_isa_count()) return EINVAL;
+    megatrain::chosen.store(megatrain::available().kernels[number], std::memory_order_relaxed);
+    return 0;
+}

@@ -1,0 +1,180 @@
+"""A machine in numbers: what a plan has to work with, measured by `probe` or described in a JSON file.
+
+A description needs no GPU to be read, so a plan can be made for a machine that is not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import SettingsError
+
+KINDS = ("bf16", "tf32", "fp32")
+"""Arithmetic of matrix products."""
+TOUCHED = {"fp32": 26.0, "bf16": 18.0, "8bit": 14.1, "4bit": 12.1}
+"""Width of the optimizer's states → bytes that AdamW reads and writes per parameter (split master, BF16 gradient)."""
+
+_SHIPPED = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """A directory that state can be kept in."""
+
+    path: str
+    """The directory."""
+    free_bytes: int
+    """Bytes free for this user."""
+    read: float
+    """Bytes per second of large direct reads."""
+    write: float
+    """Bytes per second of large direct writes."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this process may use of a machine, and how fast it is. Without a GPU, all that needs one is 0 or empty."""
+
+    name: str
+    """What people call it."""
+    source: str
+    """Where the numbers come from."""
+    gpu: str | None
+    """The GPU as its driver names it; None: there is none, and compute is the CPU's."""
+    vram_bytes: int
+    """Bytes of GPU memory."""
+    ram_bytes: int
+    """Bytes of host memory that this process may use: the host's, capped by the tightest cgroup limit."""
+    cores: int
+    """Cores that this process may use: its affinity mask, capped by the tightest cgroup CPU quota."""
+    disks: tuple[Disk, ...]
+    """Directories that were asked about."""
+    h2d: float
+    """Bytes per second from pinned host memory to the GPU."""
+    d2h: float
+    """Bytes per second from the GPU to pinned host memory."""
+    duplex: float
+    """Bytes per second of both directions together, while equal amounts move each way."""
+    pageable_h2d: float
+    """Bytes per second from memory that is not pinned to the GPU."""
+    dram: float
+    """Bytes per second, read plus written, of AdamW-like streams through host memory on all cores."""
+    dram_under_dma: float
+    """The same in bytes per second while copies run in both directions; the copies' own bytes are not counted."""
+    matmul: dict[str, float]
+    """FLOP per second of large matrix products: "bf16", "tf32" (GPU only), "fp32"."""
+    attention: float
+    """FLOP per second of BF16 causal attention (SDPA), forward + backward, head dimension 128, length 2048; counted as
+    7 × length² × dimension per head and sequence: 2 forward, 5 backward, of the half that the mask leaves."""
+    update: dict[str, float]
+    """Width of the states → parameters per second of AdamW on the CPU, on all update threads (split master, BF16
+    gradient)."""
+    gpu_update: dict[str, float]
+    """Width of the states → parameters per second of the same update on the GPU."""
+    hbm: float
+    """Bytes per second, read plus written, of a copy inside GPU memory."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name in ("ram_bytes", "cores", "dram", "attention"):
+            _require(getattr(self, name) > 0, name, "must be above 0")
+        needed = KINDS if self.gpu else ("bf16", "fp32")
+        _require(set(self.matmul) == set(needed), "matmul", f"must have exactly {', '.join(needed)}")
+        _require(set(self.update) == set(TOUCHED), "update", f"must have exactly {', '.join(TOUCHED)}")
+        widths = set(TOUCHED) if self.gpu else set()
+        _require(set(self.gpu_update) == widths, "gpu_update", f"must have exactly {', '.join(TOUCHED)} with a GPU")
+        for name in ("vram_bytes", "h2d", "d2h", "duplex", "pageable_h2d", "dram_under_dma", "hbm"):
+            there = getattr(self, name) > 0
+            _require(there == (self.gpu is not None), name, "must be above 0 with a GPU, and 0 without one")
+
+    def to_json(self) -> str:
+        """The description as `from_json` reads it."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the machine description") -> Machine:
+        """Read a description; `where` is what errors call it. Every field must be there, and no other."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SettingsError(f"{where} is not JSON: {error}.") from error
+        try:
+            values = _fields(cls, data, "it")
+            disks = values["disks"]
+            _require(isinstance(disks, list), "disks", "must be a list")
+            found = tuple(Disk(**_fields(Disk, disk, f"disks[{number}]")) for number, disk in enumerate(disks))
+            return cls(**{**values, "disks": found})
+        except SettingsError as error:
+            raise SettingsError(f"{where}: {error}") from error
+
+    @staticmethod
+    def load(name_or_path: str | os.PathLike[str]) -> Machine:
+        """A shipped description by its name, or one in a JSON file by its path."""
+        asked = os.fspath(name_or_path)
+        is_name = asked in Machine.shipped()
+        path = _SHIPPED / f"{asked}.json" if is_name else Path(asked).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"the machine {asked!r} is neither a JSON file that can be read ({error}) nor one of "
+                f"{', '.join(Machine.shipped())}."
+            ) from error
+        return Machine.from_json(text, str(path))
+
+    @staticmethod
+    def shipped() -> list[str]:
+        """Names of the descriptions that come with MegaTrain."""
+        return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+
+
+def _fields(cls: type[Disk] | type[Machine], data: Any, what: str) -> dict[str, Any]:
+    """`data` if it is an object with exactly the fields of `cls`."""
+    if not isinstance(data, dict):
+        raise SettingsError(f"{what} must be an object, not {type(data).__name__}.")
+    names = [field.name for field in dataclasses.fields(cls)]
+    missing = [name for name in names if name not in data]
+    unknown = [name for name in data if name not in names]
+    if missing or unknown:
+        lacks = f"lacks {', '.join(missing)}" if missing else ""
+        has = f"has {', '.join(unknown)}, unknown here" if unknown else ""
+        raise SettingsError(f"{what} {' and '.join(part for part in (lacks, has) if part)}.")
+    return data
+
+
+def _check_types(described: Disk | Machine) -> None:
+    """Every field is of the type it is annotated with; numbers are finite and not negative."""
+    for field in dataclasses.fields(described):
+        value = getattr(described, field.name)
+        if field.type == "str":
+            _require(isinstance(value, str), field.name, "must be a text")
+        elif field.type == "str | None":
+            _require(value is None or (isinstance(value, str) and value != ""), field.name, "must be a text or null")
+        elif field.type == "int":
+            _require(type(value) is int and value >= 0, field.name, "must be a whole number, not negative")
+        elif field.type == "float":
+            _require(_is_rate(value), field.name, "must be a finite number, not negative")
+        elif field.type == "dict[str, float]":
+            good = isinstance(value, dict) and all(_is_rate(rate) and rate > 0 for rate in value.values())
+            _require(good, field.name, "must map names to finite numbers above 0")
+        else:
+            good = isinstance(value, tuple) and all(isinstance(disk, Disk) for disk in value)
+            _require(good, field.name, "must be a tuple of Disk")
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _require(holds: bool, name: str, rule: str) -> None:
+    if not holds:
+        raise SettingsError(f"{name} {rule}.")

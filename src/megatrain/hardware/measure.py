@@ -1,0 +1,357 @@
+"""Micro-benchmarks, one function per number. Each takes the seconds it may spend and stops early if work proves slow.
+
+Nothing here changes what the caller can see: thread count, matrix precision and random generators are as before.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import mmap
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megatrain.telemetry.notices import warn
+
+Work = Callable[[], object]
+"""One repetition of what is measured; on a GPU it may only enqueue."""
+
+BATCHES = 8
+"""Repetitions are timed in about this many batches, and the median counts: one hiccup changes nothing."""
+CHUNK = 16 << 20
+"""Bytes per disk transfer."""
+IN_FLIGHT = 4
+"""Disk transfers under way at once."""
+SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192)}
+"""Edges of the matrices that are multiplied."""
+
+
+def rate(work: Work, amount: float, seconds: float, settle: Callable[[], None] = lambda: None) -> float:
+    """`amount` per second of `work`, repeated for `seconds`; `settle` waits for what it enqueued."""
+    work()  # faults pages in, fills caches, lets libraries choose their kernels
+    settle()
+    start = time.perf_counter()
+    work()
+    settle()
+    once = time.perf_counter() - start
+    if once >= seconds:
+        return amount / once
+    batch = max(1, int(seconds / BATCHES / once))
+    rates = []
+    while time.perf_counter() - start < seconds:
+        begun = time.perf_counter()
+        for _ in range(batch):
+            work()
+        settle()
+        rates.append(batch * amount / (time.perf_counter() - begun))
+    return statistics.median(rates)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """PyTorch's CPU operations run on `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class HostStreams:
+    """AdamW over FP32 tensors too large for any cache: four streams are read, three of them written back."""
+
+    def __init__(self, nbytes: int) -> None:
+        count = max(1, nbytes // 16)
+        self._tensors = [torch.ones(count, dtype=torch.float32, device="cpu") for _ in range(4)]
+        self._step = torch.ones((), dtype=torch.float32, device="cpu")
+        self.moved = count * 28
+
+    def run(self) -> None:
+        """One pass over all of it."""
+        weight, gradient, first, second = ([tensor] for tensor in self._tensors)
+        # What torch.optim.AdamW(fused=True) calls; making one of those imports TorchDynamo, which takes seconds.
+        torch._fused_adamw_(
+            weight,
+            gradient,
+            first,
+            second,
+            [],
+            [self._step],
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def dram(streams: HostStreams, seconds: float) -> float:
+    """Bytes per second, read plus written, on the threads that are set."""
+    return rate(streams.run, streams.moved, seconds)
+
+
+class Link:
+    """Copies between host and GPU, each direction with buffers and a stream of its own."""
+
+    def __init__(self, device: torch.device, host_in: torch.Tensor, host_out: torch.Tensor) -> None:
+        self.nbytes = min(host_in.numel(), host_out.numel())
+        self._device = device
+        self._host_in, self._host_out = host_in[: self.nbytes], host_out[: self.nbytes]
+        self._in = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self._out = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # The buffers are zeroed on the current stream, which the two others do not wait for.
+        self.settle()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def send(self) -> None:
+        with torch.cuda.stream(self._streams[0]):
+            self._in.copy_(self._host_in, non_blocking=True)
+
+    def receive(self) -> None:
+        with torch.cuda.stream(self._streams[1]):
+            self._host_out.copy_(self._out, non_blocking=True)
+
+    def both(self) -> None:
+        self.send()
+        self.receive()
+
+    def send_pageable(self, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._streams[0]):
+            self._in[: source.numel()].copy_(source, non_blocking=True)
+
+    def busy(self) -> bool:
+        """Whether copies are still under way in both directions."""
+        return not any(stream.query() for stream in self._streams)
+
+
+@contextmanager
+def registered(nbytes: int) -> Iterator[torch.Tensor]:
+    """Host memory the GPU copies from directly; a smaller piece of PyTorch's own where registering is refused."""
+    memory = torch.ones(nbytes, dtype=torch.uint8, device="cpu")
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) != 0:
+        _clear_last_error()
+        del memory
+        yield torch.ones(min(nbytes, 64 << 20), dtype=torch.uint8, device="cpu").pin_memory()
+        return
+    try:
+        yield memory
+    finally:
+        runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _clear_last_error() -> None:
+    """A refusal leaves its code behind, and PyTorch binds no call that clears it: the next kernel launch raises it."""
+    try:
+        torch.empty(1, device="cuda").fill_(0)
+    except RuntimeError:
+        return
+
+
+def h2d(link: Link, seconds: float) -> float:
+    """Bytes per second from pinned memory to the GPU."""
+    return rate(link.send, link.nbytes, seconds, link.settle)
+
+
+def d2h(link: Link, seconds: float) -> float:
+    """Bytes per second from the GPU to pinned memory."""
+    return rate(link.receive, link.nbytes, seconds, link.settle)
+
+
+def duplex(link: Link, seconds: float) -> float:
+    """Bytes per second of both directions together."""
+    return rate(link.both, 2 * link.nbytes, seconds, link.settle)
+
+
+def pageable_h2d(link: Link, seconds: float) -> float:
+    """Bytes per second from memory that is not pinned to the GPU."""
+    source = torch.ones(min(link.nbytes, 256 << 20), dtype=torch.uint8, device="cpu")
+    return rate(lambda: link.send_pageable(source), source.numel(), seconds, link.settle)
+
+
+def dram_under_dma(streams: HostStreams, link: Link, alone: float, copying: float, seconds: float) -> float:
+    """What `dram` gives while the link is busy both ways; `alone` and `copying` are what `dram` and `duplex` gave."""
+    lasting = 1.5 * seconds + 8 * streams.moved / alone
+    for _ in range(2):
+        # Enqueued ahead: a thread that issued and awaited them would take a core from what is measured.
+        for _ in range(math.ceil(lasting * copying / (2 * link.nbytes))):
+            link.both()
+        found = rate(streams.run, streams.moved, seconds)
+        outlasted = link.busy()
+        link.settle()
+        if outlasted:
+            break
+        lasting *= 4
+    return found
+
+
+def hbm(device: torch.device, nbytes: int, seconds: float) -> float:
+    """Bytes per second, read plus written, of a copy inside GPU memory."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return rate(lambda: target.copy_(source), 2 * nbytes, seconds, lambda: torch.cuda.synchronize(device))
+
+
+def matmul(device: torch.device, kind: str, seconds: float) -> float:
+    """FLOP per second of a square matrix product of random numbers (zeros draw less power and run faster)."""
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+
+    def make(size: int) -> tuple[Work, float]:
+        left, right, out = _randoms(3, (size, size), device, dtype)
+        return (lambda: torch.mm(left, right, out=out)), 2.0 * size**3
+
+    with torch.no_grad(), _cuda_precision("tf32" if kind == "tf32" else "ieee"):
+        return _at_the_largest(make, SIZES[device.type], device, seconds)
+
+
+def attention(device: torch.device, seconds: float) -> float:
+    """FLOP per second of BF16 causal attention, forward + backward, as `Machine.attention` counts them."""
+    batch, heads, dim = (4, 28, 128) if device.type == "cuda" else (1, 2, 128)
+
+    def make(length: int) -> tuple[Work, float]:
+        q, k, v, upstream = _randoms(4, (batch, heads, length, dim), device, torch.bfloat16)
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+
+        def work() -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), upstream)
+
+        return work, 7.0 * batch * heads * length**2 * dim
+
+    with torch.enable_grad():
+        return _at_the_largest(make, (512, 2048), device, seconds)
+
+
+def _at_the_largest(
+    make: Callable[[int], tuple[Work, float]], sizes: Sequence[int], device: torch.device, seconds: float
+) -> float:
+    """The rate at the largest size that the time allows; the smaller ones only tell how long the next would take."""
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for size, larger in itertools.zip_longest(sizes, sizes[1:]):
+        work, amount = make(size)
+        work()
+        settle()
+        start = time.perf_counter()
+        work()
+        settle()
+        once = time.perf_counter() - start
+        if larger is None or once * (larger / size) ** 3 > seconds:
+            break
+    return rate(work, amount, seconds, settle)
+
+
+def _randoms(count: int, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(count)]
+
+
+@contextmanager
+def _cuda_precision(name: str) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = name
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
+    """Bytes per second read and written, `seconds` each at the most, in a file that is gone whatever happens."""
+    descriptor = _scratch_file(folder)
+    try:
+        _preallocate(descriptor, nbytes)
+        buffers = [_aligned_random() for _ in range(IN_FLIGHT)]
+        start = time.perf_counter()
+        written = _sweep(os.pwrite, descriptor, buffers, nbytes // CHUNK, seconds)
+        os.fdatasync(descriptor)
+        write = written * CHUNK / (time.perf_counter() - start)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        # Chunks are taken in order, so the first ones are those that were written.
+        read = _sweep(_pread, descriptor, buffers, written, seconds) * CHUNK / (time.perf_counter() - start)
+        return read, write
+    finally:
+        os.close(descriptor)
+
+
+def _scratch_file(folder: Path) -> int:
+    """An open file without a name: the system frees it when it is closed, even by a crash."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    path = folder / f".megatrain-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # Some kernels create the file before they find out that it cannot be opened so.
+        path.unlink(missing_ok=True)
+        warn(f"{folder} does not support direct I/O: its speed was measured through the page cache")
+        descriptor = os.open(path, flags, 0o600)
+    path.unlink()
+    return descriptor
+
+
+def _preallocate(descriptor: int, nbytes: int) -> None:
+    """State on disk is overwritten in place, so allocation must not be part of what is measured."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _pread(descriptor: int, buffer: mmap.mmap, offset: int) -> int:
+    return os.preadv(descriptor, [buffer], offset)
+
+
+def _aligned_random() -> mmap.mmap:
+    """Anonymous mappings are page-aligned, as direct I/O wants; random bytes, since drives may compress."""
+    buffer = mmap.mmap(-1, CHUNK)
+    buffer.write(os.urandom(1 << 20) * (CHUNK >> 20))
+    return buffer
+
+
+def _sweep(
+    transfer: Callable[[int, mmap.mmap, int], int],
+    descriptor: int,
+    buffers: Sequence[mmap.mmap],
+    chunks: int,
+    seconds: float,
+) -> int:
+    """Transfer chunk after chunk, one per buffer at once, until all are done or the time is up. How many were."""
+    numbers = itertools.count()
+    deadline = time.perf_counter() + seconds
+
+    def worker(buffer: mmap.mmap) -> int:
+        done = 0
+        while time.perf_counter() < deadline or done == 0:
+            number = next(numbers)
+            if number >= chunks:
+                break
+            if transfer(descriptor, buffer, number * CHUNK) != CHUNK:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        return sum(pool.map(worker, buffers))

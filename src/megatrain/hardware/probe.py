@@ -1,0 +1,352 @@
+"""`probe`: this machine as a `Machine`, measured once in a few seconds and kept in the user's cache."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatrain._version import __version__
+from megatrain.errors import NotEnoughMemory, SettingsError
+from megatrain.hardware import inventory, measure
+from megatrain.hardware.inventory import GIB
+from megatrain.hardware.machine import KINDS, TOUCHED, Disk, Machine
+from megatrain.telemetry.notices import announce
+
+UpdateRates = Callable[[torch.device], Mapping[str, float]]
+"""Measures AdamW on a device: width of the states → parameters per second. Widths it leaves out are estimated."""
+Folder = str | os.PathLike[str]
+
+BUFFER = 512 << 20
+"""Bytes of a buffer that is copied: larger than caches, so that copies load the memory as they do in training."""
+STREAMS_PER_CORE = 128 << 20
+"""Bytes of the tensors that `dram` goes over, for each core: several times the cache."""
+DISK_FILE = 1 << 30
+"""Bytes of the file that disks are measured with, if there is room."""
+SECONDS = {
+    "h2d": 0.25,
+    "d2h": 0.25,
+    "duplex": 0.3,
+    "pageable_h2d": 0.3,
+    "dram": 0.6,
+    "dram_under_dma": 0.6,
+    "hbm": 0.2,
+    "matmul": 0.6,
+    "attention": 0.4,
+    "disk": 2.0,
+}
+"""What each measurement may take; with the start of CUDA and the buffers, about 6 s in all on a GPU machine."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def probe(
+    *,
+    device: str | None = None,
+    offload_dir: Folder | Sequence[Folder] | None = None,
+    refresh: bool = False,
+    update_rates: UpdateRates | None = None,
+) -> Machine:
+    """Describe this machine: what this process may use of it, and how fast that is.
+
+    What was measured before is read from the cache unless `refresh`. The speed of a disk is measured only for the
+    directories in `offload_dir`. Without `update_rates` the speed of updates is estimated from that of memory.
+    """
+    start = time.perf_counter()
+    chosen = inventory.choose_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    folders = [_checked(folder) for folder in _as_list(offload_dir)]
+    facts = _facts(chosen)
+    file = _cache_file(facts)
+    record = None if refresh else _Record.read(file, facts)
+    before = None if record is None else asdict(record)
+    disks = dict(record.disks) if record else {}
+    for folder in folders:
+        if _key(folder) not in disks:
+            disks[_key(folder)] = _measure_disk(folder)
+    machine = record.machine if record else _measure(chosen)
+    updates_measured = record is not None and record.updates_measured
+    if update_rates is not None and not updates_measured:
+        machine = _with_updates(machine, chosen, update_rates)
+        updates_measured = True
+    record = _Record(facts=facts, machine=machine, updates_measured=updates_measured, disks=disks)
+    if asdict(record) != before:
+        record.write(file)
+        _announce(machine, f"measured in {time.perf_counter() - start:.1f} s")
+    else:
+        _announce(machine, "measured before")
+    return replace(
+        machine,
+        ram_bytes=usable_ram(),
+        disks=tuple(replace(disks[_key(folder)], free_bytes=shutil.disk_usage(folder).free) for folder in folders),
+    )
+
+
+def usable_ram(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes of memory this process may use in all: the host's, or less under a cgroup limit."""
+    total = int(psutil.virtual_memory().total)
+    limit = memory_limit(root, membership)
+    return total if limit is None else min(total, limit)
+
+
+def usable_cores(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Whole cores this process may use: its affinity mask, or less under a cgroup CPU quota."""
+    quota = cpu_quota(root, membership)
+    return inventory.cores() if quota is None else max(1, min(inventory.cores(), int(quota)))
+
+
+def memory_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
+    """The tightest memory limit of the cgroups (v1, v2) that this process is in, in bytes."""
+    limits = []
+    for folder in _cgroup_folders("memory", root, membership):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            words = _words(folder / name)
+            if words and words[0] != "max" and int(words[0]) < 1 << 60:  # v1 writes "none" as almost 2**63
+                limits.append(int(words[0]))
+    return min(limits, default=None)
+
+
+def cpu_quota(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
+    """The tightest CPU quota of the cgroups (v1, v2) that this process is in, in cores."""
+    quotas = []
+    for folder in _cgroup_folders("cpu", root, membership):
+        words = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        if len(words) == 2 and words[0] not in ("max", "-1"):
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(controller: str, root: Path, membership: Path) -> list[Path]:
+    """Where limits may be: the group this process is in and every one above it, in each hierarchy."""
+    # Inside a container the listed path may be the host's and not exist here; the mount itself is then the group.
+    found = [root]
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts = [root, root / "unified"]
+        elif controller in controllers.split(","):
+            mounts = [root / controller, root / controllers]
+        else:
+            continue
+        for mount in mounts:
+            group = mount / path.lstrip("/")
+            found += [folder for folder in (group, *group.parents) if folder == mount or mount in folder.parents]
+    return list(dict.fromkeys(found))
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _measure(device: torch.device) -> Machine:
+    """Everything but the disks; updates estimated."""
+    cores = usable_cores()
+    with measure.threads(cores):
+        streams = measure.HostStreams(_streams_bytes(cores))
+        dram = measure.dram(streams, SECONDS["dram"])
+        rates: dict[str, Any] = {"dram": dram, "update": {width: dram / touched for width, touched in TOUCHED.items()}}
+        rates |= _measure_gpu(device, streams, dram) if device.type == "cuda" else _NO_GPU
+        del streams
+        kinds = KINDS if device.type == "cuda" else ("bf16", "fp32")
+        rates["matmul"] = {kind: measure.matmul(device, kind, SECONDS["matmul"]) for kind in kinds}
+        rates["attention"] = measure.attention(device, SECONDS["attention"])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    ram = usable_ram()
+    return Machine(
+        name=f"{rates['gpu'] or cpu_model()}, {ram / GIB:.0f} GiB",
+        source=f"measured {time.strftime('%Y-%m-%d')} by megatrain {__version__}, torch {torch.__version__}; "
+        f"updates {_ESTIMATED}",
+        ram_bytes=ram,
+        cores=cores,
+        disks=(),
+        **rates,
+    )
+
+
+_ESTIMATED = "estimated from memory bandwidth"
+_NO_GPU: dict[str, Any] = {
+    "gpu": None,
+    "vram_bytes": 0,
+    "h2d": 0.0,
+    "d2h": 0.0,
+    "duplex": 0.0,
+    "pageable_h2d": 0.0,
+    "dram_under_dma": 0.0,
+    "gpu_update": {},
+    "hbm": 0.0,
+}
+
+
+def _measure_gpu(device: torch.device, streams: measure.HostStreams, dram: float) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    nbytes = min(BUFFER, inventory.free_memory(device) // 8, inventory.available_ram() // 8)
+    with torch.cuda.device(device), measure.registered(nbytes) as outgoing, measure.registered(nbytes) as incoming:
+        link = measure.Link(device, outgoing, incoming)
+        duplex = measure.duplex(link, SECONDS["duplex"])
+        rates = {
+            "h2d": measure.h2d(link, SECONDS["h2d"]),
+            "d2h": measure.d2h(link, SECONDS["d2h"]),
+            "duplex": duplex,
+            "pageable_h2d": measure.pageable_h2d(link, SECONDS["pageable_h2d"]),
+            "dram_under_dma": measure.dram_under_dma(streams, link, dram, duplex, SECONDS["dram_under_dma"]),
+        }
+        del link
+        hbm = measure.hbm(device, nbytes, SECONDS["hbm"])
+    updates = {width: hbm / touched for width, touched in TOUCHED.items()}
+    return {
+        "gpu": properties.name,
+        "vram_bytes": properties.total_memory,
+        **rates,
+        "gpu_update": updates,
+        "hbm": hbm,
+    }
+
+
+def _streams_bytes(cores: int) -> int:
+    return min(max(512 << 20, cores * STREAMS_PER_CORE), 4 << 30, inventory.available_ram() // 8)
+
+
+def _with_updates(machine: Machine, device: torch.device, update_rates: UpdateRates) -> Machine:
+    """The machine with what `update_rates` measures in place of estimates."""
+    on_cpu = dict(update_rates(torch.device("cpu")))
+    on_gpu = dict(update_rates(device)) if device.type == "cuda" else {}
+    source = machine.source.replace(_ESTIMATED, "measured")
+    return replace(machine, update=machine.update | on_cpu, gpu_update=machine.gpu_update | on_gpu, source=source)
+
+
+def _measure_disk(folder: Path) -> Disk:
+    free = shutil.disk_usage(folder).free
+    nbytes = min(DISK_FILE, free // 2) // measure.CHUNK * measure.CHUNK
+    least = measure.IN_FLIGHT * measure.CHUNK
+    if nbytes < least:
+        raise NotEnoughMemory(
+            f"offload_dir {folder} has {free >> 20} MiB free, and measuring its speed takes {2 * least >> 20} MiB; "
+            "free some space or use another directory."
+        )
+    try:
+        read, write = measure.disk(folder, nbytes, SECONDS["disk"])
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NotEnoughMemory(
+                f"offload_dir {folder} took less than {nbytes >> 20} MiB ({error.strerror}), though {free >> 20} MiB "
+                "looked free; free some space, raise the quota, or use another directory."
+            ) from error
+        raise SettingsError(
+            f"offload_dir {folder} cannot be written to or read from ({error.strerror}); use another directory."
+        ) from error
+    return Disk(path=str(folder), free_bytes=free, read=read, write=write)
+
+
+def _as_list(offload_dir: Folder | Sequence[Folder] | None) -> list[Folder]:
+    if offload_dir is None:
+        return []
+    return [offload_dir] if isinstance(offload_dir, str | os.PathLike) else list(offload_dir)
+
+
+def _checked(folder: Folder) -> Path:
+    path = Path(folder).expanduser().resolve()
+    if not path.is_dir():
+        raise SettingsError(f"offload_dir {path} is not a directory; create it first.")
+    return path
+
+
+def _key(folder: Path) -> str:
+    """A directory and the device under it: another drive may be mounted there next time."""
+    return f"{folder}@{folder.stat().st_dev}"
+
+
+def cpu_model() -> str:
+    """The CPU as the kernel names it."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    return fields.get("model name") or f"{platform.machine()} part {fields.get('CPU part', 'unknown')}"
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    """What measurements depend on: if any of it changes, they are made again."""
+    facts: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        # In whole GiB: how much the kernel keeps for itself differs a little from boot to boot.
+        "ram_gib": round(psutil.virtual_memory().total / GIB),
+        "memory_limit": memory_limit(),
+        "cpu_quota": cpu_quota(),
+        "torch": torch.__version__,
+        "megatrain": __version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = _words(Path("/proc/driver/nvidia/version"))
+        facts |= {"gpu": properties.name, "uuid": str(properties.uuid), "driver": " ".join(driver)}
+    return facts
+
+
+def _cache_file(facts: dict[str, Any]) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(base) / "megatrain" / f"probe-{fingerprint}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What the cache keeps."""
+
+    facts: dict[str, Any]
+    machine: Machine
+    updates_measured: bool
+    disks: dict[str, Disk]
+
+    @classmethod
+    def read(cls, file: Path, facts: dict[str, Any]) -> _Record | None:
+        """None if there is nothing, it is damaged, or it belongs to another machine."""
+        try:
+            data = json.loads(file.read_text())
+            if data["facts"] != facts:
+                return None
+            return cls(
+                facts=facts,
+                machine=Machine.from_json(json.dumps(data["machine"])),
+                updates_measured=data["updates_measured"] is True,
+                disks={key: Disk(**disk) for key, disk in data["disks"].items()},
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def write(self, file: Path) -> None:
+        """Whole or not at all; a cache that cannot be written costs a few seconds next time, no more."""
+        partial = file.with_suffix(f".{os.getpid()}.partial")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(asdict(self), indent=2))
+            partial.replace(file)
+        except OSError as error:
+            announce(f"the measurements could not be kept in {file} ({error.strerror}): they are made again next time")
+
+
+def _announce(machine: Machine, when: str) -> None:
+    parts = [f"{machine.cores} cores", f"RAM {machine.dram / 1e9:.0f} GB/s"]
+    if machine.gpu:
+        parts.append(f"to the GPU {machine.h2d / 1e9:.0f}, back {machine.d2h / 1e9:.0f} GB/s")
+    parts.append(f"BF16 {machine.matmul['bf16'] / 1e12:.3g} TFLOP/s")
+    announce(f"{machine.name}: {', '.join(parts)} ({when})")

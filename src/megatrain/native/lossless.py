@@ -1,0 +1,130 @@
+"""FP32 and BF16 states without their redundancy: smaller, and the same to the bit when decoded.
+
+The bytes do not depend on the number of threads. csrc/lossless.cpp describes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+
+import torch
+
+from megatrain.errors import CheckpointError
+from megatrain.native import library
+
+CHUNK = 1 << 16
+"""Elements that are coded, checked and reported together; equal to kChunk in csrc/lossless.cpp."""
+
+_DTYPES = {torch.float32: 1, torch.bfloat16: 2}
+"""The values of mt_lossless_dtype in csrc/lossless.h."""
+
+
+def encode(source: torch.Tensor, threads: int, room: torch.Tensor | None = None) -> torch.Tensor:
+    """The encoding of a flat tensor in host memory: the front of `room`, a flat uint8 tensor of `bound` bytes.
+
+    Without a room there is a new one, whose pages have to be faulted in as they are written; its pages behind the
+    encoding are never touched. A `clone` of the result has a storage of its own size.
+    """
+    _check_flat(source)
+    if room is None:
+        room = torch.empty(bound(source.numel(), source.itemsize), dtype=torch.uint8)
+    _check_bytes(room)
+    used = ctypes.c_size_t()
+    code = _functions().mt_lossless_encode(
+        source.data_ptr(),
+        source.numel(),
+        _DTYPES[source.dtype],
+        room.data_ptr(),
+        room.numel(),
+        ctypes.byref(used),
+        threads,
+    )
+    _check(code, f"encoding {source.numel()} elements")
+    return room[: used.value]
+
+
+def decode(encoded: torch.Tensor, out: torch.Tensor, threads: int) -> None:
+    """Fill a flat tensor in host memory with what was encoded; it must have the same dtype and number of elements.
+
+    Any bytes may be given: those that are no encoding, or a damaged one, are a CheckpointError. Then the chunks that
+    are sound have been decoded, and what the others hold in `out` is arbitrary.
+    """
+    _check_flat(out)
+    _check_bytes(encoded)
+    chunk = ctypes.c_size_t()
+    code = _functions().mt_lossless_decode(
+        # An empty tensor has no address, but no bytes are what they are: too few.
+        encoded.data_ptr() or ctypes.byref(chunk),
+        encoded.numel(),
+        out.data_ptr(),
+        out.numel(),
+        _DTYPES[out.dtype],
+        threads,
+        ctypes.byref(chunk),
+    )
+    if code == errno.EMSGSIZE:
+        raise CheckpointError(
+            f"The encoded state is sound, but it is not one of {out.numel()} elements of {out.dtype}."
+        )
+    if code == errno.EBADMSG:
+        raise CheckpointError(f"The encoded state of {out.numel()} elements is damaged: {_place(chunk.value, out)}.")
+    _check(code, f"decoding {out.numel()} elements")
+
+
+def bound(numel: int, itemsize: int) -> int:
+    """The most bytes that so many elements can take when encoded."""
+    dtypes = {dtype.itemsize: code for dtype, code in _DTYPES.items()}
+    if itemsize not in dtypes or numel < 0:
+        raise ValueError(f"only elements of 2 or 4 bytes can be encoded, not {numel} of {itemsize}")
+    nbytes = ctypes.c_size_t()
+    code = _functions().mt_lossless_bound(numel, dtypes[itemsize], ctypes.byref(nbytes))
+    _check(code, f"sizing the encoding of {numel} elements")
+    return nbytes.value
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    """The library with the signatures of csrc/lossless.h."""
+    loaded = library.load()
+    size, size_out = ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
+    address, number = ctypes.c_void_p, ctypes.c_int
+    loaded.mt_lossless_bound.argtypes = [size, number, size_out]
+    loaded.mt_lossless_encode.argtypes = [address, size, number, address, size, size_out, number]
+    loaded.mt_lossless_decode.argtypes = [address, size, address, size, number, number, size_out]
+    for function in (loaded.mt_lossless_bound, loaded.mt_lossless_encode, loaded.mt_lossless_decode):
+        function.restype = number
+    return loaded
+
+
+def _place(chunk: int, out: torch.Tensor) -> str:
+    if chunk == ctypes.c_size_t(-1).value:
+        return "its header is cut off or changed, so nothing of it can be decoded"
+    first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, out.numel()) - 1
+    return f"chunk {chunk} of {-(-out.numel() // CHUNK)}, elements {first} to {last}, is the first that is wrong"
+
+
+def _check_flat(tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or not _is_flat(tensor):
+        raise ValueError(f"only flat FP32 or BF16 tensors in host memory can be coded, not {_described(tensor)}")
+
+
+def _check_bytes(tensor: torch.Tensor) -> None:
+    if tensor.dtype is not torch.uint8 or tensor.device.type != "cpu" or not _is_flat(tensor):
+        raise ValueError(f"an encoding is a flat uint8 tensor in host memory, not {_described(tensor)}")
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 1 and tensor.is_contiguous()
+
+
+def _described(tensor: torch.Tensor) -> str:
+    strided = "" if tensor.is_contiguous() else "strided "
+    return f"a {strided}{tensor.dtype} tensor of shape {list(tensor.shape)} on {tensor.device}"
+
+
+def _check(code: int, doing: str) -> None:
+    if code != 0:
+        raise OSError(code, f"{os.strerror(code)} while {doing}")

@@ -1,0 +1,158 @@
+"""Update rules, the reference: each one written sequence of FP32 operations, correctly rounded, in fixed order, no FMA.
+
+Scalars are computed in FP64 and rounded once. Native and GPU kernels give the same bits. `torch.sqrt` on the CPU is not
+correctly rounded everywhere; numpy's is, so the root is taken there.
+
+A rule is also the hyperparameters of one parameter group, as they were when `step()` was called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a step does to one parameter."""
+
+    code: ClassVar[int]
+    """`enum mt_rule` in csrc/megatrain.h."""
+    moments: ClassVar[Mapping[str, bool]]
+    """The averages it keeps, under torch's names, and whether they can be negative."""
+
+    defaults: ClassVar[Mapping[str, Any]]
+    """What a parameter group holds when nothing is said."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Rule:
+        """From a parameter group."""
+        raise NotImplementedError
+
+    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+        """What the sequence needs beside tensors, for the given step count (from 1) and clip factor."""
+        raise NotImplementedError
+
+    @staticmethod
+    def update(
+        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
+    ) -> None:
+        """One step on flat FP32 tensors, in place; `grad` is only read."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AdamW(Rule):
+    """x = clip·g;  m = β₁m + (1-β₁)x;  v = β₂v + ((1-β₂)x)x;  w = decay·w - (step·m) / (√v / c + ε)"""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    code: ClassVar[int] = 0
+    moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamW:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return cls(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+
+    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+        return _fp32(
+            clip,
+            self.beta1,
+            1.0 - self.beta1,
+            self.beta2,
+            1.0 - self.beta2,
+            (1.0 - self.beta2**step) ** 0.5,
+            self.eps,
+            1.0 - self.lr * self.weight_decay,
+            self.lr / (1.0 - self.beta1**step),
+        )
+
+    @staticmethod
+    def update(
+        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
+    ) -> None:
+        clip, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, decay, step_size = scalars
+        exp_avg, exp_avg_sq = moments
+        clipped = grad * clip
+        exp_avg.mul_(beta1).add_(clipped * one_minus_beta1)
+        exp_avg_sq.mul_(beta2).add_((clipped * one_minus_beta2).mul_(clipped))
+        denominator = torch.from_numpy(np.sqrt(exp_avg_sq.numpy())).div_(root_correction).add_(eps)
+        master.mul_(decay).sub_((exp_avg * step_size).div_(denominator))
+
+
+@dataclass(frozen=True)
+class Lion(Rule):
+    """x = clip·g;  d = sign(β₁m + (1-β₁)x);  m = β₂m + (1-β₂)x;  w = decay·w - lr·d"""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    code: ClassVar[int] = 1
+    moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Lion:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return cls(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
+
+    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+        beta1, beta2 = self.beta1, self.beta2
+        return _fp32(clip, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - self.lr * self.weight_decay, self.lr)
+
+    @staticmethod
+    def update(
+        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
+    ) -> None:
+        clip, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, lr = scalars
+        (exp_avg,) = moments
+        clipped = grad * clip
+        blend = exp_avg * beta1 + clipped * one_minus_beta1
+        exp_avg.mul_(beta2).add_(clipped * one_minus_beta2)
+        master.mul_(decay).sub_(((blend > 0).float() - (blend < 0).float()).mul_(lr))
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """x = clip·g + λw;  m = μm + x;  w = w - lr·m  (decay is coupled, as in torch.optim.SGD)"""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    code: ClassVar[int] = 2
+    moments: ClassVar[Mapping[str, bool]] = {"momentum_buffer": True}
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> SGD:
+        return cls(float(group["lr"]), float(group["momentum"]), float(group["weight_decay"]))
+
+    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+        return _fp32(clip, self.momentum, self.weight_decay, self.lr)
+
+    @staticmethod
+    def update(
+        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
+    ) -> None:
+        clip, momentum, weight_decay, lr = scalars
+        (average,) = moments
+        pull = (grad * clip).add_(master * weight_decay)
+        average.mul_(momentum).add_(pull)
+        master.sub_(average * lr)
+
+
+RULES: dict[str, type[Rule]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+
+
+def _fp32(*values: float) -> tuple[float, ...]:
+    return tuple(float(np.float32(value)) for value in values)

@@ -1,0 +1,174 @@
+"""How a moment is stored: FP32, BF16, or block-wise codes of 8 or 4 bits. The reference; kernels give the same bits.
+
+A code is a small floating-point number: `value = sign · level(code) · scale`, one FP32 scale per block, which is the
+block's largest magnitude. Levels are spaced like a float's with M mantissa bits, the highest is 1:
+
+    level(c) = the FP32 whose bits are (c + (127 << M) - (N - 1)) << (23 - M),  N codes per sign
+
+Rounding is stochastic and unbiased. A decaying average moves by less than a code's width per step: rounding to nearest
+would freeze it. In a signed format code 0 is zero; in a positive one it is the smallest level, since a second moment
+that became zero would make the next update explode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_ONE = 0x3F800000
+_SMALLEST, _LARGEST = 0x00800000, 0x7F7FFFFF
+"""Scales are kept between the smallest normal FP32 and the largest, so that their inverse is finite."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A moment's width: `bits` per element, and one FP32 scale per `block` elements (0: none)."""
+
+    name: str
+    bits: int
+    block: int = 0
+
+    def payload_bytes(self, numel: int) -> int:
+        return numel * self.bits // 8
+
+    def scale_bytes(self, numel: int) -> int:
+        return 4 * -(-numel // self.block) if self.block else 0
+
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
+        """FP32 values of the first `count` elements of a uint8 payload."""
+        raise NotImplementedError
+
+    def encode(
+        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
+    ) -> None:
+        """Write FP32 values; `draws` are 16 random bits per element, None: round to nearest."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Plain(Format):
+    """FP32 as it is."""
+
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
+        return payload[: count * 4].view(torch.float32).clone()
+
+    def encode(
+        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
+    ) -> None:
+        payload[: values.numel() * 4].view(torch.float32).copy_(values)
+
+
+@dataclass(frozen=True)
+class Half(Format):
+    """BF16, rounded stochastically."""
+
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
+        return payload[: count * 2].view(torch.bfloat16).float()
+
+    def encode(
+        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
+    ) -> None:
+        payload[: values.numel() * 2].view(torch.bfloat16).copy_(round_to_bf16(values, draws))
+
+
+@dataclass(frozen=True)
+class Codes(Format):
+    """Block-wise codes of 8 or 4 bits. Two 4-bit codes share a byte: element k of a block and element k + block / 2."""
+
+    mantissa: int = 0
+    signed: bool = True
+
+    @property
+    def levels(self) -> int:
+        """N: codes per sign."""
+        return 1 << (self.bits - self.signed)
+
+    @property
+    def _base(self) -> int:
+        return (127 << self.mantissa) - (self.levels - 1)
+
+    @property
+    def below(self) -> float:
+        """65536 / level(1), in FP32: magnitudes under level 1 times this are compared with the 16 random bits."""
+        first = torch.tensor((1 + self._base) << (23 - self.mantissa), dtype=torch.int32).view(torch.float32)
+        return float(torch.tensor(65536.0) / first)
+
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
+        assert scales is not None
+        blocks = -(-count // self.block)
+        codes = payload[: self.payload_bytes(blocks * self.block)].view(blocks, -1).int()
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], dim=1)
+        magnitude = codes & (self.levels - 1)
+        levels = ((magnitude + self._base) << (23 - self.mantissa)).view(torch.float32)
+        if self.signed:
+            levels = torch.where(magnitude == 0, torch.zeros(()), levels)
+        values = levels * scales[:blocks, None]
+        if self.signed:
+            sign = (codes >> (self.bits - 1)) << 31
+            values = (values.view(torch.int32) | sign).view(torch.float32)
+        return values.reshape(-1)[:count]
+
+    def encode(
+        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
+    ) -> None:
+        assert scales is not None
+        count, blocks = values.numel(), -(-values.numel() // self.block)
+        if draws is None:
+            draws = torch.full((count,), 0x8000, dtype=torch.int32)
+        bits = _blocks(values.view(torch.int32), blocks, self.block)
+        magnitude, draws = bits & 0x7FFFFFFF, _blocks(draws, blocks, self.block)
+        scale = magnitude.amax(dim=1).clamp(_SMALLEST, _LARGEST).view(torch.float32)
+        scales[:blocks] = scale
+        share = magnitude.view(torch.float32) * (1.0 / scale)[:, None]
+        shift = 23 - self.mantissa
+        codes = (share.view(torch.int32).clamp(max=_ONE) + (draws << (shift - 16))) >> shift
+        codes = (codes - self._base).clamp(0, self.levels - 1)
+        if self.signed:
+            # Between zero and level 1.
+            small = (share * self.below).clamp(max=65536.0).int()
+            codes = torch.where(small < 65536, (draws < small).int(), codes) | ((bits >> 31) & self.levels)
+        if self.bits == 4:
+            codes = codes[:, : self.block // 2] | (codes[:, self.block // 2 :] << 4)
+        # Past `count` lies padding: zeros, whose codes are zero too.
+        payload[: codes.numel()].copy_(codes.reshape(-1))
+
+
+FP32 = Plain("fp32", 32)
+BF16 = Half("bf16", 16)
+FORMATS: dict[str, tuple[Format, Format]] = {
+    "fp32": (FP32, FP32),
+    "bf16": (BF16, BF16),
+    "8bit": (Codes("8bit", 8, 256, mantissa=3, signed=True), Codes("8bit", 8, 256, mantissa=3, signed=False)),
+    "4bit": (Codes("4bit", 4, 128, mantissa=1, signed=True), Codes("4bit", 4, 128, mantissa=0, signed=False)),
+}
+"""By name: the format of a moment of either sign, and of one that is never negative."""
+SMALL = 4096
+"""Tensors with fewer elements, and vectors of any length (norms, biases), keep FP32 moments: they are sensitive, and
+together they are nothing."""
+
+
+def format_of(name: str, signed: bool, shape: Sequence[int]) -> Format:
+    """How one parameter's moment is stored when `name` is asked for."""
+    numel = torch.Size(shape).numel()
+    if len(shape) < 2 or numel < SMALL:
+        return FP32
+    return FORMATS[name][0 if signed else 1]
+
+
+def round_to_bf16(values: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
+    """FP32 → BF16: up with the probability of the bits that are cut off, or to nearest even without draws."""
+    if draws is None:
+        return values.bfloat16()
+    bits = values.view(torch.int32)
+    special = (bits & 0x7F800000) == 0x7F800000
+    rounded = torch.where(special, bits, bits + draws)
+    rounded = torch.where(values.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32), rounded)
+    return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _blocks(flat: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
+    missing = blocks * block - flat.numel()
+    return torch.cat([flat, flat.new_zeros(missing)]).view(blocks, block)

@@ -1,0 +1,131 @@
+"""A moment of a slab: the optimizer's running average of every parameter in it, each in its own format, in one buffer.
+
+Parameters of one format lie in one area, in the slab's order, padded like the slab itself. So neighbours in the slab
+that share a format are neighbours here, and one kernel call covers them. Scales follow the codes of their area.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.store.formats import FORMATS, FP32, Format, format_of
+from megatrain.store.layout import Layout, padded
+from megatrain.store.ram import HostMemory
+
+
+@dataclass(frozen=True)
+class Area:
+    """Where one format's elements lie in the buffer, in bytes, and where each segment starts in it, in elements."""
+
+    format: Format
+    payload: int
+    scales: int
+    starts: dict[int, int]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one format: codes (or values) as bytes, and scales if the format has any."""
+
+    format: Format
+    payload: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class Moment:
+    """One moment of one slab."""
+
+    def __init__(self, layout: Layout, width: str, signed: bool, memory: HostMemory) -> None:
+        self.layout = layout
+        self.signed = signed
+        self.areas, nbytes = lay_out_areas(layout, width, signed)
+        self._area_of = {index: area for area in self.areas for index in area.starts}
+        self.bytes = memory.allocate(nbytes, transferred=False).bytes
+
+    def format(self, index: int) -> Format:
+        return self._area_of[index].format
+
+    def piece(self, index: int, count: int) -> Piece:
+        """`count` elements from the start of a segment; they may run on into neighbours of the same format."""
+        area = self._area_of[index]
+        start = area.starts[index]
+        at = area.payload + area.format.payload_bytes(start)
+        payload = self.bytes[at : at + area.format.payload_bytes(_whole(count, area.format))]
+        if not area.format.block:
+            return Piece(area.format, payload, None)
+        at = area.scales + area.format.scale_bytes(start)
+        return Piece(area.format, payload, self.bytes[at : at + area.format.scale_bytes(count)].view(torch.float32))
+
+    def segment(self, index: int) -> Piece:
+        return self.piece(index, self.layout.segments[index].numel)
+
+    def read(self, index: int) -> torch.Tensor:
+        """One parameter's values, in FP32 (a copy)."""
+        piece, segment = self.segment(index), self.layout.segments[index]
+        return piece.format.decode(piece.payload, piece.scales, segment.numel).view(segment.shape)
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Replace one parameter's values, rounded to nearest."""
+        piece = self.segment(index)
+        piece.format.encode(values.detach().reshape(-1).float().cpu(), piece.payload, piece.scales, None)
+
+    def stored(self, index: int) -> dict[str, torch.Tensor]:
+        """One parameter's bytes as they are, by suffix of the moment's name: what a checkpoint keeps."""
+        piece, segment = self.segment(index), self.layout.segments[index]
+        name = piece.format.name
+        if piece.scales is not None:
+            return {f".{name}": piece.payload, f".{name}.scale": piece.scales}
+        if name == "bf16":
+            return {".bf16": piece.payload.view(torch.bfloat16).view(segment.shape)}
+        return {"": piece.payload.view(torch.float32).view(segment.shape)}
+
+    def restore(self, index: int, given: Mapping[str, torch.Tensor]) -> bool:
+        """Take over what `stored` gave, in whatever format that was; False if it had to be rounded to this one."""
+        mine = self.stored(index)
+        if mine.keys() == given.keys():
+            for suffix, view in mine.items():
+                view.copy_(given[suffix].reshape(view.shape))
+            return True
+        self.write(index, self._decoded(index, given))
+        return self.format(index) is FP32
+
+    def _decoded(self, index: int, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        name = next(suffix for suffix in given if not suffix.endswith(".scale")).removeprefix(".")
+        if name in ("", "bf16"):
+            return given[f".{name}" if name else ""].float()
+        segment = self.layout.segments[index]
+        return FORMATS[name][0 if self.signed else 1].decode(given[f".{name}"], given[f".{name}.scale"], segment.numel)
+
+    def clear(self, index: int) -> None:
+        piece = self.segment(index)
+        piece.payload.zero_()
+        if piece.scales is not None:
+            piece.scales.zero_()
+
+
+def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[list[Area], int]:
+    """The areas of a moment of a slab, and their size together."""
+    by_format: dict[Format, dict[int, int]] = {}
+    sizes: dict[Format, int] = {}
+    for index, segment in enumerate(layout.segments):
+        chosen = format_of(width, signed, segment.shape)
+        start = sizes.get(chosen, 0)
+        by_format.setdefault(chosen, {})[index] = start
+        sizes[chosen] = start + padded(segment.numel)
+    areas: list[Area] = []
+    at = 0
+    for chosen, starts in by_format.items():
+        numel = sizes[chosen]
+        scales = at + chosen.payload_bytes(numel)
+        areas.append(Area(chosen, at, scales, starts, numel))
+        # Every area starts on a cache line.
+        at = -(-(scales + chosen.scale_bytes(numel)) // 64) * 64
+    return areas, at
+
+
+def _whole(count: int, chosen: Format) -> int:
+    return -(-count // chosen.block) * chosen.block if chosen.block else count

@@ -1,0 +1,101 @@
+"""On the GPU: the probe is quick, and its numbers can be true."""
+
+import time
+
+import pytest
+import torch
+
+from megatrain.hardware import inventory, measure
+from megatrain.hardware.machine import TOUCHED, Machine
+from megatrain.hardware.probe import probe
+
+ROUND = {"h2d": 55.5e9, "d2h": 55.4e9, "duplex": 101e9, "pageable_h2d": 7.6e9, "dram": 134e9, "hbm": 4.3e12}
+"""Measured on one H200 machine; any other is only asked to be sane."""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_probe_is_quick_and_plausible(cache, tmp_path):
+    precision, state = torch.backends.cuda.matmul.fp32_precision, torch.cuda.get_rng_state()
+    start = time.perf_counter()
+    machine = probe(offload_dir=tmp_path)
+    seconds = time.perf_counter() - start
+    print(f"\nprobed in {seconds:.1f} s\n{machine.to_json()}")
+    assert seconds < 20
+    assert torch.backends.cuda.matmul.fp32_precision == precision
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.cuda.memory_allocated() < 64 << 20
+    check(machine)
+    start = time.perf_counter()
+    assert probe(offload_dir=tmp_path).matmul == machine.matmul
+    assert time.perf_counter() - start < 1
+    assert machine.disks[0].read > 50e6
+
+
+def check(machine):
+    assert machine.gpu == torch.cuda.get_device_properties(0).name
+    assert machine.vram_bytes > 1 << 30
+    assert 1e9 < machine.pageable_h2d < 1.1 * machine.h2d
+    assert min(machine.h2d, machine.d2h) > 5e9
+    assert max(machine.h2d, machine.d2h) < 1.1 * machine.duplex
+    assert machine.duplex < 1.1 * (machine.h2d + machine.d2h)
+    assert 5e9 < machine.dram < machine.hbm
+    assert machine.dram_under_dma < 1.1 * machine.dram
+    assert machine.matmul["fp32"] < 1.1 * machine.matmul["tf32"] < 1.2 * machine.matmul["bf16"]
+    assert 1e12 < machine.attention < machine.matmul["bf16"] < 5e15
+    assert set(machine.gpu_update) == set(machine.update) == set(TOUCHED)
+    assert Machine.from_json(machine.to_json()) == machine
+    if machine.gpu == "NVIDIA H200":
+        for name, seen in ROUND.items():
+            assert seen / 3 < getattr(machine, name) < seen * 3, name
+        assert machine.matmul["bf16"] > 400e12
+
+
+def update_rates(device):
+    """The update's own kernels, as an engine would measure them: parameters per second by width."""
+    from megatrain.optim.rules import AdamW
+    from megatrain.optim.update import Operands, native_kernel
+    from megatrain.optim.update_triton import triton_kernel
+    from megatrain.store.formats import FORMATS
+    from megatrain.store.moments import Piece
+
+    count = 64 << 20
+    rule = AdamW(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    kernel = triton_kernel if device.type == "cuda" else native_kernel(inventory.update_threads())
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    rates = {}
+    with measure.threads(inventory.cores()):
+        weight, gradient = (torch.ones(count, dtype=torch.bfloat16, device=device) for _ in range(2))
+        residual = torch.ones(count, dtype=torch.int16, device=device)
+        for width, formats in FORMATS.items():
+            pieces = []
+            for chosen in formats:
+                payload = torch.zeros(chosen.payload_bytes(count), dtype=torch.uint8, device=device)
+                scales = torch.ones(count // chosen.block, device=device) if chosen.block else None
+                pieces.append(Piece(chosen, payload, scales))
+            operands = Operands(
+                rule=AdamW,
+                scalars=rule.scalars(10, 1.0),
+                weight=weight,
+                residual=residual,
+                gradient=gradient,
+                gradient_dtype=torch.bfloat16,
+                moments=tuple(pieces),
+                seed=1,
+                first=0,
+            )
+            rates[width] = measure.rate(lambda operands=operands: kernel(operands), count, 0.4, settle)
+    return rates
+
+
+def test_update_rates_take_the_place_of_estimates(cache):
+    pytest.importorskip("triton")
+    start = time.perf_counter()
+    machine = probe(update_rates=update_rates)
+    print(f"\nprobed with updates in {time.perf_counter() - start:.1f} s\n{machine.to_json()}")
+    for width, touched in TOUCHED.items():
+        assert 0.05 * machine.dram < machine.update[width] * touched < 1.5 * machine.dram
+        assert 0.05 * machine.hbm < machine.gpu_update[width] * touched < 1.5 * machine.hbm

@@ -1,0 +1,343 @@
+"""The native update: the bits of the written sequence, on every instruction set, at every size, on any threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from megatrain.native import library
+from megatrain.optim.rules import RULES, SGD, AdamW, Lion, Rule
+from megatrain.optim.update import Kernel, Operands, native_kernel, reference_kernel
+from megatrain.store.formats import FORMATS
+from megatrain.store.moments import Piece
+from megatrain.store.random import GROUP, seed_of
+
+ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+RULE_LIST = [ADAMW, Lion(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1), SGD(lr=1e-2, momentum=0.9, weight_decay=0.1)]
+WEIGHTS = ("fp32", "split", "bf16")
+GRADIENTS = ("fp32", "bf16", "fp32 to bf16")
+WIDTHS = tuple(FORMATS)
+SIZES = [*range(1, 301), 511, 512, 513, 1000, 2047, 2049, 4095, 4096, 4097, 5555, 9999, 10000]
+FEW_SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 384, 511, 1000]
+
+
+@pytest.fixture(autouse=True)
+def best_isa() -> Iterator[None]:
+    yield
+    library.use_isa(library.isas()[-1])
+
+
+@pytest.fixture(params=library.isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    library.use_isa(request.param)
+    return request.param
+
+
+def rule_id(rule: Rule) -> str:
+    return type(rule).__name__
+
+
+@dataclass(frozen=True)
+class State:
+    """A slab's weights and moments."""
+
+    rule: Rule
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    moments: tuple[Piece, ...]
+
+    def copy(self) -> State:
+        moments = tuple(replace(p, payload=p.payload.clone(), scales=_clone(p.scales)) for p in self.moments)
+        return replace(self, weight=self.weight.clone(), residual=_clone(self.residual), moments=moments)
+
+    def operands(self, gradient: torch.Tensor, rounded: bool, step: int, start: int = 0, count: int = -1) -> Operands:
+        """A step of elements [start, start + count); `start` is a multiple of 256."""
+        end = self.weight.numel() if count < 0 else start + count
+        moments = []
+        for piece in self.moments:
+            kind = piece.format
+            whole = -(-(end - start) // kind.block) * kind.block if kind.block else end - start
+            payload = piece.payload[kind.payload_bytes(start) :][: kind.payload_bytes(whole)]
+            scales = None if piece.scales is None else piece.scales[start // kind.block :][: whole // kind.block]
+            moments.append(Piece(kind, payload, scales))
+        return Operands(
+            rule=type(self.rule),
+            scalars=self.rule.scalars(step, 0.7),
+            weight=self.weight[start:end],
+            residual=None if self.residual is None else self.residual[start:end],
+            gradient=gradient[start:end],
+            gradient_dtype=torch.bfloat16 if rounded else torch.float32,
+            moments=tuple(moments),
+            seed=seed_of(3, step),
+            first=start,
+        )
+
+    def differs(self, other: State, start: int, count: int) -> str:
+        """The first stream whose elements [start, start + count) have other bits; NaN is NaN."""
+        mine, theirs = (s.operands(s.weight, False, 1, start, count) for s in (self, other))
+        if _bits(mine.weight) != _bits(theirs.weight):
+            return "weight"
+        if mine.residual is not None and _bits(mine.residual) != _bits(theirs.residual):
+            return "residual"
+        for number, (one, two) in enumerate(zip(mine.moments, theirs.moments, strict=True)):
+            if one.scales is not None and _bits(one.scales) != _bits(two.scales):
+                return f"scales of moment {number}"
+            values = [p.format.decode(p.payload, p.scales, count) for p in (one, two)]
+            if _bits(values[0]) != _bits(values[1]):
+                return f"moment {number}"
+        return ""
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    # Which NaN an operation on two NaNs gives is the instruction's choice.
+    return (tensor.nan_to_num(nan=12345.0, posinf=None, neginf=None) if _has_nan(tensor) else tensor).view(
+        torch.uint8
+    ).numpy().tobytes()
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def state_of(rule: Rule, weight: str, width: str, count: int, seed: int = 0) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator)
+    residual = None
+    if weight == "split":
+        residual = torch.randint(-(2**15), 2**15, (count,), generator=generator, dtype=torch.int16)
+    moments = []
+    for signed in rule.moments.values():
+        kind = FORMATS[width][0 if signed else 1]
+        whole = -(-count // kind.block) * kind.block if kind.block else count
+        scales = torch.zeros(whole // kind.block) if kind.block else None
+        moments.append(Piece(kind, torch.zeros(kind.payload_bytes(whole), dtype=torch.uint8), scales))
+    return State(rule, values if weight == "fp32" else values.bfloat16(), residual, tuple(moments))
+
+
+def gradient_of(kind: str, count: int, seed: int) -> torch.Tensor:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 1e-3
+    return values.bfloat16() if kind == "bf16" else values
+
+
+def extreme(kind: str, starts: list[tuple[int, int]], count: int, seed: int) -> torch.Tensor:
+    """Gradients whose magnitudes differ from piece to piece: ordinary, all there are, denormal, huge, zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1.0
+    share = torch.rand(count, generator=generator, dtype=torch.float64)
+    lows, highs = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    for number, (start, size) in enumerate(starts):
+        low, high = [(-5, -2), (-45, 38), (-45, -37), (30, 38.5), (-4, -3), (-30, 5)][(number + seed) % 6]
+        lows[start : start + size], highs[start : start + size] = low, high
+    values = (sign * 10 ** (lows + (highs - lows) * share)).float()
+    special = torch.tensor([0.0, -0.0, 1e30, -3e38, 1e-45, 1.1754944e-38, -1e-40, 3.4e38])
+    chosen = torch.randint(0, 200, (count,), generator=generator)
+    values = torch.where(chosen < len(special), special[chosen.clamp(max=len(special) - 1)], values)
+    values[torch.rand(count, generator=generator) < 0.05] = 0.0
+    return values.bfloat16() if kind == "bf16" else values
+
+
+def pieces_of(sizes: list[int]) -> tuple[list[tuple[int, int]], int]:
+    """Runs of the given sizes, one after the other, each on a multiple of 256; and their length together."""
+    starts, at = [], 0
+    for size in sizes:
+        starts.append((at, size))
+        at += -(-size // GROUP) * GROUP
+    return starts, at
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("rule", RULE_LIST, ids=rule_id)
+def test_every_size_on_every_instruction_set(rule, weight, width):
+    """The reference takes the whole slab at once, the kernel every run of it by itself: the same elements, the same bits.
+
+    Elements behind a run's end take part in the reference and never matter to the others: they start at zero.
+    """
+    starts, count = pieces_of(SIZES)
+    kernel = native_kernel(1)
+    for gradient in GRADIENTS:
+        expected = state_of(rule, weight, width, count)
+        found = {name: expected.copy() for name in library.isas()}
+        for step in (1, 2, 3):
+            values = extreme(gradient, starts, count, step)
+            reference_kernel(expected.operands(values, gradient != "fp32", step))
+            for name, state in found.items():
+                library.use_isa(name)
+                for start, size in starts:
+                    kernel(state.operands(values, gradient != "fp32", step, start, size))
+                for start, size in starts:
+                    wrong = state.differs(expected, start, size)
+                    assert not wrong, f"{name}, {gradient} gradient, step {step}, {size} elements: {wrong}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rule", RULE_LIST, ids=rule_id)
+def test_tails_exactly(rule, width, isa):
+    """Size by size against the reference, down to the unused codes; what lies beyond stays as it was."""
+    for weight, gradient, size in itertools.product(WEIGHTS, GRADIENTS, FEW_SIZES):
+        states = [state_of(rule, weight, width, size + GROUP) for _ in range(2)]
+        for step in (1, 2):
+            values = gradient_of(gradient, size + GROUP, 10 * size + step)
+            for state, kernel in zip(states, (reference_kernel, native_kernel(1)), strict=True):
+                kernel(state.operands(values, gradient != "fp32", step, 0, size))
+        ours, theirs = states[1], states[0]
+        where = f"{weight}, {gradient}, {size}"
+        assert torch.equal(ours.weight, theirs.weight), where
+        assert ours.residual is None or torch.equal(ours.residual, theirs.residual), where
+        for one, two in zip(ours.moments, theirs.moments, strict=True):
+            assert torch.equal(one.payload, two.payload), where
+            assert one.scales is None or torch.equal(one.scales, two.scales), where
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_streams_need_no_more_alignment_than_their_elements(width, isa):
+    for weight, gradient in itertools.product(WEIGHTS, GRADIENTS):
+        state = state_of(ADAMW, weight, width, 1000)
+        values = gradient_of(gradient, 1000, 1)
+        shifted = state.copy()
+        shifted = replace(shifted, weight=_shift(state.weight), residual=_shift(state.residual))
+        skip = state.moments[0].format.bits // 8 or 1
+        moments = tuple(replace(p, payload=_shift(p.payload, skip), scales=_shift(p.scales)) for p in state.moments)
+        shifted = replace(shifted, moments=moments)
+        native_kernel(1)(state.operands(values, gradient != "fp32", 1))
+        native_kernel(1)(shifted.operands(_shift(values), gradient != "fp32", 1))
+        assert not state.differs(shifted, 0, 1000)
+
+
+def _shift(tensor: torch.Tensor | None, by: int = 1) -> torch.Tensor | None:
+    """The same values, an element further from alignment."""
+    if tensor is None:
+        return None
+    return torch.cat([tensor[:by], tensor])[by:]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_threads_do_not_matter(width, weight):
+    count = 3_000_001
+    alone = state_of(ADAMW, weight, width, count)
+    values = gradient_of("bf16", count, 0)
+    others = {threads: alone.copy() for threads in (2, 3, 8)}
+    for step in (1, 2):
+        native_kernel(1)(alone.operands(values, True, step))
+        for threads, state in others.items():
+            native_kernel(threads)(state.operands(values, True, step))
+    for threads, state in others.items():
+        assert not state.differs(alone, 0, count), threads
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_runs_of_one_slab_with_scalars_of_their_own(width, isa):
+    """As for a group with weight decay and one without: each is the update of its run alone, and the padding stays."""
+    starts, count = pieces_of([300, 1000, 77, 512])
+    slab = state_of(ADAMW, "split", width, count)
+    expected, before = slab.copy(), slab.copy()
+    values = gradient_of("bf16", count, 4)
+    for number, (start, size) in enumerate(starts):
+        rule = replace(ADAMW, weight_decay=0.1 * number, lr=1e-2 / (number + 1))
+        native_kernel(2)(replace(slab, rule=rule).operands(values, True, 5, start, size))
+        reference_kernel(replace(expected, rule=rule).operands(values, True, 5, start, size))
+        if start + size < count:
+            past = start + size
+            assert torch.equal(slab.weight[past:], before.weight[past:])
+    for piece, other in zip(slab.moments, expected.moments, strict=True):
+        assert torch.equal(piece.payload, other.payload)
+    assert not slab.differs(expected, 0, count)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_flushing_denormals_in_the_caller_changes_nothing(width, isa):
+    starts, count = pieces_of([1 << 17, 300])
+    plain = state_of(ADAMW, "fp32", width, count)
+    flushed = plain.copy()
+    values = extreme("fp32", starts, count, 1)
+    values[: 1 << 16] = torch.rand(1 << 16) * 1e-38
+    native_kernel(2)(plain.operands(values, False, 1))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no such mode")
+    try:
+        native_kernel(2)(flushed.operands(values, False, 1))
+        still = torch.tensor([1e-40]) * 0.5
+    finally:
+        torch.set_flush_denormal(False)
+    assert still.item() == 0.0, "the caller's mode was not restored"
+    assert not plain.differs(flushed, 0, count)
+
+
+def run_in_child(kernel: Kernel, operands: Operands) -> int:
+    """Exit status of a forked child that runs the kernel."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            kernel(operands)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_child_has_a_pool_of_its_own():
+    count = 1_000_000
+    values = gradient_of("bf16", count, 0)
+    state = state_of(ADAMW, "split", "8bit", count)
+    expected = state.copy()
+    native_kernel(4)(state_of(ADAMW, "split", "8bit", count).operands(values, True, 1))
+    state.weight.share_memory_()
+    assert run_in_child(native_kernel(4), state.operands(values, True, 1)) == 0
+    native_kernel(4)(expected.operands(values, True, 1))
+    assert torch.equal(state.weight, expected.weight)
+
+
+@pytest.mark.timeout(120)
+def test_callers_on_several_threads():
+    count, rounds = 600_000, 6
+    values = [gradient_of("bf16", count, seed) for seed in range(4)]
+    states = [state_of(ADAMW, "split", width, count) for width in WIDTHS]
+    expected = [state.copy() for state in states]
+
+    def work(index: int) -> None:
+        for step in range(1, rounds + 1):
+            native_kernel(2 + index)(states[index].operands(values[index], True, step))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, state in enumerate(expected):
+        for step in range(1, rounds + 1):
+            native_kernel(1)(state.operands(values[index], True, step))
+        assert not states[index].differs(state, 0, count), index
+
+
+def test_refusals():
+    state = state_of(ADAMW, "split", "8bit", 300)
+    operands = state.operands(gradient_of("bf16", 300, 0), True, 1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        native_kernel(0)(operands)
+    with pytest.raises(OSError, match="Invalid argument"):
+        native_kernel(1)(replace(operands, first=100))
+    without = tuple(replace(piece, scales=None) for piece in operands.moments)
+    with pytest.raises(OSError, match="Bad address"):
+        native_kernel(1)(replace(operands, moments=without))
+
+
+def test_nothing_is_an_update_too():
+    state = state_of(ADAMW, "split", "fp32", 0)
+    native_kernel(4)(state.operands(torch.zeros(0), True, 1))
+
+
+def test_every_rule_is_tested():
+    assert {type(rule) for rule in RULE_LIST} == set(RULES.values())

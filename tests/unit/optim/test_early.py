@@ -1,0 +1,179 @@
+"""Without clipping, inside a backward that is the step's last, updates start as gradients land: same bits, earlier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.parity import zoo
+from tests.tiny import Stack, differences, engine_of, inputs, roles
+
+from megatrain.errors import NonFiniteGradients, UnsupportedCall
+from megatrain.stream.lanes import ThreadLanes
+
+LANES = {"sync": lambda: "sync", "threads": lambda: ThreadLanes(seed=3, max_delay=2e-4)}
+
+
+@pytest.fixture(params=LANES.values(), ids=LANES.keys())
+def lanes(request: Any) -> Any:
+    return request.param()
+
+
+def backward(model: Any, seed: int, **options: Any) -> None:
+    model(inputs(seed), **options).square().mean().backward()
+
+
+def run(lanes: Any, early: bool, precision: str = "fp32", windows: bool = False, micro: int = 2) -> Any:
+    model = Stack()
+    engine = engine_of(model, lanes=lanes, precision=precision)
+    optimizer = engine.optimizer(lr=0.1)
+    norms = []
+    for step in range(4):
+        tasks = [lambda seed=10 * step + k: backward(model, seed) for k in range(micro)]
+        if windows and early:
+            with optimizer.final_backward():
+                engine.window(tasks, whole=True)
+        elif windows:
+            engine.window(tasks, whole=True)
+        else:
+            for task in tasks[:-1]:
+                task()
+            if early:
+                with optimizer.final_backward():
+                    tasks[-1]()
+            else:
+                tasks[-1]()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    seen = [norms, roles(engine), engine.counters.steps]
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("windows", [False, True])
+def test_the_bits_are_those_of_a_step_after_the_backward(lanes: Any, precision: str, windows: bool) -> None:
+    assert differences(run(lanes, True, precision, windows), run("sync", False, precision, windows)) == []
+
+
+def updates_before_step(model: Any, engine: Any, optimizer: Any, batch: Any) -> set[str]:
+    """Which slabs had their update submitted when the last backward ended."""
+    before = {slab.index: slab.version for slab in engine.slabs}
+    with optimizer.final_backward():
+        batch()
+    found = {slab.name for slab in engine.slabs if slab.version != before[slab.index]}
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def test_updates_have_started_when_the_backward_ends() -> None:
+    model = Stack()
+    engine = engine_of(model)
+    optimizer = engine.optimizer(lr=0.1)
+    # The first step shows what is shared; the loose parameter is used outside any block, so it always waits.
+    assert updates_before_step(model, engine, optimizer, lambda: backward(model, 0)) == set()
+    found = updates_before_step(model, engine, optimizer, lambda: backward(model, 1))
+    assert found == {"entry", "layers.0", "layers.1", "layers.2"}
+
+
+def test_the_head_and_layers_of_a_language_model_start_but_what_is_shared_waits() -> None:
+    for tied in (False, True):
+        model = zoo.build("llama", tie_word_embeddings=tied)
+        engine = engine_of(model)
+        optimizer = engine.optimizer(lr=1e-3)
+        for step in range(2):
+            loss = model(**zoo.batch("llama", step, length=6)).loss
+            found = updates_before_step(model, engine, optimizer, loss.backward)
+        assert {name for name in found if "layers" in name} == {b.name for b in engine.blocks if "layers" in b.name}
+        assert any("lm_head" in name for name in found) is not tied
+        assert not tied or not any("embed" in name for name in found)
+
+
+def test_two_forwards_before_one_backward_are_one_gradient(lanes: Any) -> None:
+    def train(early: bool, lanes: Any) -> Any:
+        model = Stack()
+        engine = engine_of(model, lanes=lanes)
+        optimizer = engine.optimizer(lr=0.1)
+        for step in range(3):
+            loss = model(inputs(step)).square().mean() + model(inputs(step + 50)).square().mean()
+            if early:
+                with optimizer.final_backward():
+                    loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return roles(engine)
+
+    assert differences(train(True, lanes), train(False, "sync")) == []
+
+
+def test_another_backward_after_the_last_one_is_refused() -> None:
+    model = Stack()
+    engine = engine_of(model)
+    optimizer = engine.optimizer(lr=0.1)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.final_backward():
+        backward(model, 1)
+    with pytest.raises(UnsupportedCall, match=r"got another gradient after its update had started"):
+        backward(model, 2)
+
+
+def test_with_clipping_nothing_starts_early() -> None:
+    model = Stack()
+    engine = engine_of(model)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert updates_before_step(model, engine, optimizer, lambda: backward(model, 1)) == set()
+
+
+def test_a_bad_gradient_raises_and_names_what_has_moved(lanes: Any) -> None:
+    model = Stack()
+    engine = engine_of(model, lanes=lanes)
+    optimizer = engine.optimizer(lr=0.1)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.synchronize()
+    before = roles(engine)
+    # The backward goes from the last layer to the first: layer 2 has been updated when layer 1's gradient goes bad.
+    model.layers[1].scale.register_hook(lambda gradient: gradient * float("nan"))
+    with optimizer.final_backward():
+        backward(model, 1)
+
+    def go_on() -> None:
+        optimizer.step()
+        engine.synchronize()
+        model(inputs(2))
+
+    with pytest.raises(NonFiniteGradients, match=r"1 parts of the model had been updated in the backward \(layers.2\)"):
+        go_on()
+    changed = {where.split(".")[1].split("/")[0] for where in differences(before, roles(engine))}
+    assert changed == {str(next(slab.index for slab in engine.slabs if slab.name == "layers.2"))}
+    optimizer.zero_grad()
+    model(inputs(2))
+
+
+def test_a_step_that_is_given_up_is_said(said: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    engine = engine_of(model)
+    optimizer = engine.optimizer(lr=0.1)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def explode(gradient: torch.Tensor) -> None:
+        raise RuntimeError("in the middle")
+
+    model.layers[0].scale.register_hook(explode)
+    with pytest.raises(RuntimeError, match="in the middle"), optimizer.final_backward():
+        backward(model, 1)
+    assert any("given up after the updates of 2 of" in line and "layers.2, layers.1" in line for line in said.messages)
