@@ -86,12 +86,12 @@ inline void store_moment(uint8_t* to, float* room, int i, float value, uint32_t 
 
 template <int rule, int weight, int gradient, int state>
 inline void apply(const Streams& here, uint64_t key, const Scalars<rule>& scalars, float* first, float* second) {
-    constexpr bool kTwo = rule == MT_RULE_ADAMW, kScaled = state == MT_STATE_8BIT || state == MT_STATE_4BIT;
-    constexpr int kRun = state == MT_STATE_8BIT ? Signed8::kBlock : state == MT_STATE_4BIT ? Signed4::kBlock / 2 : kGroup;
+    constexpr bool kTwo = rule == MT_RULE_ADAMW, kFour = state == MT_STATE_4BIT, kScaled = state >= MT_STATE_8BIT;
+    constexpr int kRun = kFour ? Signed4::kBlock / 2 : state == MT_STATE_8BIT ? Signed8::kBlock : kGroup;
     for (int run = 0; run < kGroup / kRun; ++run) {
         // Two runs of 4-bit codes, one after the other, lie in the lower and upper halves of the same bytes.
-        const int block = state == MT_STATE_4BIT ? run / 2 : run, nibble = run % 2 * 4;
-        const int back = state == MT_STATE_4BIT ? (run - block) * kRun : 0;
+        const int block = kFour ? run / 2 : run, nibble = run % 2 * 4;
+        const int back = kFour ? (run - block) * kRun : 0;
         const float scale0 = kScaled ? reinterpret_cast<const float*>(here.scales[0])[block] : 0.0f;
         const float scale1 = kScaled && kTwo ? reinterpret_cast<const float*>(here.scales[1])[block] : 0.0f;
         uint32_t place = place_of(static_cast<uint32_t>(key), run * kRun);

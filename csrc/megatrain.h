@@ -33,7 +33,8 @@ MT_API int mt_cpu_quota(const char* root);
 // memcpy from several threads. The ranges must not overlap. `threads` as above.
 MT_API int mt_copy(void* dst, const void* src, size_t bytes, int threads);
 
-// What an update is made of. Numbers are part of the ABI; Python holds the same in native/library.py and optim/rules.py.
+// What an update is made of. Numbers are part of the ABI; Python holds the same in native/library.py and
+// optim/rules.py.
 enum mt_rule { MT_RULE_ADAMW = 0, MT_RULE_LION = 1, MT_RULE_SGD = 2 };
 enum mt_weight {
     MT_WEIGHT_FP32 = 0,   // FP32, its own master
@@ -66,12 +67,12 @@ struct mt_update {
 };
 
 // One optimizer step in one pass over all streams. The result does not depend on `threads`, nor on the instruction set
-// that is used. All pointers are aligned to their elements. The last block of codes may be partial: its unused codes are
-// left zero.
+// that is used, nor on the calling thread's rounding or flushing mode. All pointers are aligned to their elements. The
+// last block of codes may be partial: its unused codes are left zero.
 MT_API int mt_update(const struct mt_update* what, int threads);
 
-// The loads and stores of that update without its arithmetic: every stream is read, and all but the gradient written back
-// as they were. What an update could reach at best; for benchmarks.
+// The loads and stores of that update without its arithmetic: every stream is read, and all but the gradient written
+// back as they were (whole groups of 256 only). What an update could reach at best; for benchmarks.
 MT_API int mt_touch_streams(const struct mt_update* what, int threads);
 
 // Instruction sets that the kernels were compiled for and that this CPU has, best last. `mt_isa_use` makes every later

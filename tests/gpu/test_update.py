@@ -22,6 +22,7 @@ HYPER = {
 }
 SPECIAL = (0.0, -0.0, 1e-45, -1e-42, 1.1754944e-38, 1e-30, -1e-20, 1e18, -1e25)
 """Denormals, zeros, and numbers whose square is infinite. None of them makes a NaN."""
+SPARE = 64
 
 
 def triton_kernel(operands):
@@ -48,16 +49,16 @@ class State:
         generator = torch.Generator().manual_seed(seed)
         self.numel, self.rule, self.kind = numel, rule, (weight, gradient)
         self.generator, self.special = generator, special
-        master = values(numel, generator, 8, special)
+        master = values(numel + SPARE, generator, 8, special)
         self.tensors = {"weight": master if weight == "fp32" else master.bfloat16()}
         if weight == "split":
-            self.tensors["residual"] = torch.randint(-(1 << 15), 1 << 15, (numel,), generator=generator).short()
+            self.tensors["residual"] = torch.randint(-(1 << 15), 1 << 15, (numel + SPARE,), generator=generator).short()
         self.formats = {name: FORMATS[width][0 if signed else 1] for name, signed in RULES[rule].moments.items()}
         for name, chosen in self.formats.items():
             whole = -(-numel // 256) * 256
-            self.tensors[name] = torch.zeros(chosen.payload_bytes(whole) + 64, dtype=torch.uint8)
+            self.tensors[name] = torch.zeros(chosen.payload_bytes(whole) + SPARE, dtype=torch.uint8)
             if chosen.block:
-                self.tensors[f"{name}/scales"] = torch.zeros(whole // chosen.block + 4)
+                self.tensors[f"{name}/scales"] = torch.zeros(whole // chosen.block + SPARE)
             start = values(numel, generator, 20)
             if not RULES[rule].moments[name]:
                 start = start.abs()
@@ -65,19 +66,20 @@ class State:
         self.draw_gradient()
 
     def draw_gradient(self):
-        flat = values(self.numel, self.generator, 30, self.special)
+        flat = values(self.numel + SPARE, self.generator, 30, self.special)
         self.tensors["gradient"] = flat.bfloat16() if self.kind[1] == "bf16" else flat
 
     def copy(self, device):
         return {name: tensor.clone().to(device) for name, tensor in self.tensors.items()}
 
-    def operands(self, tensors, step, clip, first):
+    def operands(self, tensors, step, clip, first, numel=None):
+        length = slice(self.numel if numel is None else numel)
         return Operands(
             rule=RULES[self.rule],
             scalars=HYPER[self.rule].scalars(step, clip),
-            weight=tensors["weight"],
-            residual=tensors.get("residual"),
-            gradient=tensors["gradient"],
+            weight=tensors["weight"][length],
+            residual=tensors["residual"][length] if "residual" in tensors else None,
+            gradient=tensors["gradient"][length],
             gradient_dtype=torch.float32 if self.kind[1] == "fp32" else torch.bfloat16,
             moments=tuple(
                 Piece(chosen, tensors[name], tensors.get(f"{name}/scales")) for name, chosen in self.formats.items()
@@ -158,17 +160,12 @@ def test_infinities_and_nan(combination):
 def test_more_elements_than_32_bits_count():
     chosen, numel, tail = FORMATS["4bit"][0], (1 << 31) + 10_000, (1 << 31) - 512
     state = State(numel - tail, "lion", "bf16", "bf16", "4bit")
-    moment, gradient, weight = state.tensors["exp_avg"], state.tensors["gradient"], state.tensors["weight"]
-    scales = state.tensors["exp_avg/scales"]
-    whole = {
-        "weight": torch.zeros(numel, dtype=torch.bfloat16, device="cuda"),
-        "gradient": torch.zeros(numel, dtype=torch.bfloat16, device="cuda"),
-        "exp_avg": torch.zeros(chosen.payload_bytes(tail) + moment.numel(), dtype=torch.uint8, device="cuda"),
-        "exp_avg/scales": torch.zeros(tail // chosen.block + scales.numel(), device="cuda"),
-    }
-    whole["weight"][tail:], whole["gradient"][tail:] = weight.cuda(), gradient.cuda()
-    whole["exp_avg"][-moment.numel() :], whole["exp_avg/scales"][-scales.numel() :] = moment.cuda(), scales.cuda()
-    triton_kernel(state.operands(whole, 1, 1.0, 0))
+    ahead = {"exp_avg": chosen.payload_bytes(tail), "exp_avg/scales": tail // chosen.block}
+    whole = {}
+    for name, tensor in state.tensors.items():
+        whole[name] = torch.zeros(ahead.get(name, tail) + tensor.numel(), dtype=tensor.dtype, device="cuda")
+        whole[name][-tensor.numel() :] = tensor
+    triton_kernel(state.operands(whole, 1, 1.0, 0, numel))
     reference_kernel(state.operands(state.tensors, 1, 1.0, tail))
     for name, tensor in state.tensors.items():
         assert same_bits(tensor, whole[name][-tensor.numel() :].cpu()), name

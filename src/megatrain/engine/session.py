@@ -146,7 +146,10 @@ class Engine:
         width = self.settings.moment_width
         self._require_states(params, rule_named(kind), width)
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
-        return Optimizer(params, self._step, kind=kind, width=width, max_grad_norm=max_grad_norm, **options)
+        lossless = self.settings.optimizer_compression == "lossless"
+        return Optimizer(
+            params, self._step, kind=kind, width=width, lossless=lossless, max_grad_norm=max_grad_norm, **options
+        )
 
     def window(self, tasks: Sequence[Callable[[], Result]], *, whole: bool = False) -> list[Result]:
         """Run the micro-batches of a step together, each a function that does forward and backward; their results.

@@ -42,6 +42,11 @@ def copy(dst: int, src: int, nbytes: int, threads: int) -> None:
     _check(load().mt_copy(dst, src, _size(nbytes), threads), f"copying {nbytes} bytes")
 
 
+def cpu_quota(root: str = "") -> int:
+    """CPUs that this process's cgroup quota pays for, rounded up; 0: no quota. `root` is put before /proc and /sys."""
+    return int(load().mt_cpu_quota(root.encode()))
+
+
 WIDTHS = ("fp32", "bf16", "8bit", "4bit")
 """`enum mt_state`: how moments are stored."""
 
@@ -80,8 +85,12 @@ def update(
     seed: int,
     first: int,
     threads: int,
+    arithmetic: bool = True,
 ) -> None:
-    """One optimizer step on flat tensors in host memory, in one pass. See `mt_update` in csrc/megatrain.h."""
+    """One optimizer step on flat tensors in host memory, in one pass. See `mt_update` in csrc/megatrain.h.
+
+    Without `arithmetic` all streams are read and written back as they were: what an update could reach at best.
+    """
     weight_kind = 0 if weight.dtype == torch.float32 else (2 if residual is None else 1)
     gradient_kind = 1 if gradient.dtype == torch.bfloat16 else (2 if rounded else 0)
     packed = _Update(
@@ -100,7 +109,8 @@ def update(
     for number, (payload, scale) in enumerate(zip(moments, scales, strict=True)):
         packed.moments[number] = payload.data_ptr()
         packed.scales[number] = None if scale is None else scale.data_ptr()
-    _check(load().mt_update(ctypes.byref(packed), threads), f"updating {weight.numel()} parameters")
+    function = load().mt_update if arithmetic else load().mt_touch_streams
+    _check(function(ctypes.byref(packed), threads), f"updating {weight.numel()} parameters")
 
 
 def isas() -> list[str]:
@@ -127,8 +137,12 @@ def load() -> ctypes.CDLL:
     library.mt_touch.restype = ctypes.c_int
     library.mt_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.mt_copy.restype = ctypes.c_int
+    library.mt_cpu_quota.argtypes = [ctypes.c_char_p]
+    library.mt_cpu_quota.restype = ctypes.c_int
     library.mt_update.argtypes = [ctypes.POINTER(_Update), ctypes.c_int]
     library.mt_update.restype = ctypes.c_int
+    library.mt_touch_streams.argtypes = [ctypes.POINTER(_Update), ctypes.c_int]
+    library.mt_touch_streams.restype = ctypes.c_int
     library.mt_isa_count.argtypes = []
     library.mt_isa_count.restype = ctypes.c_int
     library.mt_isa_name.argtypes = [ctypes.c_int]

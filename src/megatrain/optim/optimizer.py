@@ -39,6 +39,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         kind: str = "adamw",
         width: str = "fp32",
+        lossless: bool = False,
         max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
@@ -46,6 +47,8 @@ class Optimizer(torch.optim.Optimizer):
         self.rule = rule_named(kind)
         self.width = width
         """How moments are stored: fp32, bf16, 8bit or 4bit."""
+        self.lossless = lossless
+        """Whether checkpoints code FP32 moments without loss."""
         chosen = {**self.rule.defaults, **{key: value for key, value in options.items() if value is not None}}
         _check(kind, self.rule, chosen, max_grad_norm)
         self.max_grad_norm = max_grad_norm

@@ -5,14 +5,15 @@ where there are none: its largest magnitude is found inside a warp, and the two 
 thread. Rows that are full need no mask, so that every access is as wide as the tile allows, whatever the length; the
 rest goes to a second launch of one program.
 
-Exactness: launched without FMA, `div_rn` and `sqrt_rn` for the operations Triton would approximate. The NaN an
-operation makes differs between devices, so FP32 results that are NaN agree in being NaN, not in their bits.
+Exactness: nothing is contracted to an FMA, `div_rn` and `sqrt_rn` stand where Triton would approximate. The NaN that an
+operation makes differs between processors, so FP32 results that are NaN agree in being NaN, not in their bits.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -224,7 +225,7 @@ def _store_codes(payload, scales, tile, values, draws, COLS: tl.constexpr, CODES
 
 @triton.jit
 def _divide(root, scalar):
-    """Correctly rounded, like `div_rn`, at half its cost: the inverse is the same for all elements.
+    """Correctly rounded, like `div_rn`, but without its branch, since the inverse is the same for all elements.
 
     The first correction leaves an error of at most one unit in the last place. From there the remainder is exact, and
     with an inverse rounded to nearest the second correction gives the rounded quotient (Markstein's theorem). Roots lie
@@ -399,6 +400,7 @@ def _part(piece: Piece, start: int, length: int) -> tuple[torch.Tensor, torch.Te
     return payload.view(torch.float32 if chosen.bits == 32 else torch.int16), None
 
 
+@cache
 def _numbers(chosen: Format) -> _Numbers | None:
     if not isinstance(chosen, Codes):
         return None

@@ -116,6 +116,79 @@ def test_other_abi_is_refused(monkeypatch, fresh_loader):
         native.touch(0, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({"proc/self/cgroup": "0::/\n"}, 0),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 0),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "1000 100000\n"}, 1),
+        (  # the tightest along the path
+            {
+                "proc/self/cgroup": "0::/a/b/c\n",
+                "sys/fs/cgroup/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/a/b/c/cpu.max": "800000 100000\n",
+            },
+            3,
+        ),
+        (  # a path of the host, seen from inside a container
+            {"proc/self/cgroup": "0::/host/only\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"},
+            2,
+        ),
+        (  # the first version of cgroups, alone and beside the second
+            {
+                "proc/self/cgroup": "9:memory:/x\n4:cpu,cpuacct:/x\n3:cpuset:/y\n0::/\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "150000\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "50000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/unified/cpu.max": "500000 100000\n",
+            },
+            3,
+        ),
+        ({}, 0),
+    ],
+)
+def test_cpu_quota(tmp_path, files, cpus):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert library.cpu_quota(str(tmp_path)) == cpus
+
+
+def test_instruction_sets():
+    names = library.isas()
+    assert names[0] == "portable"
+    assert len(set(names)) == len(names)
+    for name in names:
+        library.use_isa(name)
+    with pytest.raises(ValueError):
+        library.use_isa("abacus")
+
+
+def test_workers_have_names_and_stay():
+    code = (
+        "import os, pathlib, torch\n"
+        "from megatrain.native import library\n"
+        "def workers():\n"
+        "    names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "    return sorted(name.strip() for name in names if name.startswith('megatrain-'))\n"
+        "data, more = torch.zeros(1 << 24), torch.zeros(1 << 24)\n"
+        "cpus = len(os.sched_getaffinity(0))\n"
+        "cpus = min(cpus, library.cpu_quota() or cpus)\n"
+        "assert workers() == []\n"
+        "for _ in range(5):\n"
+        "    library.copy(more.data_ptr(), data.data_ptr(), 1 << 26, 4)\n"
+        "assert workers() == [f'megatrain-{n}' for n in range(min(4, cpus) - 1)], workers()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_does_not_load_it():
     code = (
         "from megatrain.native import library\n"

@@ -106,6 +106,29 @@ def test_a_checkpoint_goes_into_another_width(tmp_path: Path, said: pytest.LogCa
     train(coarse, coarse_optimizer, range(3, 5))
 
 
+def test_a_lossless_checkpoint_is_smaller_and_exact(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    engines = [engine_of(model_of(), optimizer_compression=choice) for choice in ("lossless", False)]
+    optimizers = [engine.optimizer(lr=1e-2) for engine in engines]
+    for engine, optimizer in zip(engines, optimizers, strict=True):
+        train(engine, optimizer, range(3))
+    assert differences(roles(engines[0]), roles(engines[1])) == [], "nothing is lost in memory"
+    for name, engine, optimizer in zip(("coded", "plain"), engines, optimizers, strict=True):
+        engine.save(tmp_path / name, optimizer)
+    report = next(line for line in said.messages if "lossless" in line and "ratio" in line)
+    assert "GB/s" in report
+    sizes = {
+        name: sum(file.stat().st_size for file in (tmp_path / name / "megatrain").glob("*.safetensors"))
+        for name in ("coded", "plain")
+    }
+    assert sizes["coded"] < 0.95 * sizes["plain"]
+    # Either kind of engine reads either kind of checkpoint.
+    for choice in ("lossless", False):
+        other = engine_of(model_of(seed=1), optimizer_compression=choice)
+        its = other.optimizer(lr=1e-2)
+        other.load(tmp_path / "coded", its)
+        assert differences(roles(engines[1]), roles(other)) == []
+
+
 def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     engine = engine_of(model_of())
     optimizer = engine.optimizer(lr=1e-2)

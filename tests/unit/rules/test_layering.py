@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"compute", "optim", "checkpoint", "stream", "store", "plan", "model", "hardware"},
     "compute": {"stream", "store"},
     "optim": {"stream", "store", "native"},
-    "checkpoint": {"stream", "store"},
+    "checkpoint": {"stream", "store", "native"},
     "stream": {"store", "native"},
     "store": {"native"},
     "native": set(),
