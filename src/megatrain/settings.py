@@ -41,6 +41,8 @@ class Settings:
     """Gradient slots per ring."""
     lanes: Any = "auto"
     """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
+    resident: Sequence[str] = ()
+    """Patterns of names of blocks whose state stays in GPU memory and is updated there; the others stream."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool = False

@@ -16,6 +16,7 @@ from megatrain.errors import ModelMoved
 from megatrain.model.blocks import Found
 from megatrain.model.hooks import keeps_fp32
 from megatrain.store.layout import lay_out
+from megatrain.store.memory import Memory
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
@@ -27,11 +28,20 @@ Owners = dict[int, list[tuple[torch.nn.Module, str]]]
 class Adoption:
     """What an engine changed in a model, so that it can be undone."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, precision: str, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        precision: str,
+        memory: HostMemory,
+        tier: Callable[[str], Memory],
+    ) -> None:
         self.model = model
         self.device = device
         self.precision = precision
         self.memory = memory
+        self.tier = tier
+        """Where the block of a name keeps its state."""
         self.slabs: list[Slab] = []
         self.blocks: list[Block] = []
         self._wrapped: list[torch.nn.Module] = []
@@ -122,7 +132,7 @@ class Adoption:
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             name = item.name or type(item.module).__name__
             master = self.precision != "bf16-sr"
-            slab = Slab(len(self.slabs), name, layout, self.memory, master=master)
+            slab = Slab(len(self.slabs), name, layout, self.tier(item.name), master=master)
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 slab.put(index, parameter)

@@ -31,11 +31,13 @@ from megatrain.model.blocks import find_blocks
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.optim.rules import Rule
 from megatrain.optim.schedule import Updates
-from megatrain.optim.update import native_kernel, reference_kernel
+from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
+from megatrain.store.memory import Memory
 from megatrain.store.parameter import Deposit, StoreTensor
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
+from megatrain.store.vram import DeviceMemory
 from megatrain.stream.activations import Activations
 from megatrain.stream.cuda import CudaLanes
 from megatrain.stream.drain import Drain
@@ -88,7 +90,8 @@ class Engine:
             threads=inventory.cores(),
             guard=partial(_require_ram, self.settings.max_ram_gb),
         )
-        self._adoption = Adoption(model, self.device, self.precision, self._memory)
+        self._vram = DeviceMemory(self.device)
+        self._adoption = Adoption(model, self.device, self.precision, self._memory, self._tier)
         try:
             # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
             self._adoption.take(found, _weakly(self._deposit), self._run)
@@ -194,10 +197,10 @@ class Engine:
             self._lanes.timeline.stop()
 
     def host_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state dict as plain tensors in host memory: views of the store, not copies."""
+        """The model's state dict as plain tensors: views of the store where it lies, not copies."""
         self._check_whole()
         return {
-            name: value.host() if isinstance(value, StoreTensor) else value
+            name: value.stored() if isinstance(value, StoreTensor) else value
             for name, value in self.model.state_dict().items()
         }
 
@@ -268,25 +271,32 @@ class Engine:
     # ---- how it is put together
 
     def _build(self, hooks: transformers_hooks.Hooks) -> Step:
-        kernel = native_kernel(inventory.update_threads()) if self.settings.kernels == "native" else reference_kernel
         transfers = [Transfer(self.device, inventory.cores()) for _ in range(2)]
         fetcher = Fetcher(self.slabs, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
-        drain = Drain(
-            self.slabs, self.settings.grad_slots, self.device, self._lanes, transfers[1], self._memory, self.counters
-        )
+        drain = Drain(self.slabs, self.settings.grad_slots, self.device, self._lanes, transfers[1], self.counters)
         return Step(
             device=self.device,
             slabs=self.slabs,
             lanes=self._lanes,
             fetcher=fetcher,
             drain=drain,
-            updates=Updates(self.slabs, kernel, self._lanes, self.counters),
+            updates=Updates(self.slabs, self._kernels(), self._lanes, self.counters),
             recorder=transformers_hooks.CaptureRecorder(hooks),
             for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
             check_open=self._check_open,
             activations=Activations(self.device, self._lanes, transfers[1], transfers[0], self._memory),
             policy=self._policy,
         )
+
+    def _tier(self, block: str) -> Memory:
+        resident = any(fnmatch(block, pattern) for pattern in self.settings.resident)
+        return self._vram if resident else self._memory
+
+    def _kernels(self) -> dict[str, Kernel]:
+        if self.settings.kernels == "reference":
+            return {"ram": reference_kernel, "vram": reference_kernel}
+        native = native_kernel(inventory.update_threads())
+        return {"ram": native, "vram": device_kernel() if self.device.type == "cuda" else native}
 
     def _policy(self, block: Block) -> str:
         chosen = self.settings.policy

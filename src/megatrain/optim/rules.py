@@ -85,7 +85,7 @@ class AdamW(Rule):
         clipped = grad * clip
         exp_avg.mul_(beta1).add_(clipped * one_minus_beta1)
         exp_avg_sq.mul_(beta2).add_((clipped * one_minus_beta2).mul_(clipped))
-        denominator = torch.from_numpy(np.sqrt(exp_avg_sq.numpy())).div_(root_correction).add_(eps)
+        denominator = _root(exp_avg_sq).div_(root_correction).add_(eps)
         master.mul_(decay).sub_((exp_avg * step_size).div_(denominator))
 
 
@@ -152,6 +152,11 @@ class SGD(Rule):
 
 
 RULES: dict[str, type[Rule]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+
+
+def _root(values: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded: numpy's on the CPU, where torch's is not; torch's on the GPU, where it is."""
+    return values.sqrt() if values.is_cuda else torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def _fp32(*values: float) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,8 +18,8 @@ from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, update_slab
 from megatrain.store.slab import Slab, Snapshot
 from megatrain.store.ticket import DONE, Ticket
-from megatrain.stream.lanes import Lanes
-from megatrain.stream.norm import snapshot_square_sum, total
+from megatrain.stream.lanes import Lane, Lanes
+from megatrain.stream.norm import gradient_square_sum, snapshot_square_sum, total
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import warn
 
@@ -61,8 +61,9 @@ class _Early:
 class Updates:
     """Norms and updates of one engine's slabs."""
 
-    def __init__(self, slabs: Sequence[Slab], kernel: Kernel, lanes: Lanes, counters: Counters) -> None:
-        self._kernel = kernel
+    def __init__(self, slabs: Sequence[Slab], kernels: Mapping[str, Kernel], lanes: Lanes, counters: Counters) -> None:
+        self._kernels = kernels
+        """By tier."""
         self._slabs = slabs
         self._lanes = lanes
         self._counters = counters
@@ -87,13 +88,15 @@ class Updates:
         gradient, landed = slab.grad.snapshot(), slab.grad.merged().landed
 
         def work() -> None:
+            # On a stream, being after `landed` does not mean that this thread may read the norm.
+            landed.wait()
             early.outcome.skipped |= not math.isfinite(snapshot_square_sum(gradient))
             if not early.outcome.skipped:
-                update_slab(slab, gradient, early.rules[slab.index], 1.0, self._kernel)
+                update_slab(slab, gradient, early.rules[slab.index], 1.0, self._kernels[slab.memory.tier])
                 early.updated.append(slab.name)
 
         # After `landed`: the gradient must be there. After `read`: a copy may still be reading the weights.
-        slab.written = self._lanes.update.submit(work, after=(landed, slab.read), label=slab.name)
+        slab.written = self._lane(slab).submit(work, after=(landed, slab.read), label=slab.name)
         slab.version += 1
 
     def refuse_late(self, slab: Slab) -> None:
@@ -133,7 +136,7 @@ class Updates:
         early, self._early = self._early, None
         outcome = early.outcome if early is not None else Outcome()
         started = early.started if early is not None else {}
-        gradients = {slab.index: slab.grad.snapshot() for slab in self._slabs if slab.grad.present}
+        gradients = {slab.index: self._measured(slab) for slab in self._slabs if slab.grad.present}
         outcome.ticket = self._lanes.update.submit(
             lambda: self._decide(outcome, [gradients[i] for i in sorted(gradients)], max_norm, early),
             after=[slab.grad.merged().landed for slab in self._slabs if slab.index in gradients],
@@ -164,13 +167,29 @@ class Updates:
                 "resume from a checkpoint."
             )
 
+    def _lane(self, slab: Slab) -> Lane:
+        return self._lanes.vram if slab.resident else self._lanes.update
+
+    def _measured(self, slab: Slab) -> Snapshot:
+        """The gradient of a slab; the norm of a sum that lies on the device is taken there."""
+        gradient, part = slab.grad.snapshot(), slab.grad.merged()
+        if gradient.square_sum is not None or not slab.resident:
+            return gradient
+        found = torch.zeros((), dtype=torch.float64, pin_memory=gradient.flat.is_cuda)
+
+        def measure() -> None:
+            found.copy_(gradient_square_sum(gradient), non_blocking=True)
+
+        part.landed = self._lanes.vram.submit(measure, after=(part.landed,), label=f"norm of {slab.name}")
+        return replace(gradient, square_sum=found)
+
     def _submit(self, slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], outcome: Outcome) -> None:
         def work() -> None:
             if not outcome.skipped:
-                update_slab(slab, gradient, rules, outcome.clip, self._kernel)
+                update_slab(slab, gradient, rules, outcome.clip, self._kernels[slab.memory.tier])
 
         # After `read`: a copy to the device may still be reading the weights that this writes.
-        slab.written = self._lanes.update.submit(work, after=(outcome.ticket, slab.read), label=slab.name)
+        slab.written = self._lane(slab).submit(work, after=(outcome.ticket, slab.read), label=slab.name)
         slab.version += 1
 
     def _decide(

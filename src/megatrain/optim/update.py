@@ -7,18 +7,20 @@ They agree bit for bit.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.native import library as native
-from megatrain.optim.rules import Rule
-from megatrain.store.formats import round_to_bf16
+from megatrain.optim.rules import AdamW, Rule
+from megatrain.store.formats import FP32, round_to_bf16
 from megatrain.store.moments import Piece
 from megatrain.store.random import Draws, seed_of
 from megatrain.store.slab import Slab, Snapshot
 from megatrain.store.split import join, split
+from megatrain.telemetry.notices import announce
 
 PIECE = 1 << 20
 """Elements that the reference handles at once, so that its temporaries stay small."""
@@ -108,6 +110,37 @@ def native_kernel(threads: int) -> Kernel:
     return kernel
 
 
+def device_kernel() -> Kernel:
+    """For state in GPU memory: the fused kernel, or PyTorch's own operations where Triton does not work."""
+    try:
+        module = importlib.import_module("megatrain.optim.update_triton")
+        _try_out(module.triton_kernel)
+    except Exception as reason:
+        announce(f"Triton cannot be used here ({type(reason).__name__}): updates in GPU memory take longer")
+        return reference_kernel
+    kernel: Kernel = module.triton_kernel
+    return kernel
+
+
+def _try_out(kernel: Kernel) -> None:
+    """One element, so that a compiler that does not work is found out before training."""
+    values = [torch.zeros(1, device="cuda") for _ in range(4)]
+    rule = AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    kernel(
+        Operands(
+            rule=AdamW,
+            scalars=rule.scalars(1, 1.0),
+            weight=values[0],
+            residual=None,
+            gradient=values[1],
+            gradient_dtype=torch.float32,
+            moments=tuple(Piece(FP32, value.view(torch.uint8), None) for value in values[2:]),
+            seed=0,
+            first=0,
+        )
+    )
+
+
 def reference_kernel(operands: Operands) -> None:
     """The written sequence, in PyTorch."""
     for start in range(0, operands.count, PIECE):
@@ -115,7 +148,7 @@ def reference_kernel(operands: Operands) -> None:
 
 
 def _reference(operands: Operands, start: int, end: int) -> None:
-    draws = Draws(operands.seed, operands.first + start, end - start)
+    draws = Draws(operands.seed, operands.first + start, end - start, operands.weight.device)
     weight, residual = operands.weight[start:end], operands.residual
     master = weight.float() if residual is None else join(weight, residual[start:end])
     gradient = operands.gradient[start:end].to(operands.gradient_dtype).float()

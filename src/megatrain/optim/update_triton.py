@@ -62,11 +62,7 @@ def _float(bits):
 
 @triton.jit
 def _load(pointer, mask):
-    if mask is None:
-        value = tl.load(pointer)
-    else:
-        value = tl.load(pointer, mask=mask, other=0)
-    return value
+    return tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0)
 
 
 @triton.jit
@@ -78,11 +74,9 @@ def _load_float(pointer, mask):
     return value
 
 
-# store/random.py
-
-
 @triton.jit
 def _mix64(value):
+    """This and the next two: store/random.py."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)
@@ -97,7 +91,16 @@ def _draw(key, lane):
     return value ^ (value >> 16)
 
 
-# store/split.py and the weights
+@triton.jit
+def _keys(seed_low, seed_high, group, start):
+    """The 32-bit keys for moments and for weights, of elements that start `start` behind a group of 256.
+
+    Blocks of 128 lie two to a key; the second one's lanes start at 128, which is added here.
+    """
+    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
+    key = _mix64(seed + (group + start // _GROUP).to(tl.uint64) * _GOLDEN64)
+    skipped = (start % _GROUP).to(tl.uint32) * _GOLDEN32
+    return key.to(tl.uint32) + skipped, (key >> 32).to(tl.uint32) + skipped
 
 
 @triton.jit
@@ -129,11 +132,9 @@ def _round_to_bf16(value, draws):
     return (tl.where(value != value, _NAN, rounded) >> 16).to(tl.int16)
 
 
-# store/formats.py. CODES are the numbers of a format with codes, or None.
-
-
 @triton.jit
 def _decode(codes, scale, CODES: tl.constexpr):
+    """As in store/formats.py. CODES are the numbers of a format; None stands for one without codes."""
     magnitude = codes & (CODES.levels - 1)
     value = _float((magnitude + CODES.base) << (23 - CODES.mantissa))
     if CODES.signed:
@@ -220,9 +221,6 @@ def _store_codes(payload, scales, tile, values, draws, COLS: tl.constexpr, CODES
         tl.store(payload + left + COLS, right_codes.to(tl.uint8), mask=masks[2])
 
 
-# optim/rules.py. Rules with one moment pass the second one through.
-
-
 @triton.jit
 def _divide(root, scalar):
     """Correctly rounded, like `div_rn`, but without its branch, since the inverse is the same for all elements.
@@ -240,6 +238,7 @@ def _divide(root, scalar):
 
 @triton.jit
 def _update(master, first, second, gradient, scalars, RULE: tl.constexpr):
+    """As in optim/rules.py. Rules with one moment pass the second one through."""
     clipped = gradient * scalars[0]
     if RULE == _ADAMW:
         _, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, decay, step_size = scalars
@@ -294,13 +293,7 @@ def _kernel(
     if residual is not None:
         residual += program * TILE
 
-    # 256 elements share a key, so blocks of 128 lie two to a key. Lanes are multiplied before they are spread.
-    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
-    group = program * (TILE // _GROUP) + rows * (2 * COLS) // _GROUP
-    key = _mix64(seed + group.to(tl.uint64) * _GOLDEN64)
-    skipped = (rows * (2 * COLS) % _GROUP).to(tl.uint32) * _GOLDEN32
-    state_key = key.to(tl.uint32) + skipped
-    weight_key = (key >> 32).to(tl.uint32) + skipped
+    state_key, weight_key = _keys(seed_low, seed_high, program * (TILE // _GROUP), rows * (2 * COLS))
     left_lane = lanes.to(tl.uint32) * _GOLDEN32
     right_lane = (lanes + COLS).to(tl.uint32) * _GOLDEN32
 
@@ -316,21 +309,13 @@ def _kernel(
         if SECOND is not None:
             second_scales += program * ROWS
         left_second, right_second = _load_moment(second_payload, second_scales, tile, COLS, SECOND)
-    left_master, left_first, left_second = _update(
-        _load_master(weight, residual, left, masks[0]),
-        left_first,
-        left_second,
-        _load_gradient(gradient + left, masks[0], ROUNDED),
-        scalars,
-        RULE,
-    )
+    left_master = _load_master(weight, residual, left, masks[0])
+    left_gradient = _load_gradient(gradient + left, masks[0], ROUNDED)
+    left_master, left_first, left_second = _update(left_master, left_first, left_second, left_gradient, scalars, RULE)
+    right_master = _load_master(weight, residual, left + COLS, masks[1])
+    right_gradient = _load_gradient(gradient + left + COLS, masks[1], ROUNDED)
     right_master, right_first, right_second = _update(
-        _load_master(weight, residual, left + COLS, masks[1]),
-        right_first,
-        right_second,
-        _load_gradient(gradient + left + COLS, masks[1], ROUNDED),
-        scalars,
-        RULE,
+        right_master, right_first, right_second, right_gradient, scalars, RULE
     )
     _store_master(weight, residual, left, masks[0], left_master, weight_key, left_lane)
     _store_master(weight, residual, left + COLS, masks[1], right_master, weight_key, right_lane)

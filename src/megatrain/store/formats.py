@@ -104,7 +104,7 @@ class Codes(Format):
         magnitude = codes & (self.levels - 1)
         levels = ((magnitude + self._base) << (23 - self.mantissa)).view(torch.float32)
         if self.signed:
-            levels = torch.where(magnitude == 0, torch.zeros(()), levels)
+            levels = torch.where(magnitude == 0, torch.zeros((), device=levels.device), levels)
         values = levels * scales[:blocks, None]
         if self.signed:
             sign = (codes >> (self.bits - 1)) << 31
@@ -117,7 +117,7 @@ class Codes(Format):
         assert scales is not None
         count, blocks = values.numel(), -(-values.numel() // self.block)
         if draws is None:
-            draws = torch.full((count,), 0x8000, dtype=torch.int32)
+            draws = torch.full((count,), 0x8000, dtype=torch.int32, device=values.device)
         bits = _blocks(values.view(torch.int32), blocks, self.block)
         magnitude, draws = bits & 0x7FFFFFFF, _blocks(draws, blocks, self.block)
         scale = magnitude.amax(dim=1).clamp(_SMALLEST, _LARGEST).view(torch.float32)
@@ -165,7 +165,7 @@ def round_to_bf16(values: torch.Tensor, draws: torch.Tensor | None) -> torch.Ten
     bits = values.view(torch.int32)
     special = (bits & 0x7F800000) == 0x7F800000
     rounded = torch.where(special, bits, bits + draws)
-    rounded = torch.where(values.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32), rounded)
+    rounded = torch.where(values.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32, device=values.device), rounded)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatrain.store.formats import FORMATS, FP32, Format, format_of
 from megatrain.store.layout import Layout, padded
-from megatrain.store.ram import HostMemory
+from megatrain.store.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Piece:
 class Moment:
     """One moment of one slab."""
 
-    def __init__(self, layout: Layout, width: str, signed: bool, memory: HostMemory) -> None:
+    def __init__(self, layout: Layout, width: str, signed: bool, memory: Memory) -> None:
         self.layout = layout
         self.signed = signed
         self.areas, nbytes = lay_out_areas(layout, width, signed)
@@ -66,12 +66,19 @@ class Moment:
     def read(self, index: int) -> torch.Tensor:
         """One parameter's values, in FP32 (a copy)."""
         piece, segment = self.segment(index), self.layout.segments[index]
-        return piece.format.decode(piece.payload, piece.scales, segment.numel).view(segment.shape)
+        scales = None if piece.scales is None else piece.scales.cpu()
+        return piece.format.decode(piece.payload.cpu(), scales, segment.numel).view(segment.shape)
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """Replace one parameter's values, rounded to nearest."""
         piece = self.segment(index)
-        piece.format.encode(values.detach().reshape(-1).float().cpu(), piece.payload, piece.scales, None)
+        # Encoded in host memory, whatever the tier: the reference is what defines the bits.
+        payload = torch.empty_like(piece.payload, device="cpu")
+        scales = None if piece.scales is None else torch.empty_like(piece.scales, device="cpu")
+        piece.format.encode(values.detach().reshape(-1).float().cpu(), payload, scales, None)
+        piece.payload.copy_(payload)
+        if piece.scales is not None and scales is not None:
+            piece.scales.copy_(scales)
 
     def stored(self, index: int) -> dict[str, torch.Tensor]:
         """One parameter's bytes as they are, by suffix of the moment's name: what a checkpoint keeps."""
@@ -98,7 +105,9 @@ class Moment:
         if name in ("", "bf16"):
             return given[f".{name}" if name else ""].float()
         segment = self.layout.segments[index]
-        return FORMATS[name][0 if self.signed else 1].decode(given[f".{name}"], given[f".{name}.scale"], segment.numel)
+        return FORMATS[name][0 if self.signed else 1].decode(
+            given[f".{name}"].cpu(), given[f".{name}.scale"].cpu(), segment.numel
+        )
 
     def clear(self, index: int) -> None:
         piece = self.segment(index)

@@ -55,7 +55,12 @@ class StoreTensor(torch.Tensor):
     # ---- reading and writing the store
 
     def host(self) -> torch.Tensor:
-        """The bytes in host memory, in the store's own dtype (FP32 for a gradient that is being summed)."""
+        """The bytes in host memory (copied if they live on the device), in the store's own dtype (FP32 for a gradient
+        that is being summed)."""
+        return self.stored().cpu()
+
+    def stored(self) -> torch.Tensor:
+        """The bytes where they live: a view of the store."""
         if self.role == "weight":
             self.slab.settle()
             return self._strided(self.slab.weight)
@@ -66,11 +71,11 @@ class StoreTensor(torch.Tensor):
         weight = self.host()
         if self.slab.residual is None:
             return weight
-        return join(weight.contiguous(), self._strided(self.slab.residual).contiguous())
+        return join(weight.contiguous(), self._strided(self.slab.residual).cpu().contiguous())
 
     def materialise(self) -> torch.Tensor:
         """The current values on the claimed device."""
-        return self.host().to(dtype=self.dtype, device=self.device)
+        return self.stored().to(dtype=self.dtype, device=self.device)
 
     def write(self, values: torch.Tensor) -> None:
         """Replace the values; a split master is then exactly the BF16 values written."""

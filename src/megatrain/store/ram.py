@@ -59,6 +59,7 @@ class HostMemory:
     """Allocates host buffers and decides once whether memory can be pinned."""
 
     def __init__(self, *, pin: bool, threads: int, guard: Callable[[int, int], None] | None = None) -> None:
+        self.tier = "ram"
         self.pinning = pin
         self._guard = guard
         """Called with (bytes wanted, bytes held) before each allocation; raises to refuse it."""

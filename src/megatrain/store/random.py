@@ -33,11 +33,11 @@ def seed_of(slab: int, step: int) -> int:
 class Draws:
     """The random bits of elements [first, first + count) of a slab; `first` is a multiple of 256."""
 
-    def __init__(self, seed: int, first: int, count: int) -> None:
+    def __init__(self, seed: int, first: int, count: int, device: torch.device | str = "cpu") -> None:
         groups = range(first // GROUP, first // GROUP + -(-count // GROUP))
         keys = [mix64(seed + (group + 1) * _GOLDEN64) for group in groups]
-        self._states = self._lanes([key & _M32 for key in keys])[:count]
-        self._weights = self._lanes([key >> 32 for key in keys])[:count]
+        self._states = self._lanes([key & _M32 for key in keys], device)[:count]
+        self._weights = self._lanes([key >> 32 for key in keys], device)[:count]
 
     def moment(self, number: int) -> torch.Tensor:
         """16 bits per element for the first (0) or second (1) moment, as int32."""
@@ -48,9 +48,9 @@ class Draws:
         return (self._weights & 0xFFFF).int()
 
     @staticmethod
-    def _lanes(keys: list[int]) -> torch.Tensor:
-        lanes = torch.arange(GROUP, dtype=torch.int64) * _GOLDEN32
-        return _fmix32((torch.tensor(keys, dtype=torch.int64)[:, None] + lanes) & _M32).reshape(-1)
+    def _lanes(keys: list[int], device: torch.device | str) -> torch.Tensor:
+        lanes = torch.arange(GROUP, dtype=torch.int64, device=device) * _GOLDEN32
+        return _fmix32((torch.tensor(keys, dtype=torch.int64, device=device)[:, None] + lanes) & _M32).reshape(-1)
 
 
 def _fmix32(value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A slab: all parameters of one dtype that a block owns, every role of it one flat buffer in host memory.
+"""A slab: all parameters of one dtype that a block owns, every role of it one flat buffer in one tier.
 
 Order is kept with tickets (stream/lanes.py): `written` is the last job that writes the weight, `read` the last copy
 out of it, `landed` the last job that writes the gradient. Whoever touches a role waits for the tickets it conflicts
@@ -15,8 +15,8 @@ import torch
 
 from megatrain.store.formats import Format
 from megatrain.store.layout import Layout
+from megatrain.store.memory import Buffer, Memory
 from megatrain.store.moments import Moment, lay_out_areas
-from megatrain.store.ram import HostBuffer, HostMemory
 from megatrain.store.split import split
 from megatrain.store.ticket import DONE, Ticket
 
@@ -27,7 +27,7 @@ PIECE = 1 << 18
 class Slab:
     """One dtype's worth of a block's parameters and their state."""
 
-    def __init__(self, index: int, name: str, layout: Layout, memory: HostMemory, *, master: bool = True) -> None:
+    def __init__(self, index: int, name: str, layout: Layout, memory: Memory, *, master: bool = True) -> None:
         self.index = index
         self.name = name
         self.split_master = master and layout.dtype == torch.bfloat16
@@ -35,7 +35,7 @@ class Slab:
         a master, which updates round stochastically."""
         self.layout = layout
         self.memory = memory
-        self.weight_buffer: HostBuffer = memory.allocate(layout.nbytes, transferred=True)
+        self.weight_buffer: Buffer = memory.allocate(layout.nbytes, transferred=True)
         self.weight = self.weight_buffer.view(layout.dtype)
         self.residual: torch.Tensor | None = None
         self.moments: dict[str, Moment] = {}
@@ -92,6 +92,11 @@ class Slab:
             if self.residual is not None:
                 self.residual[segment.offset : segment.end].zero_()
 
+    @property
+    def resident(self) -> bool:
+        """Whether it lies in the compute device's memory: nothing of it travels, and it is updated there."""
+        return self.memory.tier == "vram"
+
     def settle(self) -> None:
         """Wait until the weight is what the last submitted update makes it."""
         self.written.wait()
@@ -133,8 +138,8 @@ class Part:
         self._slab = slab
         self.present: set[int] = set()
         """Parameters that have a gradient; the rest of the buffers is not defined."""
-        self.buffer: HostBuffer | None = None
-        self.sum: HostBuffer | None = None
+        self.buffer: Buffer | None = None
+        self.sum: Buffer | None = None
         """FP32 sum of a BF16 slab; allocated when a second gradient lands in one step, kept for later steps."""
         self.summed = False
         """Whether the gradient is in `sum` (else in `buffer`)."""
@@ -147,14 +152,14 @@ class Part:
         return self._slab.layout.dtype
 
     @property
-    def landing(self) -> HostBuffer:
+    def landing(self) -> Buffer:
         """Where a copy in the gradient dtype arrives."""
         if self.buffer is None:
             self.buffer = self._slab.memory.allocate(self._slab.layout.nbytes, transferred=True)
         return self.buffer
 
     @property
-    def sum_buffer(self) -> HostBuffer:
+    def sum_buffer(self) -> Buffer:
         """The FP32 accumulator; an FP32 slab's own buffer is one."""
         if self.dtype == torch.float32:
             return self.landing

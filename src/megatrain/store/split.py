@@ -14,7 +14,7 @@ _NAN = 0x7FC00000
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 → (bfloat16 high half, int16 residual)."""
     bits = master.contiguous().view(torch.int32)
-    bits = torch.where(master.isnan(), torch.tensor(_NAN, dtype=torch.int32), bits)
+    bits = torch.where(master.isnan(), torch.tensor(_NAN, dtype=torch.int32, device=bits.device), bits)
     high = ((bits + 0x8000) >> 16).to(torch.int16)
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
     return high.view(torch.bfloat16), low

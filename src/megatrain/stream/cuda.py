@@ -103,16 +103,17 @@ class StreamLane:
 
 
 class CudaLanes:
-    """Copies on two streams, updates on a CPU thread."""
+    """Copies and updates on the device on streams of their own, updates of host memory on a CPU thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.timeline = Timeline(device)
         self._failures = Failures()
-        self._copies = [StreamLane(name, device, self.timeline, self._failures) for name in ("h2d", "d2h")]
+        self._streams = [StreamLane(name, device, self.timeline, self._failures) for name in ("h2d", "d2h", "vram")]
         self._update = ThreadLane("update", self.timeline, self._failures)
-        self.h2d: Lane = self._copies[0]
-        self.d2h: Lane = self._copies[1]
+        self.h2d: Lane = self._streams[0]
+        self.d2h: Lane = self._streams[1]
         self.update: Lane = self._update
+        self.vram: Lane = self._streams[2]
 
     def mark(self) -> Ticket:
         return _Marked()
@@ -123,4 +124,4 @@ class CudaLanes:
             raise error
 
     def close(self, patience: float | None = None) -> None:
-        close_all([self._update, *self._copies], patience)
+        close_all([self._update, *self._streams], patience)

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatrain.store.ram import HostBuffer, HostMemory
+from megatrain.store.memory import Buffer
 from megatrain.store.slab import Part, Place, Slab, add_segments
 from megatrain.store.ticket import DONE, Ticket
 from megatrain.stream.gradslots import GradRings, GradSlot
-from megatrain.stream.lanes import Lanes
+from megatrain.stream.lanes import Lane, Lanes
 from megatrain.stream.norm import square_sum
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
@@ -24,16 +24,16 @@ Gradients = Mapping[int, torch.Tensor]
 
 
 class _Staging:
-    """A host buffer where a gradient waits to be added."""
+    """A buffer, in the slab's own tier, where a gradient waits to be added."""
 
     def __init__(self) -> None:
-        self.buffer: HostBuffer | None = None
+        self.buffer: Buffer | None = None
         self.summed: Ticket = DONE
 
-    def landing(self, slab: Slab, memory: HostMemory) -> HostBuffer:
+    def landing(self, slab: Slab) -> Buffer:
         if self.buffer is None or self.buffer.nbytes < slab.layout.nbytes:
             self.summed.wait()
-            self.buffer = memory.allocate(slab.layout.nbytes, transferred=True)
+            self.buffer = slab.memory.allocate(slab.layout.nbytes, transferred=True)
         return self.buffer
 
 
@@ -47,16 +47,14 @@ class Drain:
         device: torch.device,
         lanes: Lanes,
         transfer: Transfer,
-        memory: HostMemory,
         counters: Counters,
     ) -> None:
         self.device = device
         self.lanes = lanes
         self.transfer = transfer
         self.rings = GradRings(slabs, slots, device)
-        self._memory = memory
         self._counters = counters
-        self._staging = [_Staging() for _ in range(2)]
+        self._staging = {tier: [_Staging() for _ in range(2)] for tier in ("ram", "vram")}
         self._turn = 0
         for slab in slabs:
             slab.grad.merge = self.merge
@@ -92,21 +90,23 @@ class Drain:
             norm.copy_(slot.square_sum, non_blocking=True)
 
         # After `landed` and `written`: an earlier sum or the update of the step before may still read this buffer.
-        part.landed = self.lanes.d2h.submit(copy, after=(self.lanes.mark(), part.landed, slab.written), label=slab.name)
+        part.landed = self.leaving(slab).submit(
+            copy, after=(self.lanes.mark(), part.landed, slab.written), label=slab.name
+        )
         part.square_sum = norm
-        self._count(flat)
+        self._count(slab, flat)
         return part.landed
 
     def land_sum(self, slab: Slab, part: Part, flat: torch.Tensor) -> Ticket:
         """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
         target = part.sum_buffer
-        part.landed = self.lanes.d2h.submit(
+        part.landed = self.leaving(slab).submit(
             lambda: self.transfer.to_host(target.view(torch.float32), flat, target.pinned),
             after=(self.lanes.mark(), part.landed, slab.written),
             label=slab.name,
         )
         part.summed, part.square_sum = True, None
-        self._count(flat)
+        self._count(slab, flat)
         return part.landed
 
     def merge(self, slab: Slab) -> None:
@@ -128,7 +128,7 @@ class Drain:
                 add_segments(slab.layout, total, flat, indices, known)
                 known |= indices
 
-        first.landed = self.lanes.update.submit(
+        first.landed = self.updating(slab).submit(
             add, after=(*[part.landed for part in parts], slab.written), label=f"merge {slab.name}"
         )
         first.summed, first.square_sum = True, None
@@ -141,11 +141,12 @@ class Drain:
     def _add(self, slab: Slab, part: Part, flat: torch.Tensor, indices: frozenset[int]) -> Ticket:
         """A further gradient: through a staging buffer, into the FP32 sum."""
         before = set(part.present)
-        staging = self._staging[self._turn % len(self._staging)]
+        ring = self._staging[slab.memory.tier]
+        staging = ring[self._turn % len(ring)]
         self._turn += 1
-        buffer = staging.landing(slab, self._memory)
+        buffer = staging.landing(slab)
         arrived = buffer.bytes[: slab.layout.nbytes].view(slab.layout.dtype)
-        copied = self.lanes.d2h.submit(
+        copied = self.leaving(slab).submit(
             # After `summed`: the sum that last used this staging buffer must have read it.
             lambda: self.transfer.to_host(arrived, flat, buffer.pinned),
             after=(self.lanes.mark(), staging.summed),
@@ -159,12 +160,22 @@ class Drain:
                 total.copy_(seed)
             add_segments(slab.layout, total, arrived, indices, before)
 
-        staging.summed = self.lanes.update.submit(add, after=(copied, part.landed, slab.written), label=slab.name)
+        staging.summed = self.updating(slab).submit(add, after=(copied, part.landed, slab.written), label=slab.name)
         part.landed = staging.summed
         part.summed, part.square_sum = True, None
-        self._count(flat)
+        self._count(slab, flat)
         return copied
 
-    def _count(self, flat: torch.Tensor) -> None:
+    def leaving(self, slab: Slab) -> Lane:
+        """The lane that takes gradients away from compute: to host memory, or to where a resident slab keeps them."""
+        return self.lanes.vram if slab.resident else self.lanes.d2h
+
+    def updating(self, slab: Slab) -> Lane:
+        """The lane that sums and updates a slab: where it lies."""
+        return self.lanes.vram if slab.resident else self.lanes.update
+
+    def _count(self, slab: Slab, flat: torch.Tensor) -> None:
+        if slab.resident:
+            return
         self._counters.drains += 1
         self._counters.bytes_d2h += flat.numel() * flat.element_size()

@@ -75,6 +75,7 @@ class Lease:
     """Slabs pinned on the device: flat views by slab index."""
 
     slots: list[Slot]
+    residents: list[Slab]
     views: dict[int, torch.Tensor]
 
 
@@ -96,7 +97,11 @@ class Fetcher:
         self._clock = 0
         self.depth = slots - 1
         """How many uses ahead to fetch: one slot is in use, the others are ahead of it."""
-        self._rings = {slab.index: ring for ring, members in _rings(slabs, slots, device) for slab in members}
+        self._rings = {
+            slab.index: ring
+            for ring, members in _rings([slab for slab in slabs if not slab.resident], slots, device)
+            for slab in members
+        }
 
     def slot_bytes(self) -> int:
         return sum(slot.buffer.numel() for ring in set(self._rings.values()) for slot in ring.slots)
@@ -107,6 +112,8 @@ class Fetcher:
         slots: list[Slot] = []
         try:
             for slab in slabs:
+                if slab.resident:
+                    continue
                 slot = self._rings[slab.index].find(slab)
                 if slot is None:
                     slot = self._fill(slab, needed)
@@ -121,11 +128,18 @@ class Fetcher:
             for slot in slots:
                 with self._lanes.timeline.waiting("compute", "h2d"):
                     slot.arrived.order()
+            # Nor a resident slab before its update is done.
+            residents = [slab for slab in slabs if slab.resident]
+            for slab in residents:
+                with self._lanes.timeline.waiting("compute", "vram"):
+                    slab.written.order()
         except BaseException:
             for slot in slots:
                 slot.pins -= 1
             raise
-        return Lease(slots, {slab.index: slot.view(slab) for slab, slot in zip(slabs, slots, strict=True)})
+        streamed = [slab for slab in slabs if not slab.resident]
+        views = {slab.index: slot.view(slab) for slab, slot in zip(streamed, slots, strict=True)}
+        return Lease(slots, residents, views | {slab.index: slab.weight for slab in residents})
 
     def release(self, lease: Lease) -> None:
         """Compute that used the slabs has been submitted; their slots may be refilled after it."""
@@ -133,11 +147,16 @@ class Fetcher:
         for slot in lease.slots:
             slot.pins -= 1
             slot.released = mark
+        for slab in lease.residents:
+            # The next update waits for this: it writes the weights that compute is reading.
+            slab.read = mark
 
     def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
         """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""
         kept = {slab.index for slab in keep}
         for slab in slabs:
+            if slab.resident:
+                continue
             kept.add(slab.index)
             ring = self._rings[slab.index]
             if ring.find(slab) is None and ring.victim(kept) is not None:

@@ -44,6 +44,8 @@ class Lanes(Protocol):
     h2d: Lane
     d2h: Lane
     update: Lane
+    vram: Lane
+    """Sums and updates of slabs that lie on the device."""
     timeline: Timeline
 
     def mark(self) -> Ticket:
@@ -77,6 +79,7 @@ class SyncLanes:
         self.h2d: Lane = _InlineLane("h2d", self.timeline)
         self.d2h: Lane = _InlineLane("d2h", self.timeline)
         self.update: Lane = _InlineLane("update", self.timeline)
+        self.vram: Lane = _InlineLane("vram", self.timeline)
 
     def mark(self) -> Ticket:
         return DONE
@@ -248,11 +251,12 @@ class ThreadLanes:
             return lambda: max(0.0, source.uniform(-max_delay, max_delay))
 
         self._lanes = [
-            ThreadLane(name, self.timeline, self._failures, delay(name)) for name in ("h2d", "d2h", "update")
+            ThreadLane(name, self.timeline, self._failures, delay(name)) for name in ("h2d", "d2h", "update", "vram")
         ]
         self.h2d: Lane = self._lanes[0]
         self.d2h: Lane = self._lanes[1]
         self.update: Lane = self._lanes[2]
+        self.vram: Lane = self._lanes[3]
 
     def mark(self) -> Ticket:
         # Compute on the CPU is synchronous: what was given to it is finished.

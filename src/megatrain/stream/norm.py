@@ -42,10 +42,15 @@ def snapshot_square_sum(gradient: Snapshot) -> float:
     """Of a slab's rounded gradient: as computed where it was made, else on the host, absent parameters as zeros."""
     if gradient.square_sum is not None:
         return float(gradient.square_sum)
-    flat = torch.zeros(gradient.layout.numel, dtype=torch.float32)
+    return float(gradient_square_sum(gradient))
+
+
+def gradient_square_sum(gradient: Snapshot) -> torch.Tensor:
+    """The same as a tensor, computed where the gradient lies."""
+    flat = torch.zeros(gradient.layout.numel, dtype=torch.float32, device=gradient.flat.device)
     for start, end in gradient.layout.runs(sorted(gradient.present)):
         flat[start:end] = gradient.rounded(start, end)
-    return float(square_sum(flat))
+    return square_sum(flat)
 
 
 def total(square_sums: Iterable[float]) -> float:

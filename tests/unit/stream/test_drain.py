@@ -22,7 +22,7 @@ class Bench:
         self.slab = Slab(0, "slab", layout, memory)
         self.lanes = lanes or SyncLanes()
         self.counters = Counters()
-        self.drain = Drain([self.slab], slots, CPU, self.lanes, Transfer(CPU, 1), memory, self.counters)
+        self.drain = Drain([self.slab], slots, CPU, self.lanes, Transfer(CPU, 1), self.counters)
 
     def collect(self, place=(0, 0), **gradients):
         self.drain.collect(self.slab, place, {"abcdef".index(name): value for name, value in gradients.items()})
