@@ -46,6 +46,16 @@ class Measured:
     d2h_exposed_s: float
     update_s: float
     update_exposed_s: float
+    vram_update_s: float
+    """Seconds of sums and updates of resident blocks, on the GPU."""
+    waited: dict[str, float]
+    """Seconds that compute waited for each lane, in the last untraced step."""
+    naive_update_wait_s: float
+    """What a step costs in waiting if nothing runs before all updates are done (measured in one extra step)."""
+    driver_vram_gib: float
+    """What the driver says is taken on the GPU, at the end."""
+    ram_gib: float
+    """RssAnon + RssShmem at the end."""
     fetches_per_step: int
     attach_s: float
     layer_tflops: float
@@ -60,6 +70,7 @@ def measure(
     steps: int,
     trace: Path | None = None,
     window: bool = True,
+    clip: float | None = 1.0,
     **settings: object,
 ) -> Measured:
     """Train `steps` steps of `micro` micro-batches of `batch` x `length` random tokens; trace the last one."""
@@ -69,7 +80,7 @@ def measure(
     parameters = matmul_parameters(model)
     began = time.perf_counter()
     engine = mt.Engine(model, **settings)
-    optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
+    optimizer = engine.optimizer(lr=1e-5, max_grad_norm=clip)
     attach = time.perf_counter() - began
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(0, model.config.vocab_size, (batch, length), generator=generator) for _ in range(micro)]
@@ -83,7 +94,13 @@ def measure(
 
     def step() -> float:
         tasks = [partial(micro_batch, ids) for ids in tokens]
-        losses = engine.window(tasks, whole=True) if window and micro > 1 else [task() for task in tasks]
+        if window and micro > 1:
+            with optimizer.final_backward():
+                losses = engine.window(tasks, whole=True)
+        else:
+            losses = [task() for task in tasks[:-1]]
+            with optimizer.final_backward():
+                losses.append(tasks[-1]())
         optimizer.step()
         optimizer.zero_grad()
         return sum(loss.item() for loss in losses)
@@ -96,6 +113,15 @@ def measure(
         began = time.perf_counter()
         losses.append(step())
         seconds.append(time.perf_counter() - began)
+    timeline = engine._lanes.timeline
+    if cuda:
+        torch.cuda.synchronize()
+    timeline.settle(wait=True)
+    waited = timeline.last.waited if timeline.last else {}
+    losses.append(step())
+    began = time.perf_counter()
+    engine.synchronize()
+    naive = time.perf_counter() - began
     before = engine.counters.fetches
     with engine.trace() as timeline:
         # Two steps: the updates of the first run under the forward of the second.
@@ -120,12 +146,28 @@ def measure(
         d2h_exposed_s=timeline.exposed("d2h"),
         update_s=timeline.busy("update"),
         update_exposed_s=timeline.exposed("update"),
+        vram_update_s=timeline.busy("vram"),
+        waited=waited,
+        naive_update_wait_s=naive,
+        driver_vram_gib=driver_vram() if cuda else 0.0,
+        ram_gib=resident_ram(),
         fetches_per_step=fetches,
         attach_s=attach,
         layer_tflops=layer_ceiling(model, batch, length, bool(settings.get("compile"))) if cuda else 0.0,
     )
     engine.close()
     return result
+
+
+def driver_vram() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def resident_ram() -> float:
+    """RssAnon + RssShmem of this process, in GiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) / (1 << 20)
 
 
 def layer_ceiling(model: PreTrainedModel, batch: int, length: int, compiled: bool) -> float:
@@ -169,6 +211,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--policy", default="recompute")
     parser.add_argument("--slots", type=int, default=3)
+    parser.add_argument("--resident", nargs="*", default=[], help="patterns of blocks that stay in GPU memory")
+    parser.add_argument("--compression", default="false", help="moments: false, bf16, 8bit, 4bit")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--no-clip", action="store_true", help="updates start in the backward")
     parser.add_argument("--trace", type=Path, help="write the last step's timeline here")
     args = parser.parse_args()
     result = measure(
@@ -182,6 +228,10 @@ def main() -> None:
         slots=args.slots,
         compile=args.compile,
         policy=args.policy,
+        clip=None if args.no_clip else 1.0,
+        resident=tuple(args.resident),
+        precision=args.precision,
+        optimizer_compression=False if args.compression == "false" else args.compression,
     )
     print(json.dumps(asdict(result), indent=1))
 

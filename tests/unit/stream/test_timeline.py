@@ -1,12 +1,13 @@
 """The record of what lanes did."""
 
 import json
+import threading
 
 import pytest
 import torch
 from tests.tiny import Stack, engine_of, inputs
 
-from megatrain.stream.timeline import Span, Timeline
+from megatrain.stream.timeline import Span, Timeline, Wait, _Page
 
 
 def timeline(*spans):
@@ -83,3 +84,65 @@ def test_a_step_shows_every_lane(lanes):
         model(inputs(3))
         engine.synchronize()
         assert len(record.spans) == count
+
+
+# ---- what a step waited for
+
+
+def page(spans=(), waits=()):
+    return _Page(
+        3,
+        0.0,
+        None,
+        [Span(lane, "", start, end) for lane, start, end in spans],
+        [Wait(who, on, start, end) for who, on, start, end in waits],
+        end=10.0,
+    )
+
+
+def test_a_wait_counts_for_the_lane_that_was_waited_for():
+    times = page([("h2d", 0, 2), ("h2d", 1, 3)], [("compute", "h2d", 1, 3), ("compute", "d2h", 5, 6)]).times()
+    assert (times.step, times.seconds) == (3, 10.0)
+    assert times.busy == {"h2d": 3}
+    assert times.waited == {"d2h": 1, "h2d": 2}
+
+
+def test_behind_a_copy_that_waits_for_an_update_it_counts_for_the_update():
+    waits = [("compute", "h2d", 2, 8), ("h2d", "update", 1, 5), ("h2d", "update", 4, 6), ("update", "d2h", 0, 9)]
+    assert page(waits=waits).times().waited == {"h2d": 2, "update": 4}
+
+
+def test_every_step_is_timed():
+    model = Stack()
+    engine = engine_of(model, lanes="threads")
+    optimizer = engine.optimizer(lr=0.1)
+    assert engine.step_times is None
+    slow = threading.Event()
+    for step in range(3):
+        model(inputs(step)).square().mean().backward()
+        if step == 1:
+            # The update of this step does not start before compute has waited for it.
+            engine._lanes.update.submit(lambda: slow.wait(0.3), label="in the way")
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.synchronize()
+    times = engine.step_times
+    assert times.step == 2
+    assert times.waited["update"] > 0.2
+    assert times.waited["update"] > 10 * times.waited["d2h"]
+    assert times.busy["update"] >= 0.3
+    assert times.seconds > times.waited["update"]
+    engine.close()
+
+
+def test_pages_do_not_pile_up():
+    model = Stack()
+    engine = engine_of(model)
+    optimizer = engine.optimizer(lr=0.1)
+    for step in range(20):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine._lanes.timeline._closed == []
+    assert engine._lanes.timeline.spans == []
+    assert engine.step_times.step == 19

@@ -1,0 +1,70 @@
+"""On the GPU: state in GPU memory, in host memory, or in both gives the same bits, in deterministic mode."""
+
+import pytest
+import torch
+from benchmarks.shapes import random_model
+
+import megatrain as mt
+
+PLACEMENTS = {"mixed": ("*layers.[02]*", "*embed*"), "resident": ("*",)}
+
+
+def run(resident, precision, compression=False, clip=1.0, windows=False, **settings):
+    model = random_model("tiny", torch.float32 if precision == "fp32" else torch.bfloat16, num_hidden_layers=4).train()
+    generator = torch.Generator().manual_seed(7)
+    with mt.Engine(
+        model, device="cuda", resident=resident, precision=precision, optimizer_compression=compression, **settings
+    ) as engine:
+        optimizer = engine.optimizer(lr=1e-3, max_grad_norm=clip)
+        losses = []
+
+        def micro_batch(ids):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.detach())
+
+        for _ in range(4):
+            batches = [torch.randint(0, 512, (2, 96), generator=generator).cuda() for _ in range(2)]
+            if windows:
+                with optimizer.final_backward():
+                    engine.window([lambda ids=ids: micro_batch(ids) for ids in batches], whole=True)
+            else:
+                micro_batch(batches[0])
+                with optimizer.final_backward():
+                    micro_batch(batches[1])
+            optimizer.step()
+            optimizer.zero_grad()
+        norm = optimizer.grad_norm
+        engine.synchronize()
+        found = {"norm": norm, "losses": [loss.item() for loss in losses]}
+        for slab in engine.slabs:
+            found[f"{slab.index}/weight"] = slab.weight.cpu().clone()
+            found |= {f"{slab.index}/{role}": moment.bytes.cpu().clone() for role, moment in slab.moments.items()}
+    return found
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]) if isinstance(value, torch.Tensor) else value == right[key], key
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-sr"])
+def test_placement_does_not_change_bits(deterministic, precision, clip, windows):
+    expected = run((), precision, clip=clip, windows=windows)
+    for resident in PLACEMENTS.values():
+        assert_same(run(resident, precision, clip=clip, windows=windows), expected)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "8bit", "4bit"])
+def test_nor_with_low_bit_states(deterministic, compression):
+    expected = run((), "bf16", compression)
+    for resident in PLACEMENTS.values():
+        assert_same(run(resident, "bf16", compression), expected)
+
+
+@pytest.mark.parametrize("policy", ["store", "offload"])
+def test_nor_with_other_policies(deterministic, policy):
+    assert_same(run(("*layers.[02]*",), "bf16", policy=policy), run((), "bf16"))
