@@ -10,20 +10,24 @@ from megatrain._version import __version__
 if TYPE_CHECKING:
     from megatrain import errors as errors
     from megatrain.engine.init import init as init
+    from megatrain.engine.probing import probe as probe
     from megatrain.engine.session import Engine as Engine
+    from megatrain.hardware.machine import Machine as Machine
     from megatrain.hf.mixin import MegaMixin as MegaMixin
     from megatrain.hf.trainer import Trainer as Trainer
     from megatrain.settings import Settings as Settings
 
 _WHERE = {
     "Engine": "megatrain.engine.session",
+    "Machine": "megatrain.hardware.machine",
     "MegaMixin": "megatrain.hf.mixin",
     "Settings": "megatrain.settings",
     "Trainer": "megatrain.hf.trainer",
     "init": "megatrain.engine.init",
+    "probe": "megatrain.engine.probing",
 }
 
-__all__ = ["Engine", "MegaMixin", "Settings", "Trainer", "__version__", "errors", "init"]
+__all__ = ["Engine", "Machine", "MegaMixin", "Settings", "Trainer", "__version__", "errors", "init", "probe"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from megatrain.hardware import inventory, measure
+import megatrain as mt
 from megatrain.hardware.machine import TOUCHED, Machine
 from megatrain.hardware.probe import probe
 
@@ -54,47 +54,9 @@ def check(machine):
         assert machine.matmul["bf16"] > 400e12
 
 
-def update_rates(device):
-    """The update's own kernels, as an engine would measure them: parameters per second by width."""
-    from megatrain.optim.rules import AdamW
-    from megatrain.optim.update import Operands, native_kernel
-    from megatrain.optim.update_triton import triton_kernel
-    from megatrain.store.formats import FORMATS
-    from megatrain.store.moments import Piece
-
-    count = 64 << 20
-    rule = AdamW(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-    kernel = triton_kernel if device.type == "cuda" else native_kernel(inventory.update_threads())
-    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    rates = {}
-    with measure.threads(inventory.cores()):
-        weight, gradient = (torch.ones(count, dtype=torch.bfloat16, device=device) for _ in range(2))
-        residual = torch.ones(count, dtype=torch.int16, device=device)
-        for width, formats in FORMATS.items():
-            pieces = []
-            for chosen in formats:
-                payload = torch.zeros(chosen.payload_bytes(count), dtype=torch.uint8, device=device)
-                scales = torch.ones(count // chosen.block, device=device) if chosen.block else None
-                pieces.append(Piece(chosen, payload, scales))
-            operands = Operands(
-                rule=AdamW,
-                scalars=rule.scalars(10, 1.0),
-                weight=weight,
-                residual=residual,
-                gradient=gradient,
-                gradient_dtype=torch.bfloat16,
-                moments=tuple(pieces),
-                seed=1,
-                first=0,
-            )
-            rates[width] = measure.rate(lambda operands=operands: kernel(operands), count, 0.4, settle)
-    return rates
-
-
 def test_update_rates_take_the_place_of_estimates(cache):
-    pytest.importorskip("triton")
     start = time.perf_counter()
-    machine = probe(update_rates=update_rates)
+    machine = mt.probe()
     print(f"\nprobed with updates in {time.perf_counter() - start:.1f} s\n{machine.to_json()}")
     for width, touched in TOUCHED.items():
         assert 0.05 * machine.dram < machine.update[width] * touched < 1.5 * machine.dram

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import psutil
 import torch
 
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
+from megatrain.hardware import cgroups
 from megatrain.telemetry.notices import announce
 
 GIB = 1 << 30
@@ -88,7 +88,7 @@ def free_memory(device: torch.device) -> int:
 def available_ram() -> int:
     """Bytes that can still be allocated: the host's available memory or the cgroup's headroom, whichever is less."""
     free = int(psutil.virtual_memory().available)
-    headroom = _cgroup_headroom()
+    headroom = cgroups.headroom()
     return free if headroom is None else min(free, headroom)
 
 
@@ -108,53 +108,10 @@ def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: i
 
 
 def cores() -> int:
-    """Cores this process may run on (affinity mask)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Cores this process may use: its affinity mask, or less under a cgroup CPU quota."""
+    return cgroups.usable_cores()
 
 
 def update_threads() -> int:
     """Threads for optimizer updates: all cores but two, which launch kernels and issue copies."""
     return max(1, cores() - 2) if cores() > 4 else cores()
-
-
-def _cgroup_headroom() -> int | None:
-    """Limit minus unreclaimable usage of the tightest cgroup (v2, then v1) that this process is in."""
-    rooms = [room for room in (_headroom(*files) for files in _cgroup_files()) if room is not None]
-    return min(rooms) if rooms else None
-
-
-def _cgroup_files() -> list[tuple[Path, Path, Path]]:
-    base = Path("/sys/fs/cgroup")
-    found = [(base / "memory.max", base / "memory.current", base / "memory.stat")]
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            group = base / path.lstrip("/")
-            while group != base and base in group.parents:
-                found.append((group / "memory.max", group / "memory.current", group / "memory.stat"))
-                group = group.parent
-        elif "memory" in controllers.split(","):
-            group = base / "memory" / path.lstrip("/")
-            for folder in (group, base / "memory"):
-                found.append(
-                    (folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes", folder / "memory.stat")
-                )
-    return found
-
-
-def _headroom(limit_file: Path, usage_file: Path, stat_file: Path) -> int | None:
-    try:
-        limit = limit_file.read_text().strip()
-        usage = int(usage_file.read_text())
-        stat = dict(line.split()[:2] for line in stat_file.read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max" or int(limit) >= 1 << 60:
-        return None
-    # Page cache counts as usage but is given back under pressure.
-    reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
-    return max(0, int(limit) - usage + reclaimable)

@@ -20,6 +20,7 @@ import torch
 from megatrain._version import __version__
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware import inventory, measure
+from megatrain.hardware.cgroups import cpu_quota, memory_limit, usable_cores, usable_ram, words
 from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import KINDS, TOUCHED, Disk, Machine
 from megatrain.telemetry.notices import announce
@@ -49,9 +50,6 @@ SECONDS = {
 }
 """What each measurement may take. Products on a GPU come in a burst: an H200 made 797 TFLOP/s over milliseconds and
 690 over half a second of nothing else, and training, which does other work in between, goes by the former."""
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def probe(
@@ -93,69 +91,6 @@ def probe(
         ram_bytes=usable_ram(),
         disks=tuple(replace(disks[_key(folder)], free_bytes=shutil.disk_usage(folder).free) for folder in folders),
     )
-
-
-def usable_ram(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes of memory this process may use in all: the host's, or less under a cgroup limit."""
-    total = int(psutil.virtual_memory().total)
-    limit = memory_limit(root, membership)
-    return total if limit is None else min(total, limit)
-
-
-def usable_cores(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Whole cores this process may use: its affinity mask, or less under a cgroup CPU quota."""
-    quota = cpu_quota(root, membership)
-    return inventory.cores() if quota is None else max(1, min(inventory.cores(), int(quota)))
-
-
-def memory_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """The tightest memory limit of the cgroups (v1, v2) that this process is in, in bytes."""
-    limits = []
-    for folder in _cgroup_folders("memory", root, membership):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            words = _words(folder / name)
-            if words and words[0] != "max" and int(words[0]) < 1 << 60:  # v1 writes "none" as almost 2**63
-                limits.append(int(words[0]))
-    return min(limits, default=None)
-
-
-def cpu_quota(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
-    """The tightest CPU quota of the cgroups (v1, v2) that this process is in, in cores."""
-    quotas = []
-    for folder in _cgroup_folders("cpu", root, membership):
-        words = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
-        if len(words) == 2 and words[0] not in ("max", "-1"):
-            quotas.append(int(words[0]) / int(words[1]))
-    return min(quotas, default=None)
-
-
-def _cgroup_folders(controller: str, root: Path, membership: Path) -> list[Path]:
-    """Where limits may be: the group this process is in and every one above it, in each hierarchy."""
-    # Inside a container the listed path may be the host's and not exist here; the mount itself is then the group.
-    found = [root]
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mounts = [root, root / "unified"]
-        elif controller in controllers.split(","):
-            mounts = [root / controller, root / controllers]
-        else:
-            continue
-        for mount in mounts:
-            group = mount / path.lstrip("/")
-            found += [folder for folder in (group, *group.parents) if folder == mount or mount in folder.parents]
-    return list(dict.fromkeys(found))
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
 
 
 def _measure(device: torch.device) -> Machine:
@@ -300,7 +235,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        driver = _words(Path("/proc/driver/nvidia/version"))
+        driver = words(Path("/proc/driver/nvidia/version"))
         facts |= {"gpu": properties.name, "uuid": str(properties.uuid), "driver": " ".join(driver)}
     return facts
 

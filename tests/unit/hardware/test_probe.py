@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain.errors import DeviceUnavailable, NotEnoughMemory, SettingsError
-from megatrain.hardware import inventory, measure, probe
+from megatrain.hardware import cgroups, measure, probe
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 
 GIB = 1 << 30
@@ -54,7 +54,7 @@ def test_no_cgroups(tmp_path, group):
     nowhere = tmp_path / "nowhere"
     assert probe.memory_limit(nowhere, nowhere) is None
     assert probe.usable_ram(nowhere, nowhere) == probe.psutil.virtual_memory().total
-    assert probe.usable_cores(nowhere, nowhere) == inventory.cores()
+    assert probe.usable_cores(nowhere, nowhere) == cgroups.affinity()
 
 
 def test_v2_takes_the_tightest_of_all_parents(group):
@@ -103,7 +103,7 @@ def test_limits_cap_what_the_host_has(group):
     group.write("memory.max", str(1 << 59))
     group.write("cpu.max", "100000000 100000")
     assert probe.usable_ram(group.root, group.membership) == probe.psutil.virtual_memory().total
-    assert probe.usable_cores(group.root, group.membership) == inventory.cores()
+    assert probe.usable_cores(group.root, group.membership) == cgroups.affinity()
 
 
 class Counted:

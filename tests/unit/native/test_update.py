@@ -16,7 +16,7 @@ from megatrain.optim.rules import RULES, SGD, AdamW, Lion, Rule
 from megatrain.optim.update import Kernel, Operands, native_kernel, reference_kernel
 from megatrain.store.formats import FORMATS
 from megatrain.store.moments import Piece
-from megatrain.store.random import GROUP, seed_of
+from megatrain.store.random import GROUP, Draws, seed_of
 
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 LION = Lion(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1)
@@ -194,21 +194,47 @@ def test_every_size_on_every_instruction_set(rule, weight, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rule", RULE_LIST, ids=rule_id)
-def test_tails_exactly(rule, width, isa):
-    """Size by size against the reference, down to the unused codes; what lies beyond stays as it was."""
+def test_tails_exactly(rule, width):
+    """Size by size against the reference, from any codes, down to the unused ones; what lies beyond stays as it was."""
     for weight, gradient, size in itertools.product(WEIGHTS, GRADIENTS, FEW_SIZES):
-        states = [state_of(rule, weight, width, size + GROUP) for _ in range(2)]
+        expected = state_of(rule, weight, width, size + GROUP)
+        for piece in expected.moments:
+            if piece.scales is not None:
+                piece.payload.random_(0, 256)
+                piece.scales.uniform_(0.0, 1e-3)
+        found = {name: expected.copy() for name in library.isas()}
         for step in (1, 2):
             values = gradient_of(gradient, size + GROUP, 10 * size + step)
-            for state, kernel in zip(states, (reference_kernel, native_kernel(1)), strict=True):
-                kernel(state.operands(values, gradient != "fp32", step, 0, size))
-        ours, theirs = states[1], states[0]
-        where = f"{weight}, {gradient}, {size}"
-        assert torch.equal(ours.weight, theirs.weight), where
-        assert ours.residual is None or torch.equal(ours.residual, theirs.residual), where
-        for one, two in zip(ours.moments, theirs.moments, strict=True):
-            assert torch.equal(one.payload, two.payload), where
-            assert one.scales is None or torch.equal(one.scales, two.scales), where
+            reference_kernel(expected.operands(values, gradient != "fp32", step, 0, size))
+            for name, state in found.items():
+                library.use_isa(name)
+                native_kernel(1)(state.operands(values, gradient != "fp32", step, 0, size))
+        for name, state in found.items():
+            where = f"{name}, {weight}, {gradient}, {size}"
+            assert torch.equal(state.weight, expected.weight), where
+            assert state.residual is None or torch.equal(state.residual, expected.residual), where
+            for one, two in zip(state.moments, expected.moments, strict=True):
+                assert torch.equal(one.payload, two.payload), where
+                assert one.scales is None or torch.equal(one.scales, two.scales), where
+
+
+@pytest.mark.parametrize("width", ["8bit", "4bit"])
+def test_between_zero_and_the_first_level(width, isa):
+    """Magnitudes that decide against their own random bits by exactly one, or not at all."""
+    count, seed = 16 * GROUP, seed_of(3, 1)
+    kind = FORMATS[width][0]
+    draws = Draws(seed, 0, count).moment(0).float()
+    for more in (0.0, 1.0, 2.0):
+        values = (draws + more) / kind.below
+        values[:: kind.block] = 1.0
+        edge = (values * kind.below == draws + more).float().mean()
+        assert edge > 0.5, "few are on the edge"
+        states = [state_of(RULE_LIST[2], "bf16", width, count) for _ in range(2)]
+        for state, kernel in zip(states, (reference_kernel, native_kernel(1)), strict=True):
+            # The momentum becomes the gradient.
+            kernel(replace(state.operands(values, False, 1), scalars=(1.0, 0.0, 0.0, 0.0)))
+        assert not states[0].differs(states[1])
+        assert (states[1].moments[0].payload > 0).float().mean() > (0.4 if more else 0.0)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

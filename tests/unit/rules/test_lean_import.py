@@ -9,7 +9,7 @@ import pytest
 
 import megatrain
 
-PUBLIC = ["Engine", "Trainer", "MegaMixin", "Settings", "errors", "init", "__version__"]
+PUBLIC = ["Engine", "Trainer", "MegaMixin", "Settings", "Machine", "errors", "init", "probe", "__version__"]
 
 IMPORT_AND_REPORT = """
 import sys
