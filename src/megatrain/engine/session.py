@@ -341,7 +341,8 @@ class Engine:
     def _require_states(self, params: list[Any], rule: type[Rule], width: str) -> None:
         """Refuse before the first allocation what the optimizer's states would not leave room for."""
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
-        slabs = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
+        owned = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
+        slabs = {index: slab for index, slab in owned.items() if not slab.resident}
         states_bytes = sum(slab.state_bytes(rule.moments, width) for slab in slabs.values())
         gradients = sum(slab.layout.nbytes for slab in slabs.values() if not slab.grad.allocated)
         inventory.require_ram(

@@ -1,10 +1,8 @@
-"""The native update: the bits of the written sequence, on every instruction set, at every size, on any threads."""
+"""The native update: the bits of the written sequence, on every instruction set, at every size."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,7 +11,7 @@ import torch
 
 from megatrain.native import library
 from megatrain.optim.rules import RULES, SGD, AdamW, Lion, Rule
-from megatrain.optim.update import Kernel, Operands, native_kernel, reference_kernel
+from megatrain.optim.update import Operands, native_kernel, reference_kernel
 from megatrain.store.formats import FORMATS
 from megatrain.store.moments import Piece
 from megatrain.store.random import GROUP, Draws, seed_of
@@ -259,20 +257,6 @@ def _shift(tensor: torch.Tensor | None, by: int = 1) -> torch.Tensor | None:
     return torch.cat([tensor[:by], tensor])[by:]
 
 
-@pytest.mark.parametrize(("weight", "width"), [*(("split", width) for width in WIDTHS), ("bf16", "bf16")])
-def test_threads_do_not_matter(weight, width):
-    count = 3_000_001
-    alone = state_of(ADAMW, weight, width, count)
-    values = gradient_of("bf16", count, 0)
-    others = {threads: alone.copy() for threads in (2, 3, 8)}
-    for step in (1, 2):
-        native_kernel(1)(alone.operands(values, True, step))
-        for threads, state in others.items():
-            native_kernel(threads)(state.operands(values, True, step))
-    for threads, state in others.items():
-        assert not state.differs(alone), threads
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_runs_of_one_slab_with_scalars_of_their_own(width, isa):
     """As for a group with weight decay and one without: each is the update of its run alone, and the padding stays."""
@@ -309,54 +293,6 @@ def test_flushing_denormals_in_the_caller_changes_nothing(width, isa):
         torch.set_flush_denormal(False)
     assert still.item() == 0.0, "the caller's mode was not restored"
     assert not plain.differs(flushed)
-
-
-def run_in_child(kernel: Kernel, operands: Operands) -> int:
-    """Exit status of a forked child that runs the kernel."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            kernel(operands)
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.timeout(60)
-def test_a_forked_child_has_a_pool_of_its_own():
-    count = 1_000_000
-    values = gradient_of("bf16", count, 0)
-    state = state_of(ADAMW, "split", "8bit", count)
-    expected = state.copy()
-    native_kernel(4)(state_of(ADAMW, "split", "8bit", count).operands(values, True, 1))
-    state.weight.share_memory_()
-    assert run_in_child(native_kernel(4), state.operands(values, True, 1)) == 0
-    native_kernel(4)(expected.operands(values, True, 1))
-    assert torch.equal(state.weight, expected.weight)
-
-
-@pytest.mark.timeout(120)
-def test_callers_on_several_threads():
-    count, rounds = 600_000, 6
-    values = [gradient_of("bf16", count, seed) for seed in range(4)]
-    states = [state_of(ADAMW, "split", width, count) for width in WIDTHS]
-    expected = [state.copy() for state in states]
-
-    def work(index: int) -> None:
-        for step in range(1, rounds + 1):
-            native_kernel(2 + index)(states[index].operands(values[index], True, step))
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, state in enumerate(expected):
-        for step in range(1, rounds + 1):
-            native_kernel(1)(state.operands(values[index], True, step))
-        assert not states[index].differs(state), index
 
 
 def test_refusals():

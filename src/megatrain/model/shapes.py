@@ -1,0 +1,312 @@
+"""What a plan has to know of a model, as plain numbers: from a live model, or from a config without any weights.
+
+Only shapes, dtypes and `requires_grad` of parameters are looked at, so the parameters may be on the meta device, or
+already live in an engine's store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatrain.errors import NothingToStream, SettingsError
+from megatrain.model import blocks, hooks
+from megatrain.model.blocks import Found
+
+ALIGN_ELEMENTS = 256
+"""Every parameter starts on a multiple of this in its slab, as in store/layout.py."""
+SMALL = 4096
+"""Parameters with fewer elements, and vectors, keep FP32 moments, as in store/formats.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlabShape:
+    """Parameters of a block that share a dtype in the store, and whether they train."""
+
+    parameters: int
+    """How many numbers there are."""
+    numel: int
+    """The same with every parameter padded, before the slab is padded to whole pages."""
+    vectors: int
+    """Padded elements of those that keep FP32 moments whatever is asked for."""
+    trains: bool
+    """False: frozen, it has weights and nothing else."""
+    itemsize: int | None
+    """Bytes per element if that is fixed (kept in FP32, or not a float at all); None: the precision of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """One block: what it weighs, and what it computes for a token."""
+
+    name: str
+    kind: str
+    """"layer", "embedding", "head" or "other"."""
+    slabs: tuple[SlabShape, ...]
+    """What it owns; parameters that an earlier block has too are that block's."""
+    matmul_parameters: int
+    """Parameters that take part in matrix products for one token: of the experts, those that a token is sent to."""
+    expert_matmul_parameters: int
+    """Those of them that belong to routed experts, whose products are smaller and slower."""
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP that one token passes: of the experts, those it is sent to, and the shared ones."""
+    experts: int
+    """Routed experts; 0: dense."""
+    experts_per_token: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    span: int
+    """Tokens that a token attends to at most (a sliding window); 0: all before it."""
+    tied: bool
+    """Whether it owns, or uses, parameters that several blocks share."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(slab.parameters for slab in self.slabs)
+
+    @property
+    def trainable(self) -> int:
+        return sum(slab.parameters for slab in self.slabs if slab.trains)
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model as a plan sees it; blocks in the order of the forward."""
+
+    name: str
+    blocks: tuple[BlockShape, ...]
+    vocab_size: int
+    precision: str
+    """"bf16" or "fp32": what it was loaded in, or what its config says ("bf16" if it says nothing)."""
+    attention: str
+    """The attention that transformers chose: "sdpa", "eager"..."""
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(block.parameters for block in self.blocks)
+
+    @cached_property
+    def trainable(self) -> int:
+        return sum(block.trainable for block in self.blocks)
+
+    @cached_property
+    def matmul_parameters(self) -> int:
+        """Active per token, the head once: what TFLOP/s are counted with."""
+        return sum(block.matmul_parameters for block in self.blocks)
+
+
+def describe(source: Any) -> ModelShape:
+    """The shape of a model: a live one, a transformers config, or the name or folder of one that is on this machine."""
+    if isinstance(source, ModelShape):
+        return source
+    if isinstance(source, torch.nn.Module):
+        return _describe(source, getattr(source, "config", None))
+    if isinstance(source, str | os.PathLike):
+        source = _config_of(os.fspath(source))
+    if not hasattr(source, "model_type"):
+        raise SettingsError(f"a plan needs a model, a transformers config or a name, not {type(source).__name__}.")
+    return _describe(_skeleton(source), source)
+
+
+def _config_of(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"no config was found for {name!r}: {error}") from error
+
+
+def _skeleton(config: Any) -> torch.nn.Module:
+    """The model without weights. Other heads than a causal one are used where the config asks for them."""
+    import transformers
+
+    asked = next(iter(getattr(config, "architectures", None) or ()), None)
+    cls: Any = getattr(transformers, asked, None) if asked else None
+    with torch.device("meta"):
+        if cls is not None and hasattr(cls, "_from_config"):
+            skeleton: torch.nn.Module = cls._from_config(config)
+        else:
+            skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    return skeleton
+
+
+def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
+    found = _find(model)
+    text = config.get_text_config() if config is not None else None
+    loaded = _loaded(model, config)
+    owners: dict[int, str] = {}
+    users: dict[int, set[str]] = {}
+    for item in found:
+        for _, parameter in item.parameters():
+            owners.setdefault(id(parameter), item.name)
+            users.setdefault(id(parameter), set()).add(item.name)
+    reader = _Reader(model, text, loaded, owners, {key for key, names in users.items() if len(names) > 1})
+    return ModelShape(
+        name=str(getattr(config, "name_or_path", "") or type(model).__name__),
+        blocks=tuple(reader.block(item) for item in found),
+        vocab_size=int(getattr(text, "vocab_size", 0) or 0),
+        precision="fp32" if loaded == torch.float32 else "bf16",
+        attention=str(getattr(text, "_attn_implementation", None) or "sdpa"),
+    )
+
+
+def _find(model: torch.nn.Module) -> list[Found]:
+    """As `find_blocks`, which refuses parameters on the meta device: here they are what is expected."""
+    layers = blocks._layers(model, hooks.load())
+    if not layers:
+        raise NothingToStream(f"{type(model).__name__} has no repeated layers, so there is nothing to plan.")
+    return list(blocks._walk("", model, {id(m): Found(name, m, layer=True) for name, m in layers}, set()))
+
+
+def _loaded(model: torch.nn.Module, config: Any) -> torch.dtype:
+    """The dtype of most parameters; of a skeleton, what its config says."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    made_here = all(parameter.device.type == "meta" for parameter in model.parameters())
+    if made_here and config is not None:
+        return getattr(config, "dtype", None) or torch.bfloat16
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+class _Reader:
+    """Turns modules into block shapes."""
+
+    def __init__(
+        self, model: Any, text: Any, loaded: torch.dtype, owners: dict[int, str], shared: set[int]
+    ) -> None:
+        self._model, self._text, self._loaded, self._owners, self._shared = model, text, loaded, owners, shared
+        has_embeddings = hasattr(model, "get_input_embeddings")
+        self._embedding = model.get_input_embeddings() if has_embeddings else None
+        self._head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        self._layers = 0
+
+    def block(self, item: Found) -> BlockShape:
+        named = [(f"{item.name}.{name}".lstrip("."), parameter) for name, parameter in item.parameters()]
+        kind = self._kind(item)
+        experts, per_token = self._experts(named) if kind == "layer" else (0, 0)
+        hidden, intermediate = self._widths(named, experts, per_token)
+        heads, kv_heads, head_dim = self._attention(kind, hidden)
+        routed = sum(int(p.numel()) for n, p in named if experts and _is_routed(n) and p.ndim > 1)
+        dense = sum(int(p.numel()) for n, p in named if p.ndim > 1 and not (experts and _is_routed(n)))
+        active = routed * per_token // experts if experts else 0
+        span = self._span() if kind == "layer" else 0
+        self._layers += kind == "layer"
+        return BlockShape(
+            name=item.name or type(item.module).__name__,
+            kind=kind,
+            slabs=self._slabs(item.name, named),
+            matmul_parameters=0 if kind == "embedding" else dense + active,
+            expert_matmul_parameters=active,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            experts=experts,
+            experts_per_token=per_token,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            span=span,
+            tied=any(id(parameter) in self._shared for _, parameter in named),
+        )
+
+    def _kind(self, item: Found) -> str:
+        if item.layer:
+            return "layer"
+        if item.module is self._head:
+            return "head"
+        return "embedding" if isinstance(item.module, torch.nn.Embedding) else "other"
+
+    def _slabs(self, owner: str, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[SlabShape, ...]:
+        groups: dict[tuple[int | None, bool], list[torch.Tensor]] = {}
+        seen: set[int] = set()
+        for name, parameter in named:
+            if self._owners[id(parameter)] == owner and id(parameter) not in seen:
+                seen.add(id(parameter))
+                groups.setdefault((self._itemsize(name, parameter), parameter.requires_grad), []).append(parameter)
+        return tuple(
+            SlabShape(
+                parameters=sum(p.numel() for p in members),
+                numel=sum(_padded(p.numel()) for p in members),
+                vectors=sum(_padded(p.numel()) for p in members if p.ndim < 2 or p.numel() < SMALL),
+                trains=trains,
+                itemsize=itemsize,
+            )
+            for (itemsize, trains), members in groups.items()
+        )
+
+    def _itemsize(self, name: str, parameter: torch.Tensor) -> int | None:
+        """As engine/adopt.py decides: None if the precision of the run says."""
+        if not parameter.is_floating_point() or (parameter.dtype == torch.float64 and not parameter.requires_grad):
+            return parameter.dtype.itemsize
+        mixed = self._loaded != torch.float32 and parameter.device.type != "meta"
+        if (mixed and parameter.dtype == torch.float32) or hooks.keeps_fp32(self._model, name):
+            return 4
+        return None
+
+    def _experts(self, named: list[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+        if self._text is None or not any(_is_routed(name) for name, _ in named):
+            return 0, 0
+        total = _first(self._text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        chosen = _first(self._text, "num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k", "top_k")
+        return (total, min(chosen or 2, total)) if total else (0, 0)
+
+    def _widths(self, named: list[tuple[str, torch.Tensor]], experts: int, per_token: int) -> tuple[int, int]:
+        """Hidden size and MLP width: the config's, or of a block that it does not describe, its matrices'."""
+        sizes = {int(size) for _, parameter in named for size in parameter.shape}
+        hidden = _first(self._text, "hidden_size", "d_model", "n_embd")
+        if not hidden or hidden not in sizes:
+            vectors = [int(p.numel()) for _, p in named if p.ndim == 1]
+            return (vectors[0] if vectors else min(sizes, default=1)), max(sizes, default=1)
+        wide = _first(self._text, "intermediate_size", "ffn_dim", "n_inner", "d_ff") or 4 * hidden
+        if not experts:
+            return hidden, wide
+        narrow = _first(self._text, "moe_intermediate_size") or wide
+        shared = _first(self._text, "shared_expert_intermediate_size")
+        shared = shared or (_first(self._text, "n_shared_experts", "num_shared_experts") * narrow)
+        return hidden, narrow * per_token + shared
+
+    def _attention(self, kind: str, hidden: int) -> tuple[int, int, int]:
+        if kind != "layer":
+            return 0, 0, 0
+        described = hidden == _first(self._text, "hidden_size", "d_model", "n_embd")
+        heads = _first(self._text, "num_attention_heads", "n_head") if described else 0
+        if not heads:
+            return max(1, hidden // 64), max(1, hidden // 64), min(64, hidden)
+        kv_heads = _first(self._text, "num_key_value_heads") or heads
+        return heads, kv_heads, _first(self._text, "head_dim") or max(1, hidden // heads)
+
+    def _span(self) -> int:
+        types = getattr(self._text, "layer_types", None) or ()
+        sliding = self._layers < len(types) and "sliding" in types[self._layers]
+        return _first(self._text, "sliding_window") if sliding else 0
+
+
+def _is_routed(name: str) -> bool:
+    """Whether a parameter belongs to experts that a router chooses from."""
+    return ".experts." in f".{name}"
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of several fields that is a number above zero, else 0."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS

@@ -1,0 +1,195 @@
+"""Seconds of every piece of a step: a block's forward and backward, its copies, its update.
+
+A layer's time is that of its matrix products at a share of the machine's rate, its attention, and the bytes that its
+other operations move through GPU memory. Coefficients are from one H200 (797 TFLOP/s in BF16, 4.17 TB/s), 7B shape, 8k
+tokens of 2048: forward and backward take 7.0 + 15.3 ms eager, 6.0 + 13.1 ms compiled. A 14B layer, compiled, was then
+predicted at 7.2 + 15.2 ms and measured at 7.2 + 15.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.hardware.machine import TOUCHED, Disk, Machine
+from megatrain.model.shapes import BlockShape, ModelShape
+from megatrain.plan.activations import chunk_tokens, graph_bytes, input_bytes
+from megatrain.plan.memory import State, state_of
+from megatrain.plan.run import Run
+
+MATMUL_SHARE = 0.9
+"""Of the rate of a large product, what a layer's products reach."""
+EXPERT_SHARE = 0.45
+"""The same of products of experts, each on the few rows routed to it. Assumed; to be measured."""
+TRAFFIC = {False: (2.27, 6.63), True: (0.85, 4.77)}
+"""Compiled → bytes moved in GPU memory by a forward and by a backward, per byte of the layer's graph: what remains of
+the measured times after products, attention and one pass over the weights (two in the backward)."""
+LOGIT_TRAFFIC = 78
+"""Bytes moved per logit of the head. Head and loss of 8k tokens (H 3584, V 152064) take 77 ms: 37 for the products, 16
+for sums of weight gradients (next line), the rest is this."""
+CHUNK_TRAFFIC = 12
+"""Bytes moved per weight of the head and chunk: its gradient is written, read and added to the FP32 sum."""
+LAUNCH = {False: (0.6e-3, 1.0e-3), True: (0.3e-3, 0.5e-3)}
+"""Compiled → least seconds of a layer's forward and backward: Python and kernel launches. Assumed; only small
+micro-batches come near it."""
+CALL = 0.1e-3
+"""Seconds around every call of a block."""
+SWITCH = 0.5e-3
+"""The same in a window, where micro-batches hand over to each other: 13.5 s were measured for 131k tokens where blocks
+alone took 12.8."""
+STEP = 10e-3
+"""Seconds around a step: the norm, and the first launches of the next forward."""
+LATENCY = 20e-6
+"""Seconds before a copy starts."""
+ASSUMED_DISK = Disk(path="assumed", free_bytes=1 << 62, read=3.7e9, write=2.1e9)
+"""An `offload_dir` that the machine's description does not know: one NVMe drive as it was measured."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Seconds for one block; compute is per micro-batch, all else per window or step."""
+
+    forward: float
+    backward: float
+    """Without the recompute."""
+    fetch: float
+    """Its weights to the GPU, in the forward."""
+    fetch_back: float
+    """The same in the backward, beside copies in the other direction."""
+    drain: float
+    """Its gradients to RAM, rounded."""
+    drain_sum: float
+    """Its gradients to RAM as FP32 sums."""
+    resume: float
+    """Such sums back to the GPU."""
+    update: float
+    """On the CPU, slowed down by one fetch of its weights."""
+    gpu_update: float
+    disk: float
+    """Reading and writing its states."""
+    park: float
+    """Its inputs to RAM, per micro-batch."""
+    unpark: float
+    fetch_bytes: int
+    """Weights; they decide which ring it uses."""
+
+
+class Costs:
+    """A model and a run on a machine, piece by piece."""
+
+    def __init__(self, shape: ModelShape, machine: Machine, run: Run, disks: tuple[Disk, ...] = ()) -> None:
+        self.shape, self.machine, self.run = shape, machine, run
+        self.attention = run.attention or shape.attention
+        kind = "fp32" if run.precision == "fp32" else "bf16"
+        self._matmul = MATMUL_SHARE * machine.matmul[kind]
+        self._attention = machine.attention * machine.matmul[kind] / machine.matmul["bf16"]
+        gpu = machine.gpu is not None
+        self._hbm = machine.hbm if gpu else machine.dram
+        self._h2d, self._d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
+        self._both = min(self._h2d, self._d2h, machine.duplex / 2) if gpu else machine.dram / 2
+        self._slowed = _slowed(machine, run)
+        self._read = sum(disk.read for disk in disks)
+        self._write = sum(disk.write for disk in disks)
+        made: dict[BlockShape, Piece] = {}
+        self.pieces: list[Piece] = []
+        for block in shape.blocks:
+            alike = _nameless(block)
+            if alike not in made:
+                made[alike] = self._piece(block)
+            self.pieces.append(made[alike])
+        self.call = SWITCH if run.accumulation > 1 else CALL
+        self.kinds = [block.kind for block in shape.blocks]
+
+    def _piece(self, block: BlockShape) -> Piece:
+        run, state = self.run, state_of(block, self.run)
+        forward, backward = self._compute(block, state)
+        gradients = state.gradients(1, 1)
+        elements = state.elements16 + state.elements32
+        fetch = LATENCY + state.weights / self._h2d if state.weights else 0.0
+        states = state.moments + state.residuals
+        disk = states / self._read + states / self._write if self._read and self._write else 0.0
+        return Piece(
+            forward=forward,
+            backward=backward,
+            fetch=fetch,
+            fetch_back=LATENCY + state.weights / self._both if state.weights else 0.0,
+            drain=LATENCY + gradients / self._both if gradients else 0.0,
+            drain_sum=LATENCY + elements * 4 / self._both if gradients else 0.0,
+            resume=LATENCY + elements * 4 / self._both if gradients else 0.0,
+            update=self._update(block) + self._slowed * fetch if block.trainable else 0.0,
+            gpu_update=self._gpu_update(block),
+            disk=disk,
+            park=input_bytes(block, run) / self._d2h if block.kind == "layer" else 0.0,
+            unpark=input_bytes(block, run) / self._both if block.kind == "layer" else 0.0,
+            fetch_bytes=state.weights,
+        )
+
+    def _compute(self, block: BlockShape, state: State) -> tuple[float, float]:
+        """Seconds of forward and backward for one micro-batch."""
+        run, tokens = self.run, self.run.micro_tokens
+        elements = state.elements16 + state.elements32
+        # Into the gradient slot: cleared, copied, and its norm taken; in a window, rounded and added to an FP32 sum.
+        handed = elements * (4 * run.itemsize if run.accumulation == 1 else 3 * run.itemsize + 8) / self._hbm
+        inputs = input_bytes(block, run)
+        if block.kind == "head":
+            return self._head(block), handed + inputs / self._hbm
+        if block.kind == "embedding":
+            return 2 * inputs / self._hbm, (3 * elements * run.itemsize + 4 * inputs) / self._hbm + handed
+        products = 2 * tokens * (block.matmul_parameters - block.expert_matmul_parameters) / self._matmul
+        products += 2 * tokens * block.expert_matmul_parameters / (self._matmul * EXPERT_SHARE / MATMUL_SHARE)
+        if block.kind != "layer":
+            return products + 10 * inputs / self._hbm, 2 * products + 20 * inputs / self._hbm + handed
+        graph = graph_bytes(block, run, self.attention)
+        there, back = TRAFFIC[run.compile]
+        scores = self._scores(block)
+        forward = products + there * graph / self._hbm + state.weights / self._hbm + 2 * scores
+        backward = 2 * products + back * graph / self._hbm + 2 * state.weights / self._hbm + 5 * scores
+        least = LAUNCH[run.compile]
+        return max(forward, least[0]), max(backward, least[1]) + handed
+
+    def _scores(self, block: BlockShape) -> float:
+        """Seconds of a seventh of causal attention, forward and backward."""
+        length = self.run.length
+        seen = min(length, 2 * block.span) if block.span and self.attention != "eager" else length
+        flops = length * seen * block.attention_width * self.run.micro_batch
+        # Computed eagerly, the half that the mask hides is computed too.
+        return 2 * flops / self._matmul if self.attention == "eager" else flops / self._attention
+
+    def _head(self, block: BlockShape) -> float:
+        """Head and loss in chunks, with their gradients, which are taken at once."""
+        tokens, vocabulary = self.run.micro_tokens, max(1, self.shape.vocab_size)
+        weights = block.hidden_size * vocabulary
+        chunks = -(-tokens // chunk_tokens(vocabulary))
+        moved = tokens * vocabulary * LOGIT_TRAFFIC + chunks * weights * CHUNK_TRAFFIC
+        return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self._hbm
+
+    def _update(self, block: BlockShape) -> float:
+        """Seconds on the CPU, by the bytes that the rule touches relative to AdamW on a split master."""
+        return block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.update[self.run.width]
+
+    def _gpu_update(self, block: BlockShape) -> float:
+        if self.machine.gpu is None:
+            return 0.0
+        return block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.gpu_update[self.run.width]
+
+
+def touched(run: Run) -> float:
+    """Bytes that an update reads and writes per parameter."""
+    # The master is read and written (8 bytes, or 4 without one), the gradient read, each moment read and written.
+    per_moment = (TOUCHED[run.width] - 10) / 2
+    return (4 if run.precision == "bf16-sr" else 8) + run.itemsize + run.moments * per_moment
+
+
+def _slowed(machine: Machine, run: Run) -> float:
+    """The share of an update's speed that a copy to the GPU takes away while it runs: they share the host's memory.
+
+    `dram_under_dma` is with copies both ways; one way takes its part of that. (Measured 0.13 where this gives 0.16.)
+    """
+    if machine.gpu is None:
+        return 0.0
+    left = machine.dram - max(0.0, machine.dram - machine.dram_under_dma) * min(1.0, machine.h2d / machine.duplex)
+    needed = machine.update[run.width] * TOUCHED[run.width]
+    return max(0.0, 1 - left / needed)
+
+
+def _nameless(block: BlockShape) -> BlockShape:
+    return BlockShape(**{**{f: getattr(block, f) for f in block.__dataclass_fields__}, "name": ""})

@@ -1,0 +1,157 @@
+"""The frozen decision, with what it takes and why: made before anything large is allocated, printed, kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.errors import SettingsError
+from megatrain.plan.memory import GIB, ROLES, TIERS
+from megatrain.plan.run import Run
+from megatrain.plan.simulate import LANES, StepEstimate
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where state lives, what blocks keep, and what a step takes. Nothing in it changes the bits of a result."""
+
+    model: str
+    parameters: int
+    matmul_parameters: int
+    """Active per token, the head once."""
+    machine: str
+    run: Run
+    resident: tuple[str, ...]
+    """Blocks whose whole state is in VRAM; the others stream."""
+    on_disk: tuple[str, ...]
+    """Streamed blocks whose residual and moments are on disk."""
+    blocks: int
+    """How many blocks there are."""
+    policy: dict[str, str]
+    """Block names or patterns → policy, the first that matches: `Settings.policy`."""
+    window: int
+    slots: int
+    grad_slots: int
+    threads: int
+    """Threads for updates on the CPU."""
+    memory: dict[str, dict[str, int]]
+    """Tier → role → bytes at the peak."""
+    capacity: dict[str, int]
+    """Tier → bytes it may take."""
+    step: StepEstimate
+    lossy: tuple[str, ...]
+    """States that lose precision."""
+    notes: tuple[str, ...] = ()
+
+    # ---- what people ask
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run.tokens / self.step.seconds
+
+    @property
+    def tflops(self) -> float:
+        """6 × (matmul parameters, head once) × tokens ÷ seconds; attention and recompute are not counted."""
+        return 6 * self.matmul_parameters * self.run.tokens / self.step.seconds / 1e12
+
+    def days_for(self, tokens: float) -> float:
+        """Days that training on so many tokens takes."""
+        return tokens / self.tokens_per_second / 86400
+
+    def total(self, tier: str) -> int:
+        """Bytes of a tier at the peak."""
+        return sum(self.memory[tier].values())
+
+    # ---- as text
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SettingsError(f"the plan is not JSON: {error}.") from error
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT or set(data) != names:
+            raise SettingsError("this is not a plan of this version; make it again.")
+        for name in ("resident", "on_disk", "lossy", "notes"):
+            data[name] = tuple(data[name])
+        return cls(**{**data, "run": Run(**data["run"]), "step": StepEstimate(**data["step"])})
+
+    def table(self, tokens: float = 1e9) -> str:
+        """The plan in plain text; `tokens` is what the days are given for."""
+        return "\n\n".join(["\n".join(self._headline()), _aligned(self._memory_rows()), self._explained(tokens)])
+
+    def _headline(self) -> list[str]:
+        run = self.run
+        batch = f"{run.micro_batch} × {run.length} tokens"
+        batch += f" × {run.accumulation} micro-batches" if run.accumulation > 1 else ""
+        made = "compiled" if run.compile else "eager"
+        return [
+            f"{self.model}: {self.parameters / 1e9:.2f}B parameters on {self.machine}",
+            f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.width} states, {made}",
+        ]
+
+    def _memory_rows(self) -> list[list[str]]:
+        rows = [["GiB", *ROLES, "total", "of"]]
+        for tier in TIERS:
+            if not self.total(tier) and not self.capacity[tier]:
+                continue
+            known = self.capacity[tier] < 1 << 60
+            values = [f"{self.memory[tier][role] / GIB:.2f}" for role in ROLES]
+            of = f"{self.capacity[tier] / GIB:.1f}" if known else "?"
+            rows.append([tier, *values, f"{self.total(tier) / GIB:.2f}", of])
+        return rows
+
+    def _explained(self, tokens: float) -> str:
+        step = self.step
+        waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
+        parts = [f"{count} {policy}" for policy, count in self._policies().items()]
+        rows = [
+            ["placement", f"{len(self.resident)} of {self.blocks} blocks resident, {len(self.on_disk)} with states on disk"],
+            ["policy", ", ".join(parts)],
+            ["window", f"{self.window} of {self.run.accumulation} micro-batches"],
+            ["slots", f"{self.slots} for weights, {self.grad_slots} for gradients; {self.threads} threads update"],
+            ["lanes", ", ".join(f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005)],
+            ["waits", ", ".join(waits) or "none"],
+            ["step", f"{step.seconds:.2f} s, bound by {step.bottleneck}"],
+            ["speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.tflops:.0f} TFLOP/s"],
+            ["time", f"{self.days_for(tokens):.1f} days for {tokens:.3g} tokens"],
+            ["lossy", "; ".join(self.lossy) or "nothing"],
+            *[["note", note] for note in self.notes],
+        ]
+        if self.on_disk:
+            written = self.memory["disk"]["moments"] + self.memory["disk"]["residuals"]
+            years = f"{written / 1e9:.0f} GB written per step, {written * 86400 / step.seconds / 1e12:.1f} TB a day"
+            rows.insert(-1, ["disk", years])
+        return _aligned(rows, numbers=False)
+
+    def _policies(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        named = [name for name in self.policy if name != "*"]
+        for name in named:
+            counts[self.policy[name]] = counts.get(self.policy[name], 0) + 1
+        if self.blocks > len(named):
+            counts[self.policy["*"]] = counts.get(self.policy["*"], 0) + self.blocks - len(named)
+        return counts
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _aligned(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
+    """Columns of equal width, the first to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells: list[Any] = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) if numbers else cell for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,3 @@
+from megatrain.errors import NotEnoughMemory
+def refusal(search, limits):
+    return NotEnoughMemory(str(search.shortfall()))

@@ -1,0 +1,64 @@
+"""What is to be run: tokens, precision, optimizer. Nothing here is chosen by a plan, since most of it changes bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.errors import SettingsError
+
+PRECISIONS = ("bf16", "fp32", "bf16-sr")
+WIDTHS = ("fp32", "bf16", "8bit", "4bit")
+KINDS = ("adamw", "lion", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One optimizer step, over and over."""
+
+    micro_batch: int = 1
+    """Sequences in a micro-batch."""
+    length: int = 2048
+    """Tokens in a sequence."""
+    accumulation: int = 1
+    """Micro-batches in a step."""
+    precision: str = "bf16"
+    """"bf16" (exact FP32 master as BF16 + residual), "fp32", or "bf16-sr" (no master)."""
+    width: str = "fp32"
+    """How the optimizer's moments are kept: "fp32", "bf16", "8bit" or "4bit"."""
+    kind: str = "adamw"
+    """"adamw", "lion" or "sgd"."""
+    compile: bool = False
+    """Whether layers run through torch.compile."""
+    clipping: bool = True
+    """Whether the gradient norm is clipped: updates then wait for the whole backward."""
+    attention: str | None = None
+    """"sdpa", "eager"...; None: what transformers chose for the model."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "length", "accumulation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
+        for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):
+            if getattr(self, name) not in known:
+                raise SettingsError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens in a micro-batch."""
+        return self.micro_batch * self.length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.micro_tokens * self.accumulation
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight, a gradient and an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def moments(self) -> int:
+        """How many running averages the optimizer keeps."""
+        return 2 if self.kind == "adamw" else 1

@@ -1,0 +1,267 @@
+"""The search: the fastest decision that fits, always the same one.
+
+Every group of decisions (what is resident, window, offload or not) is bounded by what no schedule beats; groups are
+tried in the order of their bounds until no bound is below the best step found. Nothing that is left out could have
+been faster, so a machine with more memory, which only adds decisions, never gets a slower plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+
+from megatrain.errors import SettingsError
+from megatrain.hardware.machine import Disk, Machine
+from megatrain.model.shapes import ModelShape
+from megatrain.plan.cost import ASSUMED_DISK, Costs
+from megatrain.plan.memory import GIB, Decision, Ledger
+from megatrain.plan.plan import Plan
+from megatrain.plan.run import Run
+from megatrain.plan.simulate import Simulator, StepEstimate
+
+OffloadDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+SLOTS = (4, 3, 2, 1)
+GRAD_SLOTS = (2, 1)
+MOST_MICRO_BATCHES = 64
+"""In one window, as engine/session.py limits it."""
+UNKNOWN = 1 << 62
+"""Room on a disk that nobody has described."""
+
+
+class Search:
+    """Decisions for one model, run and machine, within its limits."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        machine: Machine,
+        run: Run,
+        *,
+        max_vram_gb: float | None = None,
+        max_ram_gb: float | None = None,
+        offload_dir: OffloadDir | None = None,
+    ) -> None:
+        self.shape, self.machine, self.run = shape, machine, run
+        self.gpu = machine.gpu is not None
+        self.disks = _disks(machine, offload_dir)
+        self.capacity = {
+            "vram": _capped("max_vram_gb", machine.vram_bytes, max_vram_gb) if self.gpu else 0,
+            "ram": _capped("max_ram_gb", machine.ram_bytes, max_ram_gb),
+            "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN),
+        }
+        self.ledger = Ledger(shape, run, gpu=self.gpu)
+        self.costs = Costs(shape, machine, run, self.disks)
+        self.simulator = Simulator(self.costs, self.ledger)
+
+    def best(self) -> tuple[Decision, StepEstimate] | None:
+        """The fastest decision that fits; None if none does."""
+        groups = sorted(self._groups(), key=lambda group: (group[0], _order(group[1])))
+        found: tuple[tuple[float, tuple[int, ...]], Decision, StepEstimate] | None = None
+        for bound, group in groups:
+            if found is not None and bound > found[0][0]:
+                break
+            for decision in self._members(group):
+                if found is not None and self.simulator.bound(decision) > found[0][0]:
+                    continue
+                step = self.simulator.step(decision)
+                key = (step.seconds, _order(decision))
+                if found is None or key < found[0]:
+                    found = (key, decision, step)
+        return None if found is None else (found[1], found[2])
+
+    def fits(self) -> bool:
+        """Whether any decision fits."""
+        return next(self._groups(), None) is not None
+
+    def shortfall(self) -> tuple[str, int]:
+        """The tier that is too small and by how many bytes, in the decision that comes nearest to fitting."""
+        nearest: tuple[int, str, int] | None = None
+        for group in self._choices():
+            for decision in (group, dataclasses.replace(group, disk=len(self.ledger.disk_order) if self.disks else 0)):
+                account = self.ledger.account(decision)
+                over = {tier: account.total(tier) - room for tier, room in self.capacity.items()}
+                tier = max(("vram", "ram", "disk"), key=lambda tier: over[tier])
+                missing = sum(max(0, value) for value in over.values())
+                if missing > 0 and (nearest is None or missing < nearest[0]):
+                    nearest = (missing, tier, over[tier])
+        assert nearest is not None
+        return nearest[1], nearest[2]
+
+    # ---- decisions
+
+    def _choices(self) -> Iterator[Decision]:
+        """One decision per group, with the fewest slots and no graphs kept: the least memory the group can do with."""
+        layers = range(len(self.ledger.layers) + 1) if self.gpu else range(1)
+        for window in windows_of(self.run.accumulation):
+            for offload in (False, True) if self.gpu else (False,):
+                for rest in (False, True) if self.gpu else (False,):
+                    for count in layers:
+                        yield Decision(
+                            rest=rest, layers=count, offload=offload, window=window, slots=1, grad_slots=1
+                        )
+
+    def _groups(self) -> Iterator[tuple[float, Decision]]:
+        """Groups in which something fits, each with a bound for all of its members."""
+        for group in self._choices():
+            filled = self._filled(group)
+            if filled is not None:
+                # No member has more slots than this, and the more graphs are kept the less is computed.
+                yield self.simulator.bound(dataclasses.replace(filled, slots=SLOTS[0])), group
+
+    def _members(self, group: Decision) -> Iterator[Decision]:
+        """Members that fit and are not beaten in every number by another."""
+        seen: list[Decision] = []
+        for slots in SLOTS:
+            for grad_slots in GRAD_SLOTS:
+                member = self._filled(dataclasses.replace(group, slots=slots, grad_slots=grad_slots))
+                if member is None:
+                    continue
+                beaten = any(
+                    other.slots >= slots and other.grad_slots >= grad_slots and other.stored >= member.stored
+                    for other in seen
+                )
+                if not beaten:
+                    seen.append(member)
+                    yield member
+
+    def _filled(self, decision: Decision) -> Decision | None:
+        """With as few blocks on disk as RAM needs and as many graphs kept as VRAM holds; None if it does not fit."""
+        account = self.ledger.account(decision)
+        room = self.capacity["vram"] - account.total("vram") if self.gpu else 0
+        if room < 0:
+            return None
+        if account.total("ram") > self.capacity["ram"]:
+            less = self._on_disk(decision) if self.disks and self.gpu else None
+            if less is None:
+                return None
+            decision = less
+        if not self.gpu:
+            room = self.capacity["ram"] - account.total("ram")
+        stored = self.ledger.stored_limit(decision, room)
+        while stored:
+            more = dataclasses.replace(decision, stored=stored)
+            account = self.ledger.account(more)
+            if all(account.total(tier) <= room for tier, room in self.capacity.items()):
+                return more
+            stored -= 1
+        return decision
+
+    def _on_disk(self, decision: Decision) -> Decision | None:
+        """The fewest blocks on disk with which RAM is enough."""
+        low, high = 0, len(self.ledger.disk_order) - len(self.ledger.resident(decision))
+        if self._too_much(dataclasses.replace(decision, disk=high)):
+            return None
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._too_much(dataclasses.replace(decision, disk=middle)) else (low, middle)
+        return dataclasses.replace(decision, disk=high)
+
+    def _too_much(self, decision: Decision) -> bool:
+        account = self.ledger.account(decision)
+        return any(account.total(tier) > self.capacity[tier] for tier in ("ram", "disk"))
+
+
+def solve(
+    shape: ModelShape,
+    machine: Machine,
+    run: Run,
+    *,
+    max_vram_gb: float | None = None,
+    max_ram_gb: float | None = None,
+    offload_dir: OffloadDir | None = None,
+) -> Plan:
+    """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
+    from megatrain.plan.refuse import refusal
+
+    limits = {"max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir}
+    search = Search(shape, machine, run, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, offload_dir=offload_dir)
+    found = search.best()
+    if found is None:
+        raise refusal(search, limits)
+    return make_plan(search, *found)
+
+
+def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
+    """A decision in the words of the engine."""
+    ledger, blocks, run = search.ledger, search.shape.blocks, search.run
+    default = "offload" if decision.offload else "recompute"
+    stored = {blocks[i].name: "store" for i in ledger.layers[: decision.stored]}
+    return Plan(
+        model=search.shape.name,
+        parameters=search.shape.parameters,
+        matmul_parameters=search.shape.matmul_parameters,
+        machine=search.machine.name,
+        run=run,
+        resident=tuple(blocks[i].name for i in ledger.resident(decision)),
+        on_disk=tuple(blocks[i].name for i in ledger.on_disk(decision)),
+        blocks=len(blocks),
+        policy=stored | {"*": default},
+        window=decision.window,
+        slots=decision.slots,
+        grad_slots=decision.grad_slots,
+        threads=update_threads(search.machine.cores),
+        memory=ledger.account(decision).as_dict(),
+        capacity=search.capacity,
+        step=step,
+        lossy=_lossy(run),
+        notes=tuple(_notes(search, decision)),
+    )
+
+
+def windows_of(accumulation: int) -> list[int]:
+    """Windows worth trying, largest first: those of equal size that cut a step into 1, 2, 3, 4, 6, 8, 12... of them."""
+    found = {-(-accumulation // (base << shift)) for base in (1, 3) for shift in range(accumulation.bit_length() + 1)}
+    return sorted({min(window, MOST_MICRO_BATCHES) for window in found}, reverse=True)
+
+
+def update_threads(cores: int) -> int:
+    """Threads for updates, as hardware/inventory.py counts them: two cores launch kernels and issue copies."""
+    return max(1, cores - 2) if cores > 4 else cores
+
+
+def _order(decision: Decision) -> tuple[int, ...]:
+    """Of equally fast decisions, the one that takes least memory."""
+    return (
+        decision.disk, int(decision.offload), int(decision.rest), decision.layers, decision.stored, decision.window,
+        decision.slots, decision.grad_slots,
+    )  # fmt: skip
+
+
+def _capped(name: str, there: int, asked: float | None) -> int:
+    if asked is None:
+        return there
+    if isinstance(asked, bool) or not asked > 0:
+        raise SettingsError(f"{name} must be a positive number of GiB or None, not {asked!r}.")
+    return min(there, int(asked * GIB))
+
+
+def _disks(machine: Machine, offload_dir: OffloadDir | None) -> tuple[Disk, ...]:
+    """The disks behind the directories: those that the machine describes, and an assumed one for each other."""
+    if offload_dir is None:
+        return ()
+    listed = [offload_dir] if isinstance(offload_dir, str | os.PathLike) else list(offload_dir)
+    known = {disk.path: disk for disk in machine.disks}
+    return tuple(known.get(os.fspath(path), ASSUMED_DISK) for path in listed)
+
+
+def _lossy(run: Run) -> tuple[str, ...]:
+    found = []
+    if run.width != "fp32":
+        found.append(f"moments of matrices in {run.width}")
+    if run.precision == "bf16-sr":
+        found.append("weights in bf16 without an FP32 master, rounded stochastically")
+    return tuple(found)
+
+
+def _notes(search: Search, decision: Decision) -> Iterator[str]:
+    if search.gpu and search.run.precision == "fp32":
+        rate = search.machine.matmul
+        yield (
+            f"true FP32 products run at {rate['fp32'] / 1e12:.0f} TFLOP/s here, BF16 at {rate['bf16'] / 1e12:.0f}; "
+            "precision='bf16' keeps the exact FP32 master too"
+        )
+    if decision.disk and ASSUMED_DISK in search.disks:
+        yield "the speed of the disk is assumed, and its free space not known"
+    if not search.gpu:
+        yield "there is no GPU: compute is the CPU's, and nothing overlaps"
