@@ -1,6 +1,6 @@
 """What low-bit states and stochastic rounding cost: a small transformer on real text, several seeds, one picture.
 
-    PYTHONPATH=src python -m benchmarks.convergence --steps 1000 --seeds 3 --out benchmarks/results/convergence
+    PYTHONPATH=src python -m benchmarks.convergence --steps 1000 --seeds 3 --lr 1e-3 --picture docs/convergence.svg
 
 Every run is the same model, data order and schedule; only the optimizer's storage differs. Reported per format: the
 final training loss (mean over the last tenth of the steps) and the loss on held-out text, each as a ratio to FP32
@@ -24,6 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
+from benchmarks.picture import draw, smooth
 from megatrain.optim.optimizer import Optimizer
 from megatrain.store.formats import FORMATS, Format
 
@@ -126,19 +127,35 @@ def run(name: str, seed: int, steps: int, lr: float) -> dict[str, Any]:
     return {"losses": losses, "final": sum(tail) / len(tail), "held_out": held_loss, "state_bytes": stored}
 
 
+def picture(path: Path, results: dict[str, list[dict[str, Any]]]) -> None:
+    """Training loss, mean over seeds, smoothed over a twentieth of the run."""
+    curves = {}
+    for name, entries in results.items():
+        mean = [statistics.mean(values) for values in zip(*(entry["losses"] for entry in entries), strict=True)]
+        span = max(1, len(mean) // 20)
+        curves[name] = smooth(mean, span)
+    draw(path, curves, span, ("step", "training loss"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--load", type=Path, nargs="*", default=[], help="runs that --out has written before")
+    parser.add_argument("--out", type=Path, help="write all losses here, as JSON")
+    parser.add_argument("--picture", type=Path, help="write the curves here, as SVG")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, list[dict[str, Any]]] = {}
+    for path in arguments.load:
+        results |= json.loads(path.read_text())
+    results = {name: results[name] for name in RUNS if name in results}
     for name in arguments.only:
         start = time.perf_counter()
-        results[name] = [run(name, seed, arguments.steps, arguments.lr) for seed in range(arguments.seeds)]
+        if name not in results:
+            results[name] = [run(name, seed, arguments.steps, arguments.lr) for seed in range(arguments.seeds)]
         base = results.get(BASE.get(name, "fp32"), results[name])
         ratios = [mine["final"] / other["final"] - 1 for mine, other in zip(results[name], base, strict=True)]
         held = [mine["held_out"] / other["held_out"] - 1 for mine, other in zip(results[name], base, strict=True)]
@@ -153,6 +170,8 @@ def main() -> None:
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.with_suffix(".json").write_text(json.dumps(results))
+    if arguments.picture is not None:
+        picture(arguments.picture, results)
 
 
 if __name__ == "__main__":

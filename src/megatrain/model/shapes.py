@@ -7,7 +7,7 @@ already live in an engine's store.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -185,9 +185,7 @@ def _loaded(model: torch.nn.Module, config: Any) -> torch.dtype:
 class _Reader:
     """Turns modules into block shapes."""
 
-    def __init__(
-        self, model: Any, text: Any, loaded: torch.dtype, owners: dict[int, str], shared: set[int]
-    ) -> None:
+    def __init__(self, model: Any, text: Any, loaded: torch.dtype, owners: dict[int, str], shared: set[int]) -> None:
         self._model, self._text, self._loaded, self._owners, self._shared = model, text, loaded, owners, shared
         has_embeddings = hasattr(model, "get_input_embeddings")
         self._embedding = model.get_input_embeddings() if has_embeddings else None
@@ -229,7 +227,7 @@ class _Reader:
             return "head"
         return "embedding" if isinstance(item.module, torch.nn.Embedding) else "other"
 
-    def _slabs(self, owner: str, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[SlabShape, ...]:
+    def _slabs(self, owner: str, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[SlabShape, ...]:
         groups: dict[tuple[int | None, bool], list[torch.Tensor]] = {}
         seen: set[int] = set()
         for name, parameter in named:
@@ -256,14 +254,14 @@ class _Reader:
             return 4
         return None
 
-    def _experts(self, named: list[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+    def _experts(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, int]:
         if self._text is None or not any(_is_routed(name) for name, _ in named):
             return 0, 0
         total = _first(self._text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         chosen = _first(self._text, "num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k", "top_k")
         return (total, min(chosen or 2, total)) if total else (0, 0)
 
-    def _widths(self, named: list[tuple[str, torch.Tensor]], experts: int, per_token: int) -> tuple[int, int]:
+    def _widths(self, named: Sequence[tuple[str, torch.Tensor]], experts: int, per_token: int) -> tuple[int, int]:
         """Hidden size and MLP width: the config's, or of a block that it does not describe, its matrices'."""
         sizes = {int(size) for _, parameter in named for size in parameter.shape}
         hidden = _first(self._text, "hidden_size", "d_model", "n_embd")

@@ -32,13 +32,14 @@ class Kept:
 
 
 EAGER = Kept(hidden=25, attention=12, mlp=8, expert_mlp=14, expert_hidden=8)
-"""Two norms keep an FP32 and two BF16 copies of their input (16 H), attention q, k, v and its output (8 A), the MLP gate,
-its activation, up and their product (8 I). The rest (9 H + 4 A) is what a measured layer has on top: 7B shape (H = A =
-3584, I = 18944), 8k tokens, 2.16 GiB = 283,100 bytes per token; this gives 284,200. Experts with clamps (gpt-oss) keep 14
-bytes per unit of width, counted on the CPU, others 8; rows gathered for each expert and scattered again, 8 H."""
+"""Two norms keep an FP32 and two BF16 copies of their input (16 H), attention q, k, v and its output (8 A), the MLP
+gate, its activation, up and their product (8 I). The rest (9 H + 4 A) is what a measured layer has on top: 7B shape
+(H = A = 3584, I = 18944), 8k tokens, 2.16 GiB = 283,100 bytes per token; this gives 284,200. Experts with clamps
+(gpt-oss) keep 14 bytes per unit of width, counted on the CPU, others 8; rows gathered for each expert and scattered
+again, 8 H."""
 COMPILED = Kept(hidden=6, attention=8, mlp=6, expert_mlp=10, expert_hidden=8)
-"""The same layer compiled: 1.21 GiB = 158,600 bytes per token; this gives 163,800. Norms are recomputed from their input,
-the MLP keeps gate, up and product."""
+"""The same layer compiled: 1.21 GiB = 158,600 bytes per token; this gives 163,800. Norms are recomputed from their
+input, the MLP keeps gate, up and product."""
 SCORE_BYTES = 10
 """Attention computed eagerly keeps scores: bytes per head, query and key (gemma2 on the CPU: 9)."""
 
@@ -52,9 +53,7 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
     kept = COMPILED if run.compile else EAGER
     mlp = kept.expert_mlp if block.experts else kept.mlp
-    per_token = (
-        kept.hidden * block.hidden_size + kept.attention * block.attention_width + mlp * block.intermediate_size
-    )
+    per_token = kept.hidden * block.hidden_size + kept.attention * block.attention_width + mlp * block.intermediate_size
     per_token += kept.expert_hidden * block.experts_per_token * block.hidden_size
     if attention == "eager":
         per_token += SCORE_BYTES * block.heads * run.length

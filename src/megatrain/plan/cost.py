@@ -36,6 +36,11 @@ CALL = 0.1e-3
 SWITCH = 0.5e-3
 """The same in a window, where micro-batches hand over to each other: 13.5 s were measured for 131k tokens where blocks
 alone took 12.8."""
+STREAM = 0.3e-3
+"""The same for a block whose weights are fetched: slots, events, and a launch that waits. Assumed."""
+PARK = 0.3e-3
+"""The same for an input that is parked or brought back: the host waits for copies, and no longer runs ahead of the GPU.
+Assumed."""
 STEP = 10e-3
 """Seconds around a step: the norm, and the first launches of the next forward."""
 LATENCY = 20e-6
@@ -96,8 +101,12 @@ class Costs:
             if alike not in made:
                 made[alike] = self._piece(block)
             self.pieces.append(made[alike])
-        self.call = SWITCH if run.accumulation > 1 else CALL
         self.kinds = [block.kind for block in shape.blocks]
+
+    @staticmethod
+    def call(window: int) -> float:
+        """Seconds around a call of a block, per micro-batch."""
+        return SWITCH if window > 1 else CALL
 
     def _piece(self, block: BlockShape) -> Piece:
         run, state = self.run, state_of(block, self.run)

@@ -7,11 +7,12 @@ a forward, so that it starts while the CPU updates those after them. On disk are
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate
 
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
@@ -159,8 +160,13 @@ class Ledger:
         """What the graphs of the first layers take above their inputs; above nothing, if those are offloaded."""
         self._work = lru_cache(maxsize=None)(lambda s: workspace_bytes(shape, run, self.attention, s))
         self._rings = lru_cache(maxsize=None)(self._weight_rings)
+        self._role_sums = lru_cache(maxsize=None)(self._sum_roles)
         self._home = lru_cache(maxsize=None)(self._home_bytes)
         self._gone = lru_cache(maxsize=None)(self._disk_bytes)
+        self._rest_slabs = self._slabs(self.rest)
+        single = (self._slabs([i]) for i in reversed(self.layers))
+        none: Counter[tuple[int, int, int]] = Counter()
+        self._layer_slabs = [*accumulate(single, operator.add, initial=none)][::-1]
         self._grad_rings = ring_sizes(self._slabs([*self.layers, *self.rest], trains=True))
 
     def windows(self, window: int) -> int:
@@ -238,19 +244,26 @@ class Ledger:
         return [*self.layers[layers:], *([] if rest else self.rest)]
 
     def _weight_rings(self, rest: bool, layers: int) -> list[tuple[int, int, int, int]]:
-        return ring_sizes(self._slabs(self._streamed(rest, layers)))
+        return ring_sizes(self._layer_slabs[layers] + (Counter() if rest else self._rest_slabs))
 
     def _home_bytes(
         self, rest: bool, layers: int, several: bool, together: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Weights, residuals, moments and gradients of the resident blocks, and of the streamed ones."""
-        streamed = set(self._streamed(rest, layers))
-        sums = ([0, 0, 0, 0], [0, 0, 0, 0])
-        for index, state in enumerate(self.states):
-            grads = state.gradients(2 if several else 1, 2 if together else 1)
-            for role, nbytes in enumerate((state.weights, state.residuals, state.moments, grads)):
-                sums[index in streamed][role] += nbytes
-        return tuple(sums[0]), tuple(sums[1])
+        after, others = self._role_sums(several, together)
+        streamed = after[layers] if rest else _added(after[layers], others)
+        whole = _added(after[0], others)
+        return tuple(a - b for a, b in zip(whole, streamed, strict=True)), streamed
+
+    def _sum_roles(self, several: bool, together: bool) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        """The four roles' bytes: of the layers from each one on, and of all other blocks."""
+        windows, window = 2 if several else 1, 2 if together else 1
+        roles: list[tuple[int, ...]] = [
+            (s.weights, s.residuals, s.moments, s.gradients(windows, window)) for s in self.states
+        ]
+        nothing: tuple[int, ...] = (0, 0, 0, 0)
+        after = [*accumulate((roles[i] for i in reversed(self.layers)), _added, initial=nothing)][::-1]
+        return after, reduce(_added, (roles[i] for i in self.rest), nothing)
 
     def _disk_bytes(self, rest: bool, layers: int, disk: int) -> tuple[int, int, int]:
         """Residuals and moments on disk, and the largest block of them."""
@@ -258,6 +271,10 @@ class Ledger:
         gone = [self.states[i] for i in self.disk_order if i in streamed][:disk]
         largest = max((state.residuals + state.moments for state in gone), default=0)
         return sum(state.residuals for state in gone), sum(state.moments for state in gone), largest
+
+
+def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 def _prefix(values: list[int]) -> list[int]:

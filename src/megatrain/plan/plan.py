@@ -115,7 +115,7 @@ class Plan:
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
         parts = [f"{count} {policy}" for policy, count in self._policies().items()]
         rows = [
-            ["placement", f"{len(self.resident)} of {self.blocks} blocks resident, {len(self.on_disk)} with states on disk"],
+            ["placement", f"{len(self.resident)} of {self.blocks} blocks resident"],
             ["policy", ", ".join(parts)],
             ["window", f"{self.window} of {self.run.accumulation} micro-batches"],
             ["slots", f"{self.slots} for weights, {self.grad_slots} for gradients; {self.threads} threads update"],
@@ -123,14 +123,14 @@ class Plan:
             ["waits", ", ".join(waits) or "none"],
             ["step", f"{step.seconds:.2f} s, bound by {step.bottleneck}"],
             ["speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.tflops:.0f} TFLOP/s"],
-            ["time", f"{self.days_for(tokens):.1f} days for {tokens:.3g} tokens"],
+            ["time", f"{self.days_for(tokens):.1f} days for {tokens / 1e9:g}B tokens"],
             ["lossy", "; ".join(self.lossy) or "nothing"],
             *[["note", note] for note in self.notes],
         ]
         if self.on_disk:
             written = self.memory["disk"]["moments"] + self.memory["disk"]["residuals"]
-            years = f"{written / 1e9:.0f} GB written per step, {written * 86400 / step.seconds / 1e12:.1f} TB a day"
-            rows.insert(-1, ["disk", years])
+            life = f"{written / 1e9:.0f} GB written per step, {written * 86400 / step.seconds / 1e12:.1f} TB a day"
+            rows.insert(1, ["disk", f"states of {len(self.on_disk)} blocks, {life}"])
         return _aligned(rows, numbers=False)
 
     def _policies(self) -> dict[str, int]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from megatrain.errors import SettingsError
 from megatrain.hardware.machine import Disk, Machine
 from megatrain.model.shapes import ModelShape
 from megatrain.plan.cost import ASSUMED_DISK, Costs
-from megatrain.plan.memory import GIB, Decision, Ledger
+from megatrain.plan.memory import GIB, TIERS, Decision, Ledger
 from megatrain.plan.plan import Plan
 from megatrain.plan.run import Run
 from megatrain.plan.simulate import Simulator, StepEstimate
@@ -25,6 +26,8 @@ SLOTS = (4, 3, 2, 1)
 GRAD_SLOTS = (2, 1)
 MOST_MICRO_BATCHES = 64
 """In one window, as engine/session.py limits it."""
+USABLE = 0.98
+"""Of the memory that a machine has: the rest is the driver's, the kernel's and its page cache's."""
 UNKNOWN = 1 << 62
 """Room on a disk that nobody has described."""
 
@@ -46,13 +49,15 @@ class Search:
         self.gpu = machine.gpu is not None
         self.disks = _disks(machine, offload_dir)
         self.capacity = {
-            "vram": _capped("max_vram_gb", machine.vram_bytes, max_vram_gb) if self.gpu else 0,
+            "vram": _capped("max_vram_gb", machine.vram_bytes, max_vram_gb),
             "ram": _capped("max_ram_gb", machine.ram_bytes, max_ram_gb),
             "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN),
         }
         self.ledger = Ledger(shape, run, gpu=self.gpu)
-        self.costs = Costs(shape, machine, run, self.disks)
-        self.simulator = Simulator(self.costs, self.ledger)
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(Costs(self.shape, self.machine, self.run, self.disks), self.ledger)
 
     def best(self) -> tuple[Decision, StepEstimate] | None:
         """The fastest decision that fits; None if none does."""
@@ -72,34 +77,60 @@ class Search:
 
     def fits(self) -> bool:
         """Whether any decision fits."""
-        return next(self._groups(), None) is not None
+        return any(self._fits(group) for group in self._corners())
 
     def shortfall(self) -> tuple[str, int]:
-        """The tier that is too small and by how many bytes, in the decision that comes nearest to fitting."""
-        nearest: tuple[int, str, int] | None = None
-        for group in self._choices():
-            for decision in (group, dataclasses.replace(group, disk=len(self.ledger.disk_order) if self.disks else 0)):
-                account = self.ledger.account(decision)
-                over = {tier: account.total(tier) - room for tier, room in self.capacity.items()}
-                tier = max(("vram", "ram", "disk"), key=lambda tier: over[tier])
-                missing = sum(max(0, value) for value in over.values())
-                if missing > 0 and (nearest is None or missing < nearest[0]):
-                    nearest = (missing, tier, over[tier])
-        assert nearest is not None
-        return nearest[1], nearest[2]
+        """The tier that is too small and by how many bytes, at the least that any decision takes of it."""
+        needs = [self._need(group) for group in self._corners()]
+        for tier in ("vram", "ram"):
+            over = min(need[tier] for need in needs) - self.capacity[tier]
+            if over > 0:
+                return tier, over
+            needs = [need for need in needs if need[tier] <= self.capacity[tier]]
+        return "disk", min(need["disk"] for need in needs) - self.capacity["disk"]
+
+    def need(self, tier: str) -> int:
+        """The least that any decision takes of a tier, among those that fit in the tiers before it if any do."""
+        needs = [self._need(group) for group in self._corners()]
+        if tier != "vram":
+            needs = [need for need in needs if need["vram"] <= self.capacity["vram"]] or needs
+        return min(need[tier] for need in needs)
 
     # ---- decisions
 
-    def _choices(self) -> Iterator[Decision]:
+    def _choices(self, layers: Sequence[int] | None = None) -> Iterator[Decision]:
         """One decision per group, with the fewest slots and no graphs kept: the least memory the group can do with."""
-        layers = range(len(self.ledger.layers) + 1) if self.gpu else range(1)
+        if layers is None or not self.gpu:
+            layers = range(len(self.ledger.layers) + 1) if self.gpu else (0,)
+        yes_and_no = (False, True) if self.gpu else (False,)
         for window in windows_of(self.run.accumulation):
-            for offload in (False, True) if self.gpu else (False,):
-                for rest in (False, True) if self.gpu else (False,):
+            for offload in yes_and_no:
+                for rest in yes_and_no:
                     for count in layers:
-                        yield Decision(
-                            rest=rest, layers=count, offload=offload, window=window, slots=1, grad_slots=1
-                        )
+                        yield Decision(rest=rest, layers=count, offload=offload, window=window, slots=1, grad_slots=1)
+
+    def _corners(self) -> Iterator[Decision]:
+        """Of each group the decisions that take least: no layer resident, all, and as many as VRAM holds."""
+        for group in self._choices((0,)):
+            yield group
+            low, high = 0, len(self.ledger.layers)
+            yield dataclasses.replace(group, layers=high)
+            while self.gpu and low + 1 < high:
+                middle = (low + high) // 2
+                account = self.ledger.account(dataclasses.replace(group, layers=middle))
+                low, high = (middle, high) if account.total("vram") <= self.capacity["vram"] else (low, middle)
+            if low:
+                yield dataclasses.replace(group, layers=low)
+
+    def _need(self, decision: Decision) -> dict[str, int]:
+        """Bytes per tier, with everything on disk that can be if RAM is short."""
+        account = self.ledger.account(decision)
+        if account.total("ram") > self.capacity["ram"] and self.disks and self.gpu:
+            account = self.ledger.account(dataclasses.replace(decision, disk=len(self.ledger.disk_order)))
+        return {tier: account.total(tier) for tier in TIERS}
+
+    def _fits(self, decision: Decision) -> bool:
+        return all(need <= self.capacity[tier] for tier, need in self._need(decision).items())
 
     def _groups(self) -> Iterator[tuple[float, Decision]]:
         """Groups in which something fits, each with a bound for all of its members."""
@@ -221,19 +252,20 @@ def update_threads(cores: int) -> int:
 
 
 def _order(decision: Decision) -> tuple[int, ...]:
-    """Of equally fast decisions, the one that takes least memory."""
+    """Of equally fast decisions, the one that takes least memory, with the usual number of slots."""
     return (
         decision.disk, int(decision.offload), int(decision.rest), decision.layers, decision.stored, decision.window,
-        decision.slots, decision.grad_slots,
+        abs(decision.slots - 3), abs(decision.grad_slots - 2), decision.slots,
     )  # fmt: skip
 
 
 def _capped(name: str, there: int, asked: float | None) -> int:
+    usable = int(there * USABLE)
     if asked is None:
-        return there
+        return usable
     if isinstance(asked, bool) or not asked > 0:
         raise SettingsError(f"{name} must be a positive number of GiB or None, not {asked!r}.")
-    return min(there, int(asked * GIB))
+    return min(usable, int(asked * GIB))
 
 
 def _disks(machine: Machine, offload_dir: OffloadDir | None) -> tuple[Disk, ...]:

@@ -3,9 +3,9 @@
 The order of work on every lane is fixed, and a piece starts when its lane is free and what it needs is done. Such a
 system is monotone: no piece that gets shorter, and no slot that is added, ever makes the step longer.
 
-The clock starts when the norm is known. Updates then run in forward order on the CPU, and block i is fetched when its own is
-done. Without clipping updates run in the backward as gradients land, and the next forward starts when the last is
-done, which is that of the first block. Windows after the first only add their own time.
+The clock starts when the norm is known. Updates then run in forward order on the CPU, and block i is fetched when its
+own is done. Without clipping updates run in the backward as gradients land, and the next forward starts when the last
+is done, which is that of the first block. Windows after the first only add their own time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
-from megatrain.plan.cost import STEP, Costs, Piece
+from megatrain.plan.cost import PARK, STEP, STREAM, Costs, Piece
 from megatrain.plan.memory import Decision, Ledger
 
 LANES = ("compute", "h2d", "d2h", "update", "vram update", "disk")
@@ -67,8 +67,9 @@ class Simulator:
         full, last = decision.window, self._costs.run.accumulation - (windows - 1) * decision.window
         updating = _Pass(self, decision, last if windows == 1 else full, several=windows > 1, updates=True)
         seconds, waited = updating.run()
-        for micro, times in ((full, windows - 2), (last, 1)) if windows > 1 else ():
-            if times:
+        alike = windows - 1 if last == full else windows - 2
+        for micro, times in ((full, alike), (last, windows - 1 - alike)):
+            if times > 0:
                 plain, more = _Pass(self, decision, micro, several=True, updates=False).run()
                 seconds += times * plain
                 waited = {lane: waited[lane] + times * more[lane] for lane in LANES}
@@ -86,7 +87,8 @@ class Simulator:
         micro, windows = costs.run.accumulation, self._ledger.windows(decision.window)
         streamed, disk = (decision.rest, decision.layers), self._ledger.on_disk(decision) if decision.disk else []
         again = sums.layers("forward", decision.stored) + sums.rest("again")
-        compute = micro * (sums.all("forward") + again + sums.all("backward") + 2 * costs.call * self._count)
+        compute = micro * (sums.all("forward") + again + sums.all("backward"))
+        compute += 2 * micro * costs.call(decision.window) * self._count
         h2d = windows * (sums.streamed("fetch", *streamed) + sums.streamed("fetch_back", *streamed))
         h2d += (windows - 1) * sums.streamed("resume", *streamed)
         # The last layers of a forward are still in their slots when the backward begins.
@@ -94,6 +96,7 @@ class Simulator:
         h2d -= windows * sums.layers("fetch_back", held)
         d2h = windows * sums.streamed("drain" if windows == 1 else "drain_sum", *streamed)
         if decision.offload:
+            compute += 2 * micro * PARK * (len(self._ledger.layers) - decision.stored)
             d2h += micro * sums.layers("park", decision.stored)
             h2d += micro * sums.layers("unpark", decision.stored)
         update = sums.streamed("update", *streamed)
@@ -102,21 +105,22 @@ class Simulator:
         return dict(zip(LANES, (compute, h2d, d2h, update, resident, on_disk), strict=True))
 
     def bound(self, decision: Decision) -> float:
-        """A step that no schedule beats: the longest lane; with clipping, all updates and then the last fetched block,
-        the head and the backward."""
+        """A step that no schedule beats: the longest lane, or compute with what it always waits for; with clipping, all
+        updates and then the last fetched block, the head and the backward."""
         busy = self.busy(decision)
         if self._costs.machine.gpu is None:
             return sum(busy.values())
-        compute = busy["compute"] + busy["vram update"]
-        longest = max(compute, busy["h2d"], busy["d2h"], busy["disk"])
+        sums, windows = self._sums, self._ledger.windows(decision.window)
+        # Windows after the first wait for the sums of the one before.
+        compute = busy["compute"] + (windows - 1) * sums.streamed("resume", decision.rest, decision.layers)
+        longest = STEP + max(compute + busy["vram update"], busy["h2d"], busy["d2h"])
+        longest = max(longest, busy["disk"])
         if not self._costs.run.clipping:
-            return max(longest, busy["update"])
-        sums, micro = self._sums, self._costs.run.accumulation
-        first = min(micro, decision.window)
+            return max(longest, STEP + busy["update"])
+        first = min(self._costs.run.accumulation, decision.window)
         # Of the first window, the forward up to the last streamed block is what updates can hide under.
         hidden = sums.all("forward") - (0.0 if decision.rest else self._tail)
-        resident = busy["vram update"]
-        after = compute - resident - first * (hidden + self._costs.call * self._count)
+        after = STEP + compute - first * (hidden + self._costs.call(decision.window) * self._count)
         return max(longest, busy["update"] + after)
 
 
@@ -160,6 +164,7 @@ class _Pass:
         self.on_disk = set(ledger.on_disk(decision))
         self.stored = set(ledger.layers[: decision.stored])
         self.clipping = self.costs.run.clipping
+        self.call = self.costs.call(decision.window)
         self.clock = _Clock()
         self.written = [0.0] * simulator._count
         self.late: set[int] = set()
@@ -240,6 +245,7 @@ class _Pass:
             cause = "disk" if index in self.late else "update"
         clock.h2d = begin + seconds
         self._wait(clock.h2d, cause)
+        clock.compute += STREAM
 
     def _wait(self, until: float, cause: str) -> None:
         clock = self.clock
@@ -254,11 +260,12 @@ class _Pass:
             self._fetch(index, piece, piece.fetch, self.updates and self.clipping)
         elif index in self.resident and self.updates and self.clipping:
             clock.compute += piece.gpu_update
-        clock.compute += micro * (piece.forward + self.costs.call)
+        clock.compute += micro * (piece.forward + self.call)
         if streamed:
             clock.released[self.simulator._ring[piece.fetch_bytes]].append(clock.compute)
         if self.decision.offload and index not in self.stored and piece.park:
             # Two inputs may be on their way out; compute waits for those before them.
+            clock.compute += micro * PARK
             self._wait(clock.d2h, "d2h")
             clock.d2h = max(clock.d2h, clock.compute) + micro * piece.park
 
@@ -268,11 +275,12 @@ class _Pass:
         streamed = index not in self.resident and piece.fetch_bytes > 0
         again = 0.0 if index in self.stored or kind == "head" else piece.forward
         if self.decision.offload and index not in self.stored and piece.unpark:
+            clock.compute += micro * PARK
             clock.h2d += micro * piece.unpark
             self._wait(clock.h2d, "h2d")
         if streamed and kind != "head" and index not in self.held:
             self._fetch(index, piece, piece.fetch_back, False)
-        clock.compute += micro * (again + piece.backward + self.costs.call)
+        clock.compute += micro * (again + piece.backward + self.call)
         if not streamed:
             if index in self.resident and self.updates and not self.clipping:
                 clock.compute += piece.gpu_update

@@ -1,0 +1,140 @@
+"""Plans of models from 7B to 120B on the shipped machines, as Markdown; nothing is downloaded or run.
+
+PYTHONPATH=src python -m benchmarks.plans > docs/plans.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+
+from benchmarks.shapes import SHAPES
+from megatrain.hardware.machine import Machine
+from megatrain.model.shapes import ModelShape, describe
+from megatrain.plan import Plan, Refusal, Run, plan
+from megatrain.plan.memory import GIB
+from megatrain.plan.questions import largest_batch, largest_context, largest_model
+
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "7B (Qwen2.5-7B)": dict(SHAPES["qwen2.5-7b"]),
+    "14B (Qwen2.5-14B)": dict(SHAPES["qwen2.5-14b"]),
+    "32B (Qwen2.5-32B)": SHAPES["qwen2.5-14b"] | {"intermediate_size": 27648, "num_hidden_layers": 64},
+    "70B (Llama-3-70B)": LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                                  "num_attention_heads": 64},
+    "100B (dense)": LLAMA | {"hidden_size": 12288, "intermediate_size": 32768, "num_hidden_layers": 63,
+                             "num_attention_heads": 96},
+    "120B MoE (gpt-oss-120b)": {"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+                                "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
+                                "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
+                                "num_experts_per_tok": 4},
+}  # fmt: skip
+TABLES = [
+    ("FP32 states, in RAM", {}),
+    ("8-bit states (lossy), in RAM", {"optimizer_compression": "8bit"}),
+    ("FP32 states, on one NVMe drive where RAM is short", {"offload_dir": "/mnt/nvme"}),
+]
+RUN: dict[str, Any] = {"batch": 4, "length": 2048, "accumulation": 16, "compile": True}
+HEAD = """# Plans
+
+Made by `PYTHONPATH=src python -m benchmarks.plans > docs/plans.md` from configs and machine descriptions alone. These
+are predictions, not measurements: only the H200 with 128 GB has been measured, and of it only the 7B steps listed in
+`benchmarks/results/2026-11-15-h200.md`. The other machines are specifications times the efficiency seen there
+(`src/megatrain/hardware/machines`).
+
+Assumed throughout: BF16 with an exact FP32 master, AdamW, clipping, compiled layers; a step is 16 micro-batches of 4 ×
+2048 tokens (131,072) unless said; packed sequences without padding masks; {usable:.0%} of VRAM and RAM may be used; a disk
+reads 3.7 and writes 2.1 GB/s. Experts are assumed to reach half the efficiency of dense products. GiB everywhere.
+Residency in VRAM and the disk tier are planned as designed, ahead of the engine where it does not have them yet.
+
+A cell is: tokens per second (TFLOP/s) · bottleneck · VRAM / RAM (/ disk) · blocks resident in VRAM, window.
+"""
+
+
+def shape_of(name: str) -> ModelShape:
+    fields = CONFIGS[name]
+    config = AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
+    config.name_or_path = name
+    return describe(config)
+
+
+def cell(shape: ModelShape, machine: str, **settings: Any) -> str:
+    """One plan, or why there is none, in a line."""
+    try:
+        found = plan(shape, machine=machine, **{**RUN, **settings})
+    except Refusal as refused:
+        return f"{refused.tier} short by {refused.shortfall_gb:.0f} GiB"
+    sizes = [f"{found.total(tier) / GIB:.0f}" for tier in ("vram", "ram", "disk") if found.total(tier)]
+    placed = f"{len(found.resident)} of {found.blocks}, {found.window}"
+    speed = f"{found.tokens_per_second:,.0f} ({found.tflops:.0f})"
+    return f"{speed} · {found.step.bottleneck} · {' / '.join(sizes)} · {placed}"
+
+
+def table(shapes: dict[str, ModelShape], settings: dict[str, Any]) -> list[str]:
+    machines = Machine.shipped()
+    lines = [f"| | {' | '.join(machines)} |", f"|---|{'---|' * len(machines)}"]
+    for name, shape in shapes.items():
+        cells = [cell(shape, machine, **settings) for machine in machines]
+        lines.append(f"| **{name}** | {' | '.join(cells)} |")
+    return lines
+
+
+def explained(found: Plan, tokens: float = 1e9) -> list[str]:
+    return ["```", found.table(tokens), "```"]
+
+
+def hundred(shape: ModelShape) -> list[str]:
+    """The example of the README, and the same model in BF16."""
+    asked: dict[str, Any] = {"machine": "h200-1.5tb", "max_vram_gb": 80, "batch": 1, "accumulation": 128}
+    kept: dict[str, Any] = {**asked, "precision": "fp32"}
+    lines = ["## 100B parameters under `max_vram_gb=80`", "", "As in the README: loaded in FP32, 4-bit states, a disk."]
+    lines += explained(plan(shape, **kept, optimizer_compression=True, offload_dir="/mnt/nvme/cache"))
+    lines += ["", "In BF16 with an exact FP32 master and FP32 states, compiled, 4 sequences in a micro-batch:"]
+    lines += explained(plan(shape, **{**asked, "batch": 4, "accumulation": 32, "compile": True}))
+    lines += ["", "On a machine that is too small, the refusal:", "", "```"]
+    try:
+        plan(shape, **{**asked, "machine": "h100-512gb", "accumulation": 16})
+    except Refusal as refused:
+        lines.append(str(refused).replace("; ", ";\n"))
+    return [*lines, "```"]
+
+
+def inverse(shape: ModelShape) -> list[str]:
+    """The largest batch, context and model of each machine."""
+    lines = [
+        "## How large can it be?",
+        "",
+        "Largest micro-batch of 2048 tokens and longest sequence for the 7B model, and the largest dense model with a batch",
+        "of 1 × 2048, FP32 and 8-bit states, all without a disk, compiled.",
+        "",
+        "| machine | 7B: batch | 7B: context | largest model | with 8-bit states |",
+        "|---|---|---|---|---|",
+    ]
+    for name in Machine.shipped():
+        machine, run = Machine.load(name), Run(compile=True)
+        cells = []
+        for ask in (largest_batch, largest_context):
+            try:
+                cells.append(f"{ask(shape, machine, run).value:,}")
+            except Refusal as refused:
+                cells.append(f"{refused.tier} short by {refused.shortfall_gb:.0f}")
+        for width in ("fp32", "8bit"):
+            cells.append(f"{largest_model(machine, Run(compile=True, width=width)).value / 1e9:.1f}B")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    from megatrain.plan.search import USABLE
+
+    shapes = {name: shape_of(name) for name in CONFIGS}
+    lines = [HEAD.format(usable=USABLE)]
+    for title, settings in TABLES:
+        lines += [f"## {title}", "", *table(shapes, settings), ""]
+    lines += [*hundred(shapes["100B (dense)"]), "", *inverse(shapes["7B (Qwen2.5-7B)"])]
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

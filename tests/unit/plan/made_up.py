@@ -1,0 +1,69 @@
+"""Models of known shape, and machines and models that nobody has."""
+
+from functools import cache
+
+from benchmarks.shapes import SHAPES
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from megatrain.hardware.machine import Machine
+from megatrain.model.shapes import ModelShape, describe
+from megatrain.plan.questions import dense_shape
+from megatrain.plan.run import Run
+
+GB = 10**9
+
+
+@cache
+def shape_of(name: str) -> ModelShape:
+    fields = SHAPES[name]
+    return describe(
+        AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
+    )
+
+
+@cache
+def moe() -> ModelShape:
+    return describe(
+        AutoConfig.for_model(
+            "gpt_oss", hidden_size=2880, intermediate_size=2880, num_hidden_layers=36, num_attention_heads=64,
+            num_key_value_heads=8, head_dim=64, num_local_experts=128, num_experts_per_tok=4, vocab_size=201088,
+        )
+    )  # fmt: skip
+
+
+def shapes() -> st.SearchStrategy[ModelShape]:
+    made = st.builds(dense_shape, st.integers(1, 64), st.integers(1, 24), st.sampled_from([512, 32000, 128256, 262144]))
+    return st.one_of(made, st.sampled_from(["qwen2.5-1.5b", "qwen2.5-7b", "llama2-7b"]).map(shape_of))
+
+
+def rate(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, allow_nan=False)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    h2d, dram = draw(rate(5e9, 4e11)), draw(rate(2e10, 6e11))
+    bf16 = draw(rate(3e13, 2e15))
+    widths = ("fp32", "bf16", "8bit", "4bit")
+    return Machine(
+        name="made up", source="a test", gpu="GPU", vram_bytes=int(draw(rate(4, 200)) * GB),
+        ram_bytes=int(draw(rate(8, 2000)) * GB), cores=draw(st.integers(1, 128)), disks=(), h2d=h2d,
+        d2h=h2d * draw(rate(0.5, 1)), duplex=h2d * draw(rate(1, 2)), pageable_h2d=h2d / 5, dram=dram,
+        dram_under_dma=dram * draw(rate(0.3, 1)), matmul={"bf16": bf16, "tf32": bf16 / 2, "fp32": bf16 / 16},
+        attention=bf16 * draw(rate(0.2, 0.8)), update=dict.fromkeys(widths, draw(rate(1e9, 2e10))),
+        gpu_update=dict.fromkeys(widths, draw(rate(1e10, 3e11))), hbm=draw(rate(3e11, 8e12)),
+    )  # fmt: skip
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    return Run(
+        micro_batch=draw(st.integers(1, 8)),
+        length=draw(st.sampled_from([64, 512, 2048, 8192])),
+        accumulation=draw(st.sampled_from([1, 1, 2, 3, 8, 100])),
+        precision=draw(st.sampled_from(["bf16", "bf16", "fp32", "bf16-sr"])),
+        width=draw(st.sampled_from(["fp32", "bf16", "8bit", "4bit"])),
+        compile=draw(st.booleans()),
+        clipping=draw(st.booleans()),
+    )

@@ -1,0 +1,132 @@
+"""Bytes: against what was measured, and against what the store and the streams really allocate."""
+
+import pytest
+import torch
+from tests.unit.plan.made_up import moe, shape_of
+
+from megatrain.compute import head
+from megatrain.model import shapes
+from megatrain.plan import activations
+from megatrain.plan.memory import CONTEXT_BYTES, GIB, Decision, Ledger, ring_sizes, slab_bytes, state_of
+from megatrain.plan.run import Run
+from megatrain.store import formats, layout
+from megatrain.store.ram import HostMemory
+from megatrain.store.slab import Slab
+from megatrain.stream.fetch import by_size
+
+# benchmarks/results/2026-11-15-h200.md: GiB allocated and reserved at the peak.
+MEASURED = [
+    ("qwen2.5-7b", Run(micro_batch=4), Decision(), 11.44, 12.92),
+    ("llama2-7b", Run(micro_batch=4), Decision(), 6.31, 7.72),
+    ("qwen2.5-7b", Run(micro_batch=4, accumulation=16, compile=True), Decision(window=16), 40.3, 41.9),
+]
+
+
+def is_just_above(predicted, measured):
+    return measured <= predicted <= max(measured * 1.05, measured + 0.5)
+
+
+@pytest.mark.parametrize(("name", "run", "decision", "allocated", "reserved"), MEASURED)
+def test_vram_is_what_was_measured(name, run, decision, allocated, reserved):
+    ledger = Ledger(shape_of(name), run)
+    assert is_just_above(ledger.allocated(decision) / GIB, allocated)
+    assert is_just_above((ledger.account(decision).total("vram") - CONTEXT_BYTES) / GIB, reserved)
+
+
+def test_a_layers_graph_is_what_was_measured():
+    block = shape_of("qwen2.5-7b").blocks[1]
+    for compiled, measured, peak in ((False, 2.16, 3.1), (True, 1.21, 2.2)):
+        run = Run(micro_batch=4, compile=compiled)
+        assert is_just_above(activations.graph_bytes(block, run, "sdpa") / GIB, measured)
+        whole = activations.layer_bytes(block, run, "sdpa", stored=False) + block.parameters * 2
+        assert is_just_above(whole / GIB, peak)
+    assert activations.input_bytes(block, run) / GIB == pytest.approx(0.055, abs=0.001)
+
+
+def test_offload_does_not_grow_with_depth():
+    shallow, deep = (Ledger(shape_of("llama2-7b"), Run(micro_batch=4)), Ledger(shape_of("qwen2.5-7b"), Run()))
+    for ledger in (shallow, deep):
+        account = ledger.account(Decision(offload=True))
+        assert account.ram[4] > 0
+        assert account.vram[4] < 8 * ledger.shape.blocks[1].hidden_size * 2 * ledger.run.micro_tokens
+
+
+@pytest.mark.parametrize("width", ["fp32", "bf16", "8bit", "4bit"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-sr"])
+def test_states_are_the_stores(width, precision):
+    run = Run(width=width, precision=precision)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    sizes = [torch.Size(s) for s in ((300, 70), (70,), (64, 63), (1, 5000), (129, 257))]
+    laid_out = layout.lay_out([(str(i), size) for i, size in enumerate(sizes)], dtype)
+    slab = Slab(0, "made up", laid_out, HostMemory(pin=False, threads=1), master=precision != "bf16-sr")
+    block = describe_block(sizes, dtype)
+    state = state_of(block, run)
+    assert state.weights == laid_out.nbytes
+    real = slab.state_bytes({"exp_avg": True, "exp_avg_sq": False}, width)
+    assert real <= state.residuals + state.moments <= real + 512
+
+
+def describe_block(sizes, dtype):
+    layer = torch.nn.Module()
+    for index, size in enumerate(sizes):
+        layer.register_parameter(f"p{index}", torch.nn.Parameter(torch.empty(size, dtype=dtype, device="meta")))
+    model = torch.nn.ModuleList([layer, torch.nn.Linear(3, 3, dtype=dtype), torch.nn.Linear(3, 3, dtype=dtype)])
+    return next(b for b in shapes.describe(model).blocks if b.parameters == sum(s.numel() for s in sizes))
+
+
+def test_constants_are_the_stores():
+    assert shapes.ALIGN_ELEMENTS == layout.ALIGN_ELEMENTS
+    assert shapes.SMALL == formats.SMALL
+    assert activations.CHUNK_LOGITS == head.CHUNK_ELEMENTS
+    for vocabulary in (512, 32000, 152064, 1 << 28):
+        assert activations.chunk_tokens(vocabulary) == head.chunk_tokens(vocabulary)
+
+
+def test_rings_are_the_streams():
+    class Fake:
+        def __init__(self, index, nbytes):
+            self.index, self.layout = index, type("Layout", (), {"nbytes": nbytes})
+
+    sizes = [100, 100, 51, 50, 49, 200, 8, 3]
+    real = [(group[0].layout.nbytes, len(group)) for group in by_size([Fake(i, s) for i, s in enumerate(sizes)])]
+    from collections import Counter
+
+    assert [(ring[0], ring[3]) for ring in ring_sizes(Counter((s, s // 2, 2) for s in sizes))] == real
+
+
+def test_bytes_per_parameter():
+    shape = shape_of("llama2-7b")
+    for run, window, expected in [
+        (Run(), 1, 14), (Run(precision="fp32"), 1, 16), (Run(width="8bit"), 1, 8.03), (Run(width="4bit"), 1, 7.06),
+        (Run(precision="bf16-sr", width="4bit"), 1, 5.06), (Run(kind="lion"), 1, 10),
+        (Run(accumulation=4), 4, 14), (Run(accumulation=4), 2, 16), (Run(accumulation=4), 1, 18),
+    ]:  # fmt: skip
+        account = Ledger(shape, run).account(Decision(window=window))
+        assert sum(account.ram[:4]) / shape.parameters == pytest.approx(expected, rel=0.002)
+
+
+def test_what_is_resident_is_not_in_ram():
+    shape, run = shape_of("llama2-7b"), Run(micro_batch=4)
+    ledger = Ledger(shape, run)
+    streamed, resident = ledger.account(Decision()), ledger.account(Decision(rest=True, layers=32))
+    assert sum(resident.ram[:4]) == 0
+    assert resident.vram[1:3] == streamed.ram[1:3]
+    # Nothing is streamed, so there are no weight slots.
+    assert resident.vram[0] == streamed.ram[0]
+    disk = ledger.account(Decision(disk=35))
+    assert disk.disk[1] + disk.disk[2] > 0.99 * (streamed.ram[1] + streamed.ram[2])
+    assert disk.ram[:1] == streamed.ram[:1]
+
+
+def test_experts():
+    shape = moe()
+    assert shape.parameters == pytest.approx(116.8e9, rel=0.001)
+    assert shape.matmul_parameters == pytest.approx(5.1e9, rel=0.05)
+    layer = shape.blocks[1]
+    assert (layer.experts, layer.experts_per_token, layer.intermediate_size) == (128, 4, 4 * 2880)
+    assert [shape.blocks[i].span for i in (1, 2, 3)] == [128, 0, 128]
+
+
+def test_a_slab_is_padded_to_pages():
+    slab = shapes.SlabShape(parameters=1, numel=256, vectors=256, trains=True, itemsize=None)
+    assert slab_bytes(slab, Run()) == (4096, 2048)

@@ -1,0 +1,78 @@
+"""The plan as text, and the inverse questions."""
+
+import dataclasses
+
+import pytest
+from tests.unit.plan.made_up import shape_of
+
+from megatrain.errors import NotEnoughMemory, SettingsError
+from megatrain.hardware.machine import Machine
+from megatrain.plan import plan
+from megatrain.plan.plan import Plan
+from megatrain.plan.questions import dense_shape, largest_batch, largest_context, largest_model
+from megatrain.plan.run import Run
+from megatrain.plan.search import solve
+
+H200 = Machine.load("h200-128gb")
+
+
+def test_the_table_explains_itself():
+    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24, optimizer_compression="8bit")
+    text = found.table(tokens=5e9)
+    for word in ("weights", "residuals", "moments", "gradients", "activations", "workspace", "vram", "ram", "24.0",
+                 "bound by", "tokens/s", "days for 5B tokens", "moments of matrices in 8bit", "recompute"):  # fmt: skip
+        assert word in text or word == "recompute"
+    rows = [line for line in text.splitlines() if line.startswith(("GiB", "vram", "ram"))]
+    assert len({len(row) for row in rows}) == 1
+    assert str(found) == found.table()
+
+
+def test_days():
+    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4)
+    assert found.days_for(found.tokens_per_second * 86400) == pytest.approx(1)
+    assert found.tflops == pytest.approx(6 * found.matmul_parameters * found.tokens_per_second / 1e12)
+
+
+def test_it_is_frozen_and_serialises():
+    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.window = 2
+    assert Plan.from_json(found.to_json()) == found
+    for broken in ("", "{}", "[]", found.to_json().replace('"window"', '"windows"')):
+        with pytest.raises(SettingsError):
+            Plan.from_json(broken)
+
+
+def test_what_is_lossy_is_said():
+    assert plan(dense_shape(8, 8), machine=H200).lossy == ()
+    assert plan(dense_shape(8, 8), machine=H200, optimizer_compression="lossless").lossy == ()
+    assert "4bit" in plan(dense_shape(8, 8), machine=H200, optimizer_compression=True).lossy[0]
+    assert "without an FP32 master" in plan(dense_shape(8, 8), machine=H200, precision="bf16-sr").lossy[0]
+
+
+def test_slow_fp32_is_said():
+    assert any("TFLOP/s" in note for note in plan(dense_shape(8, 8), machine=H200, precision="fp32").notes)
+
+
+@pytest.mark.parametrize("cap", [14.0, 30.0])
+def test_largest_batch_and_context(cap):
+    shape, run = shape_of("qwen2.5-7b"), Run(length=2048)
+    answer = largest_batch(shape, H200, run, max_vram_gb=cap)
+    assert answer.plan.run.micro_batch == answer.value >= 1
+    with pytest.raises(NotEnoughMemory):
+        solve(shape, H200, dataclasses.replace(run, micro_batch=answer.value + 1), max_vram_gb=cap)
+    longest = largest_context(shape, H200, Run(), max_vram_gb=cap)
+    assert longest.plan.run.length == longest.value
+    with pytest.raises(NotEnoughMemory):
+        solve(shape, H200, Run(length=longest.value + 64), max_vram_gb=cap)
+
+
+def test_largest_model():
+    answer = largest_model(H200, Run())
+    assert 8e9 < answer.value < 25e9
+    assert answer.plan.parameters == answer.value
+    low = largest_model(H200, Run(width="4bit"))
+    assert low.value > 1.5 * answer.value
+    family = [shape_of(name) for name in ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")]
+    assert largest_model(H200, Run(), family).value == shape_of("qwen2.5-7b").parameters
+    assert largest_model(Machine.load("rtx4090-64gb"), Run(), family).value == shape_of("qwen2.5-3b").parameters

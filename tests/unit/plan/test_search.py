@@ -1,0 +1,162 @@
+"""Plans over machines and models that nobody has: they fit, they are the same every time, memory never hurts."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.plan.made_up import GB, machines, moe, runs, shape_of, shapes
+
+from megatrain.errors import NotEnoughMemory, SettingsError
+from megatrain.hardware.machine import Disk, Machine
+from megatrain.plan import plan
+from megatrain.plan.plan import Plan
+from megatrain.plan.questions import dense_shape
+from megatrain.plan.refuse import Refusal
+from megatrain.plan.run import Run
+from megatrain.plan.search import USABLE, solve, windows_of
+
+
+def solved(*args, **kwargs):
+    try:
+        return solve(*args, **kwargs)
+    except NotEnoughMemory:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), machines(), runs(), st.sampled_from([None, 6.0, 20.0]), st.sampled_from([None, "/disk"]))
+def test_plans_fit_and_are_the_same_every_time(shape, machine, run, cap, disk):
+    found = solved(shape, machine, run, max_vram_gb=cap, offload_dir=disk)
+    if found is None:
+        return
+    assert found == solve(shape, machine, run, max_vram_gb=cap, offload_dir=disk)
+    assert found.total("vram") <= min(machine.vram_bytes, (cap or 1e9) * 2**30)
+    assert found.total("ram") <= machine.ram_bytes
+    assert set(found.resident).isdisjoint(found.on_disk)
+    assert 1 <= found.window <= run.accumulation
+    assert Plan.from_json(found.to_json()) == found
+    assert all(value >= 0 for roles in found.memory.values() for value in roles.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), machines(), runs(), st.sampled_from([None, "/disk"]), st.floats(0, 3), st.floats(0, 3))
+def test_more_memory_is_never_slower(shape, machine, run, disk, more_vram, more_ram):
+    larger = dataclasses.replace(
+        machine,
+        vram_bytes=int(machine.vram_bytes * (1 + more_vram)),
+        ram_bytes=int(machine.ram_bytes * (1 + more_ram)),
+    )
+    small, large = (solved(shape, m, run, offload_dir=disk) for m in (machine, larger))
+    if small is not None:
+        assert large is not None
+        assert large.step.seconds <= small.step.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes(), machines(), runs(), st.sampled_from([None, 3.0, 8.0]), st.sampled_from([None, 16.0]))
+def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb):
+    asked = {
+        "machine": machine, "batch": run.micro_batch, "length": run.length, "accumulation": run.accumulation,
+        "precision": run.precision, "compile": run.compile, "clipping": run.clipping,
+        "optimizer_compression": False if run.width == "fp32" else run.width, "max_vram_gb": max_vram_gb,
+        "max_ram_gb": max_ram_gb,
+    }  # fmt: skip
+    refused = refusal(shape, asked)
+    if refused is None:
+        return
+    assert refused.tier in ("vram", "ram", "disk")
+    assert refused.shortfall_gb > 0
+    assert f"{refused.shortfall_gb:.1f} GiB" in str(refused)
+    for suggestion in refused.suggestions:
+        plan(shape, **{**asked, **suggestion.changes})
+
+
+def refusal(shape, asked):
+    try:
+        plan(shape, **asked)
+    except Refusal as refused:
+        return refused
+
+
+@pytest.mark.parametrize("accumulation", [1, 128])
+def test_a_hundred_layers_take_less_than_two_seconds(accumulation):
+    shape = dense_shape(64, 100)
+    for name, limits in (("h200-1.5tb", {}), ("h100-512gb", {"offload_dir": "/disk"}), ("gh200", {})):
+        began = time.perf_counter()
+        solved(shape, Machine.load(name), Run(micro_batch=2, accumulation=accumulation), **limits)
+        assert time.perf_counter() - began < 2
+
+
+def test_planning_leaves_cuda_alone():
+    code = (
+        "import torch, megatrain.plan as p; from megatrain.plan.questions import dense_shape\n"
+        "p.plan(dense_shape(16, 8), machine='h100-512gb')\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"})
+
+
+def test_a_model_that_fits_is_resident():
+    found = plan(shape_of("qwen2.5-1.5b"), machine="h200-128gb", batch=4, accumulation=4)
+    assert len(found.resident) == found.blocks
+    assert found.window == 1
+    assert found.step.busy["h2d"] == 0
+
+
+def test_a_disk_takes_what_ram_does_not_hold():
+    with pytest.raises(Refusal, match="ram"):
+        plan(dense_shape(64, 64), machine="h100-512gb")
+    found = plan(dense_shape(64, 64), machine="h100-512gb", offload_dir="/mnt/nvme")
+    assert found.on_disk
+    assert found.memory["disk"]["moments"] > 0
+    assert found.step.bottleneck == "disk"
+    assert any("assumed" in note for note in found.notes)
+    machine = Machine.load("h100-512gb")
+    fast = Disk(path="/mnt/nvme", free_bytes=4000 * GB, read=3e10, write=2e10)
+    quick = plan(dense_shape(64, 64), machine=dataclasses.replace(machine, disks=(fast,)), offload_dir="/mnt/nvme")
+    assert quick.step.seconds < found.step.seconds
+    small = dataclasses.replace(fast, free_bytes=10 * GB)
+    with pytest.raises(Refusal):
+        plan(dense_shape(64, 64), machine=dataclasses.replace(machine, disks=(small,)), offload_dir="/mnt/nvme")
+
+
+def test_without_a_gpu():
+    machine = Machine(
+        name="cpu", source="a test", gpu=None, vram_bytes=0, ram_bytes=64 * GB, cores=8, disks=(), h2d=0.0, d2h=0.0,
+        duplex=0.0, pageable_h2d=0.0, dram=5e10, dram_under_dma=0.0, matmul={"bf16": 1e12, "fp32": 1e12},
+        attention=5e11, update=dict.fromkeys(("fp32", "bf16", "8bit", "4bit"), 1e9), gpu_update={}, hbm=0.0,
+    )  # fmt: skip
+    found = plan(dense_shape(8, 8), machine=machine)
+    assert found.total("vram") == 0
+    assert found.resident == ()
+    assert found.total("ram") <= 64 * GB * USABLE
+
+
+def test_experts_stream():
+    found = plan(moe(), machine="h200-1.5tb", batch=1, accumulation=16)
+    assert found.total("vram") <= found.capacity["vram"]
+    assert len(found.resident) < found.blocks
+
+
+def test_windows():
+    assert windows_of(1) == [1]
+    assert windows_of(4) == [4, 2, 1]
+    assert max(windows_of(1000)) == 64
+    assert set(windows_of(12)) == {12, 6, 4, 3, 2, 1}
+
+
+def test_what_is_asked_is_checked():
+    with pytest.raises(SettingsError, match=r"mt\.probe"):
+        plan(dense_shape(8, 8))
+    with pytest.raises(SettingsError, match="max_vram_gb"):
+        plan(dense_shape(8, 8), machine="h200-128gb", max_vram_gb=-1)
+    with pytest.raises(SettingsError, match="precision"):
+        plan(dense_shape(8, 8), machine="h200-128gb", precision="int3")
+    with pytest.raises(SettingsError, match="micro_batch"):
+        plan(dense_shape(8, 8), machine="h200-128gb", batch=0)
+    with pytest.raises(SettingsError, match="optimizer_compression"):
+        plan(dense_shape(8, 8), machine="h200-128gb", optimizer_compression="2bit")

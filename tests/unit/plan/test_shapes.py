@@ -1,0 +1,110 @@
+"""Models as plain numbers: from configs, live models, models without weights, and models that an engine holds."""
+
+import time
+
+import pytest
+import torch
+from benchmarks.shapes import SHAPES, matmul_parameters, random_model
+from tests.unit.plan.made_up import shape_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import megatrain as mt
+from megatrain.errors import NothingToStream, SettingsError
+from megatrain.model.shapes import describe
+from megatrain.plan.memory import slab_bytes
+from megatrain.plan.run import Run
+
+
+def tiny(**overrides):
+    return random_model("tiny", torch.bfloat16, **overrides)
+
+
+def test_a_config_and_its_model_are_described_alike():
+    model = tiny()
+    live, config = describe(model), describe(model.config)
+    assert live.blocks == config.blocks
+    assert live.precision == "bf16"
+    assert live.parameters == sum(p.numel() for p in model.parameters())
+    assert live.matmul_parameters == pytest.approx(matmul_parameters(model), rel=0.001)
+    kinds = [block.kind for block in live.blocks]
+    assert kinds == ["embedding", *["layer"] * 6, "other", "head"]
+    layer = live.blocks[1]
+    assert (layer.hidden_size, layer.intermediate_size, layer.heads, layer.kv_heads, layer.head_dim) == (
+        256, 688, 8, 4, 32
+    )  # fmt: skip
+
+
+def test_a_model_that_an_engine_holds():
+    before = describe(tiny())
+    model = tiny()
+    with mt.Engine(model, device="cpu") as engine:
+        after = describe(model)
+        assert after.blocks == before.blocks
+        real = [slab.layout.nbytes for slab in engine.slabs]
+        assert [slab_bytes(slab, Run())[0] for block in after.blocks for slab in block.slabs] == real
+
+
+def test_a_model_on_meta():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny().config, dtype=torch.bfloat16)
+    assert describe(model).blocks == describe(tiny()).blocks
+
+
+def test_tied_weights_have_one_owner():
+    shape = describe(tiny(tie_word_embeddings=True))
+    embedding, head = shape.blocks[0], shape.blocks[-1]
+    assert embedding.tied
+    assert head.tied
+    assert head.slabs == ()
+    assert head.matmul_parameters == embedding.parameters == 512 * 256
+
+
+def test_frozen_parameters_have_no_states():
+    model = tiny()
+    model.model.layers[0].requires_grad_(False)
+    shape = describe(model)
+    assert shape.blocks[1].trainable == 0
+    assert shape.trainable == shape.parameters - shape.blocks[1].parameters
+
+
+def test_fp32_parameters_of_a_bf16_model_stay_fp32():
+    model = tiny()
+    norm = model.model.layers[0].input_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight.float())
+    assert sorted(slab.itemsize or 0 for slab in describe(model).blocks[1].slabs) == [0, 4]
+
+
+def test_plain_modules():
+    model = torch.nn.ModuleList(torch.nn.Linear(16, 64) for _ in range(3))
+    shape = describe(model)
+    assert [block.kind for block in shape.blocks] == ["layer"] * 3
+    assert shape.precision == "fp32"
+    with pytest.raises(NothingToStream):
+        describe(torch.nn.Linear(2, 2))
+
+
+def test_the_precision_is_the_configs():
+    assert describe(AutoConfig.for_model("llama", num_hidden_layers=2, dtype="float32")).precision == "fp32"
+    assert describe(AutoConfig.for_model("llama", num_hidden_layers=2)).precision == "bf16"
+
+
+def test_what_is_neither_is_refused():
+    with pytest.raises(SettingsError, match="int"):
+        describe(7)
+    with pytest.raises(SettingsError, match="no config"):
+        describe("/nowhere/at/all")
+
+
+def test_large_configs_are_described_at_once():
+    fields = SHAPES["llama2-7b"] | {"num_hidden_layers": 100}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    began = time.perf_counter()
+    assert len(describe(config).blocks) == 103
+    assert time.perf_counter() - began < 2
+
+
+def test_7b():
+    shape = shape_of("qwen2.5-7b")
+    assert shape.parameters == 7_615_616_512
+    assert shape.vocab_size == 152064
+    assert shape.blocks[1].parameters == 233_057_792
