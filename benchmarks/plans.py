@@ -44,8 +44,8 @@ are predictions, not measurements: only the H200 with 128 GB has been measured, 
 (`src/megatrain/hardware/machines`).
 
 Assumed throughout: BF16 with an exact FP32 master, AdamW, clipping, compiled layers; a step is 16 micro-batches of 4 ×
-2048 tokens (131,072) unless said; packed sequences without padding masks; {usable:.0%} of VRAM and RAM may be used; a disk
-reads 3.7 and writes 2.1 GB/s. Experts are assumed to reach half the efficiency of dense products. GiB everywhere.
+2048 tokens (131,072) unless said; packed sequences without padding masks; {usable:.0%} of VRAM and RAM may be used; a
+disk reads 3.7 and writes 2.1 GB/s. Experts are assumed to reach half the efficiency of dense products. GiB everywhere.
 Residency in VRAM and the disk tier are planned as designed, ahead of the engine where it does not have them yet.
 
 A cell is: tokens per second (TFLOP/s) · bottleneck · VRAM / RAM (/ disk) · blocks resident in VRAM, window.
@@ -87,11 +87,13 @@ def explained(found: Plan, tokens: float = 1e9) -> list[str]:
 def hundred(shape: ModelShape) -> list[str]:
     """The example of the README, and the same model in BF16."""
     asked: dict[str, Any] = {"machine": "h200-1.5tb", "max_vram_gb": 80, "batch": 1, "accumulation": 128}
-    kept: dict[str, Any] = {**asked, "precision": "fp32"}
-    lines = ["## 100B parameters under `max_vram_gb=80`", "", "As in the README: loaded in FP32, 4-bit states, a disk."]
-    lines += explained(plan(shape, **kept, optimizer_compression=True, offload_dir="/mnt/nvme/cache"))
-    lines += ["", "In BF16 with an exact FP32 master and FP32 states, compiled, 4 sequences in a micro-batch:"]
-    lines += explained(plan(shape, **{**asked, "batch": 4, "accumulation": 32, "compile": True}))
+    kept: dict[str, Any] = {**asked, "optimizer_compression": True, "offload_dir": "/mnt/nvme/cache"}
+    lines = ["## 100B parameters under `max_vram_gb=80`", "", "Loaded in FP32, 4-bit states, `offload_dir` given:", ""]
+    lines += explained(plan(shape, **kept, precision="fp32"))
+    lines += ["", "The same with `bf16=True`: BF16 products, the FP32 master still exact:", ""]
+    lines += explained(plan(shape, **kept, precision="bf16"))
+    lines += ["", "With FP32 states, compiled, 16 micro-batches of 4 × 2048 tokens; nothing is lossy:", ""]
+    lines += explained(plan(shape, **{**asked, "batch": 4, "accumulation": 16, "compile": True}))
     lines += ["", "On a machine that is too small, the refusal:", "", "```"]
     try:
         plan(shape, **{**asked, "machine": "h100-512gb", "accumulation": 16})
@@ -105,8 +107,8 @@ def inverse(shape: ModelShape) -> list[str]:
     lines = [
         "## How large can it be?",
         "",
-        "Largest micro-batch of 2048 tokens and longest sequence for the 7B model, and the largest dense model with a batch",
-        "of 1 × 2048, FP32 and 8-bit states, all without a disk, compiled.",
+        "Largest micro-batch of 2048 tokens and longest sequence for the 7B model, and the largest dense model with a",
+        "batch of 1 × 2048, FP32 and 8-bit states, all without a disk, compiled.",
         "",
         "| machine | 7B: batch | 7B: context | largest model | with 8-bit states |",
         "|---|---|---|---|---|",

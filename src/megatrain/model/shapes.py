@@ -129,7 +129,7 @@ def _config_of(name: str) -> Any:
 
 
 def _skeleton(config: Any) -> torch.nn.Module:
-    """The model without weights. Other heads than a causal one are used where the config asks for them."""
+    """The model without weights: of the class that the config names, else a causal or sequence-to-sequence one."""
     import transformers
 
     asked = next(iter(getattr(config, "architectures", None) or ()), None)
@@ -138,7 +138,9 @@ def _skeleton(config: Any) -> torch.nn.Module:
         if cls is not None and hasattr(cls, "_from_config"):
             skeleton: torch.nn.Module = cls._from_config(config)
         else:
-            skeleton = transformers.AutoModelForCausalLM.from_config(config)
+            pairs = getattr(config, "is_encoder_decoder", False)
+            auto = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
+            skeleton = auto.from_config(config)
     return skeleton
 
 

@@ -69,8 +69,9 @@ class Piece:
     update: float
     """On the CPU, slowed down by one fetch of its weights."""
     gpu_update: float
-    disk: float
-    """Reading and writing its states."""
+    disk_read: float
+    """Its states from disk."""
+    disk_write: float
     park: float
     """Its inputs to RAM, per micro-batch."""
     unpark: float
@@ -115,7 +116,6 @@ class Costs:
         elements = state.elements16 + state.elements32
         fetch = LATENCY + state.weights / self._h2d if state.weights else 0.0
         states = state.moments + state.residuals
-        disk = states / self._read + states / self._write if self._read and self._write else 0.0
         return Piece(
             forward=forward,
             backward=backward,
@@ -126,7 +126,8 @@ class Costs:
             resume=LATENCY + elements * 4 / self._both if gradients else 0.0,
             update=self._update(block) + self._slowed * fetch if block.trainable else 0.0,
             gpu_update=self._gpu_update(block),
-            disk=disk,
+            disk_read=states / self._read if self._read else 0.0,
+            disk_write=states / self._write if self._write else 0.0,
             park=input_bytes(block, run) / self._d2h if block.kind == "layer" else 0.0,
             unpark=input_bytes(block, run) / self._both if block.kind == "layer" else 0.0,
             fetch_bytes=state.weights,

@@ -102,7 +102,7 @@ class Plan:
     def _memory_rows(self) -> list[list[str]]:
         rows = [["GiB", *ROLES, "total", "of"]]
         for tier in TIERS:
-            if not self.total(tier) and not self.capacity[tier]:
+            if not self.total(tier):
                 continue
             known = self.capacity[tier] < 1 << 60
             values = [f"{self.memory[tier][role] / GIB:.2f}" for role in ROLES]

@@ -86,7 +86,7 @@ def _suggestions(search: Search, limits: Mapping[str, Any], tier: str) -> Iterat
         for more in _changes(changed, new, changed.shortfall()[0]):
             both = {**changes, **more}
             # Nothing twice: a pair the other way round was there before.
-            if changes.keys() & more.keys() or _index(singles, more) < _index(singles, changes):
+            if more in enough or changes.keys() & more.keys() or _index(singles, more) < _index(singles, changes):
                 continue
             attempt = _tried(search, limits, both)
             if attempt.fits():

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 from megatrain.plan.cost import PARK, STEP, STREAM, Costs, Piece
-from megatrain.plan.memory import Decision, Ledger
+from megatrain.plan.memory import STAGES, Decision, Ledger
 
+AHEAD = STAGES - 1
+"""Blocks whose states are read from disk ahead of their update."""
 LANES = ("compute", "h2d", "d2h", "update", "vram update", "disk")
 
 
@@ -101,7 +103,7 @@ class Simulator:
             h2d += micro * sums.layers("unpark", decision.stored)
         update = sums.streamed("update", *streamed)
         resident = sums.all("gpu_update") - sums.streamed("gpu_update", *streamed)
-        on_disk = sum(costs.pieces[i].disk for i in disk)
+        on_disk = sum(costs.pieces[i].disk_read + costs.pieces[i].disk_write for i in disk)
         return dict(zip(LANES, (compute, h2d, d2h, update, resident, on_disk), strict=True))
 
     def bound(self, decision: Decision) -> float:
@@ -188,7 +190,7 @@ class _Pass:
             self._forward(index, costs.pieces[index])
         done = 0.0
         self.held = [i for i in order if costs.kinds[i] == "layer" and i not in self.resident]
-        self.held = self.held[len(self.held) - self.decision.slots + 1 :] if self.decision.slots > 1 else []
+        self.held = self.held[max(0, len(self.held) - self.decision.slots + 1) :]
         landed: list[tuple[int, float]] = []
         for index in reversed(order):
             landed.append((index, self._backward(index, costs.pieces[index])))
@@ -204,21 +206,24 @@ class _Pass:
     def _update_in_order(self) -> None:
         """The CPU's updates after the norm, states from disk read ahead and written behind."""
         free = disk = 0.0
-        ahead = 2
-        """Blocks whose states were read during the backward."""
-        for index, piece in enumerate(self.costs.pieces):
+        pieces, staged = self.costs.pieces, sorted(self.on_disk)
+        # The first states were read during the backward; each next one is, when a block before it has been written.
+        ready = dict.fromkeys(staged[:AHEAD], 0.0)
+        coming = iter(staged[AHEAD:])
+        for index, piece in enumerate(pieces):
             if index in self.resident:
                 continue
-            begin = free
-            if index in self.on_disk:
-                if ahead > 0:
-                    ahead -= 1
-                elif disk > begin:
-                    begin = disk
-                    self.late.add(index)
-                disk = max(disk, 0.0) + piece.disk
-            free = begin + piece.update
+            if index in self.on_disk and ready[index] > free:
+                free = ready[index]
+                self.late.add(index)
+            free += piece.update
             self.written[index] = free
+            if index in self.on_disk:
+                disk = max(disk, free) + piece.disk_write
+                following = next(coming, None)
+                if following is not None:
+                    disk += pieces[following].disk_read
+                    ready[following] = disk
 
     def _update_as_landed(self, landed: list[tuple[int, float]]) -> float:
         free = disk = 0.0
@@ -226,7 +231,7 @@ class _Pass:
             if index not in self.resident:
                 free = max(free, when) + self.costs.pieces[index].update
                 if index in self.on_disk:
-                    disk += self.costs.pieces[index].disk
+                    disk += self.costs.pieces[index].disk_read + self.costs.pieces[index].disk_write
                     free = max(free, disk)
         return free
 

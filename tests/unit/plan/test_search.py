@@ -1,6 +1,7 @@
 """Plans over machines and models that nobody has: they fit, they are the same every time, memory never hurts."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 import time
@@ -13,11 +14,12 @@ from tests.unit.plan.made_up import GB, machines, moe, runs, shape_of, shapes
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Disk, Machine
 from megatrain.plan import plan
+from megatrain.plan.memory import Decision
 from megatrain.plan.plan import Plan
 from megatrain.plan.questions import dense_shape
 from megatrain.plan.refuse import Refusal
 from megatrain.plan.run import Run
-from megatrain.plan.search import USABLE, solve, windows_of
+from megatrain.plan.search import GRAD_SLOTS, SLOTS, USABLE, Search, solve, windows_of
 
 
 def solved(*args, **kwargs):
@@ -140,6 +142,39 @@ def test_experts_stream():
     found = plan(moe(), machine="h200-1.5tb", batch=1, accumulation=16)
     assert found.total("vram") <= found.capacity["vram"]
     assert len(found.resident) < found.blocks
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.builds(dense_shape, st.integers(1, 40), st.integers(1, 3), st.sampled_from([512, 32000])),
+    machines(),
+    runs(),
+    st.sampled_from([None, "/disk"]),
+)
+def test_nothing_that_fits_is_faster(shape, machine, run, disk):
+    search = Search(shape, machine, dataclasses.replace(run, accumulation=min(run.accumulation, 4)), offload_dir=disk)
+    found, every = search.best(), [*decisions(search)]
+    assert (found is None) == (not every) == (not search.fits())
+    if found is not None:
+        assert found[1].seconds == pytest.approx(min(search.simulator.step(d).seconds for d in every), rel=1e-9)
+
+
+def decisions(search):
+    """All that fit."""
+    counts, both = range(len(search.ledger.layers) + 1), (False, True)
+    windows = windows_of(search.run.accumulation)
+    for rest, layers, stored, offload, window, slots, grad_slots in itertools.product(
+        both, counts, counts, both, windows, SLOTS, GRAD_SLOTS
+    ):
+        made = Decision(
+            rest=rest, layers=layers, stored=stored, offload=offload, window=window, slots=slots, grad_slots=grad_slots
+        )
+        streamed = len(search.shape.blocks) - len(search.ledger.resident(made))
+        for disk in range(streamed + 1) if search.disks else (0,):
+            decision = dataclasses.replace(made, disk=disk)
+            account = search.ledger.account(decision)
+            if all(account.total(tier) <= room for tier, room in search.capacity.items()):
+                yield decision
 
 
 def test_windows():

@@ -88,6 +88,15 @@ def test_the_precision_is_the_configs():
     assert describe(AutoConfig.for_model("llama", num_hidden_layers=2)).precision == "bf16"
 
 
+@pytest.mark.parametrize("kind", ["t5", "bart", "mixtral", "gemma2", "mamba"])
+def test_other_architectures(kind):
+    config = AutoConfig.for_model(kind)
+    shape = describe(config)
+    assert shape.parameters > 1e7
+    assert shape.matmul_parameters <= shape.parameters * 1.5
+    assert sum(block.kind == "layer" for block in shape.blocks) > 1
+
+
 def test_what_is_neither_is_refused():
     with pytest.raises(SettingsError, match="int"):
         describe(7)
