@@ -12,6 +12,7 @@ from tests.parity import zoo
 from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
 import megatrain as mt
+from megatrain.errors import SettingsError
 from megatrain.stream.lanes import ThreadLanes
 
 PLACEMENTS: dict[str, tuple[str, ...]] = {
@@ -108,7 +109,12 @@ def test_nothing_of_a_resident_block_travels() -> None:
     engine.synchronize()
     assert engine.counters.fetches == engine.counters.drains == 0
     assert engine._memory.held == 0
-    assert engine._vram.held > 0
+    assert engine._placement.vram.held > 0
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"resident='layer.7' matches no block; blocks are .*layers"):
+        engine_of(Stack(), resident=("layers.0", "layer.7"))
 
 
 def test_a_checkpoint_goes_from_one_placement_to_another(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from megatrain.compute.block import Block
 from megatrain.errors import ModelMoved
+from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
 from megatrain.model.hooks import keeps_fp32
 from megatrain.store.layout import lay_out
@@ -90,7 +91,7 @@ class Adoption:
     def _require_ram(self, found: list[Found]) -> None:
         """Refuse before the first block is moved: each block's slabs stand beside its originals for a moment."""
         seen: set[int] = set()
-        extra = peak = total = 0
+        extra = peak = total = resident = 0
         for item in found:
             taken = freed = 0
             for (target, _), parameters in self._groups(item, seen).items():
@@ -101,10 +102,15 @@ class Adoption:
                         2 if target == torch.bfloat16 and parameter.dtype == torch.float32 else 0
                     )
                     freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
+            if self.tier(item.name) is not self.memory:
+                resident, extra = resident + taken, extra - freed
+                continue
             total += taken
             peak = max(peak, extra + taken)
             extra += taken - freed
         self.memory.require(peak, total)
+        if resident:
+            inventory.require_vram(self.device, resident, "the weights of resident blocks")
 
     def _groups(self, item: Found, seen: set[int]) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
         """A block's own parameters, by dtype in the store and whether they train; tied ones belong to the first."""

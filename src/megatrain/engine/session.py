@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from megatrain.compute.compiled import Compiled
 from megatrain.compute.window import Seats
 from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of
 from megatrain.engine.lazyhead import LazyHead
+from megatrain.engine.placement import Placement
 from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface, engine_of
 from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, ModelMoved, SettingsError
@@ -29,15 +29,10 @@ from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
 from megatrain.optim.optimizer import Optimizer, rule_named
-from megatrain.optim.rules import Rule
 from megatrain.optim.schedule import Updates
-from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
-from megatrain.store.memory import Memory
 from megatrain.store.parameter import Deposit, StoreTensor
-from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
-from megatrain.store.vram import DeviceMemory
 from megatrain.stream.activations import Activations
 from megatrain.stream.cuda import CudaLanes
 from megatrain.stream.drain import Drain
@@ -85,17 +80,14 @@ class Engine:
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
         self._lanes = _lanes(self.settings.lanes, self.device)
-        self._memory = HostMemory(
-            pin=self.device.type == "cuda" and self.settings.pin,
-            threads=inventory.cores(),
-            guard=partial(_require_ram, self.settings.max_ram_gb),
-        )
-        self._vram = DeviceMemory(self.device)
-        self._adoption = Adoption(model, self.device, self.precision, self._memory, self._tier)
+        self._placement = Placement(self.settings, self.device)
+        self._memory = self._placement.ram
+        self._adoption = Adoption(model, self.device, self.precision, self._memory, self._placement.tier)
         try:
             # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
             self._adoption.take(found, _weakly(self._deposit), self._run)
             self.slabs = self._adoption.slabs
+            self._placement.check([block.name for block in self._adoption.blocks])
             self._step = self._build(hooks)
         except BaseException:
             # Refused or interrupted half-way: the user gets the model back whole.
@@ -147,7 +139,9 @@ class Engine:
                 raise SettingsError("no parameter of the model requires grad, so there is nothing to optimize.")
         params = list(params)
         width = self.settings.moment_width
-        self._require_states(params, rule_named(kind), width)
+        listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
+        owned = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
+        self._placement.require_states(owned.values(), rule_named(kind), width)
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
         lossless = self.settings.optimizer_compression == "lossless"
         return Optimizer(
@@ -280,23 +274,13 @@ class Engine:
             lanes=self._lanes,
             fetcher=fetcher,
             drain=drain,
-            updates=Updates(self.slabs, self._kernels(), self._lanes, self.counters),
+            updates=Updates(self.slabs, self._placement.kernels(), self._lanes, self.counters),
             recorder=transformers_hooks.CaptureRecorder(hooks),
             for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
             check_open=self._check_open,
             activations=Activations(self.device, self._lanes, transfers[1], transfers[0], self._memory),
             policy=self._policy,
         )
-
-    def _tier(self, block: str) -> Memory:
-        resident = any(fnmatch(block, pattern) for pattern in self.settings.resident)
-        return self._vram if resident else self._memory
-
-    def _kernels(self) -> dict[str, Kernel]:
-        if self.settings.kernels == "reference":
-            return {"ram": reference_kernel, "vram": reference_kernel}
-        native = native_kernel(inventory.update_threads())
-        return {"ram": native, "vram": device_kernel() if self.device.type == "cuda" else native}
 
     def _policy(self, block: Block) -> str:
         chosen = self.settings.policy
@@ -338,18 +322,6 @@ class Engine:
                     "model before attaching, or write into the parameter (`parameter.data.copy_`)."
                 )
 
-    def _require_states(self, params: list[Any], rule: type[Rule], width: str) -> None:
-        """Refuse before the first allocation what the optimizer's states would not leave room for."""
-        listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
-        owned = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
-        slabs = {index: slab for index, slab in owned.items() if not slab.resident}
-        states_bytes = sum(slab.state_bytes(rule.moments, width) for slab in slabs.values())
-        gradients = sum(slab.layout.nbytes for slab in slabs.values() if not slab.grad.allocated)
-        inventory.require_ram(
-            states_bytes + gradients, f"{rule.__name__} (moments in {width}, residual, gradient)",
-            self.settings.max_ram_gb, self._memory.held,
-        )  # fmt: skip
-
 
 def announce_unavailable(settings: Settings) -> None:
     """Settings that this version accepts and cannot honour yet are said, never ignored in silence."""
@@ -377,10 +349,6 @@ def _weakly(deposit: Deposit) -> Deposit:
             target(slab, index, gradient)
 
     return call
-
-
-def _require_ram(max_ram_gb: float | None, nbytes: int, held: int) -> None:
-    inventory.require_ram(nbytes, "the next part of the model's state", max_ram_gb, held)
 
 
 def _lanes(asked: Any, device: torch.device) -> Lanes:

@@ -107,6 +107,16 @@ def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: i
         )
 
 
+def require_vram(device: torch.device, nbytes: int, what: str) -> None:
+    """Refuse, before anything is allocated, what cannot stay in the compute device's memory."""
+    free = free_memory(device)
+    if nbytes > free:
+        raise NotEnoughMemory(
+            f"{what} need {nbytes / GIB:.2f} GiB of GPU memory, but only {free / GIB:.2f} GiB are free within the cap "
+            f"(short by {(nbytes - free) / GIB:.2f} GiB); name fewer blocks in `resident`, or raise max_vram_gb."
+        )
+
+
 def cores() -> int:
     """Cores this process may use: its affinity mask, or less under a cgroup CPU quota."""
     return cgroups.usable_cores()
