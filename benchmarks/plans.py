@@ -12,9 +12,9 @@ from transformers import AutoConfig
 from benchmarks.shapes import SHAPES
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
-from megatrain.plan import Plan, Refusal, Run, plan
-from megatrain.plan.memory import GIB
-from megatrain.plan.questions import largest_batch, largest_context, largest_model
+from megatrain.planner import Plan, Refusal, Run, plan
+from megatrain.planner.memory import GIB
+from megatrain.planner.questions import largest_batch, largest_context, largest_model
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -39,14 +39,14 @@ RUN: dict[str, Any] = {"batch": 4, "length": 2048, "accumulation": 16, "compile"
 HEAD = """# Plans
 
 Made by `PYTHONPATH=src python -m benchmarks.plans > docs/plans.md` from configs and machine descriptions alone. These
-are predictions, not measurements: only the H200 with 128 GB has been measured, and of it only the 7B steps listed in
-`benchmarks/results/2026-11-15-h200.md`. The other machines are specifications times the efficiency seen there
-(`src/megatrain/hardware/machines`).
+are predictions, not measurements. Only the H200 with 128 GB has been measured, with 7B and 14B models (README.md and
+`benchmarks/results/2026-11-15-h200.md`; `tests/unit/planner` holds the predictions to them). The other machines are
+specifications times the efficiency seen there (`src/megatrain/hardware/machines`).
 
 Assumed throughout: BF16 with an exact FP32 master, AdamW, clipping, compiled layers; a step is 16 micro-batches of 4 ×
 2048 tokens (131,072) unless said; packed sequences without padding masks; {usable:.0%} of VRAM and RAM may be used; a
 disk reads 3.7 and writes 2.1 GB/s. Experts are assumed to reach half the efficiency of dense products. GiB everywhere.
-Residency in VRAM and the disk tier are planned as designed, ahead of the engine where it does not have them yet.
+The disk tier is planned as designed, ahead of the engine, which does not have it yet.
 
 A cell is: tokens per second (TFLOP/s) · bottleneck · VRAM / RAM (/ disk) · blocks resident in VRAM, window.
 """
@@ -128,7 +128,7 @@ def inverse(shape: ModelShape) -> list[str]:
 
 
 def main() -> None:
-    from megatrain.plan.search import USABLE
+    from megatrain.planner.search import USABLE
 
     shapes = {name: shape_of(name) for name in CONFIGS}
     lines = [HEAD.format(usable=USABLE)]

@@ -10,11 +10,13 @@ from megatrain._version import __version__
 if TYPE_CHECKING:
     from megatrain import errors as errors
     from megatrain.engine.init import init as init
+    from megatrain.engine.planning import plan as plan
     from megatrain.engine.probing import probe as probe
     from megatrain.engine.session import Engine as Engine
     from megatrain.hardware.machine import Machine as Machine
     from megatrain.hf.mixin import MegaMixin as MegaMixin
     from megatrain.hf.trainer import Trainer as Trainer
+    from megatrain.planner import Plan as Plan
     from megatrain.settings import Settings as Settings
 
 _WHERE = {
@@ -23,11 +25,25 @@ _WHERE = {
     "MegaMixin": "megatrain.hf.mixin",
     "Settings": "megatrain.settings",
     "Trainer": "megatrain.hf.trainer",
+    "Plan": "megatrain.planner",
     "init": "megatrain.engine.init",
+    "plan": "megatrain.engine.planning",
     "probe": "megatrain.engine.probing",
 }
 
-__all__ = ["Engine", "Machine", "MegaMixin", "Settings", "Trainer", "__version__", "errors", "init", "probe"]
+__all__ = [
+    "Engine",
+    "Machine",
+    "MegaMixin",
+    "Plan",
+    "Settings",
+    "Trainer",
+    "__version__",
+    "errors",
+    "init",
+    "plan",
+    "probe",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,8 @@ class Settings:
     optimizer_compression: bool | str = False
     """How the optimizer's moments are kept: False (FP32), True (= "4bit"), "bf16", "8bit" or "4bit", which lose
     precision; or "lossless", which keeps FP32 in memory and compresses it on disk."""
+    plan: Any = None
+    """A `Plan` of `megatrain.plan`: decides `resident`, `policy`, `window` and slots where they are not set here."""
     device: str | None = None
     """"cuda", "cuda:N" or "cpu"; None: CUDA if there is one, else the CPU, announced."""
     precision: str | None = None

@@ -226,11 +226,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 total += loss.detach()
                 if by_hidden is not None:
                     by_hidden[start : start + head.tokens] = found.pop(0)
-                for place, gradient in zip(leaves, found, strict=True):
-                    if gradient is not None:
-                        # Chunks are summed in FP32: in BF16 the last of many would not count.
-                        previous = by_weight.get(place)
-                        by_weight[place] = gradient.float() if previous is None else previous.add_(gradient)
+                _add(by_weight, dict(zip(leaves, found, strict=True)))
+                # A chunk's gradients must not live on beside the next one's.
                 del loss, found
         ctx.head, ctx.place, ctx.weights = head, task.place, list(by_weight)
         ctx.dtypes = {slab.index: slab.layout.dtype for slab in head.block.slabs}
@@ -247,6 +244,14 @@ class _ChunkedLoss(torch.autograd.Function):
         if node.weights_wanted():
             node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, by_slab)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
+
+
+def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, int], torch.Tensor | None]) -> None:
+    """Chunks are summed in FP32: in BF16 the last of many would not count."""
+    for place, gradient in gradients.items():
+        if gradient is not None:
+            previous = sums.get(place)
+            sums[place] = gradient.float() if previous is None else previous.add_(gradient)
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,6 +22,7 @@ from megatrain.compute.window import Seats
 from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement
+from megatrain.engine.planning import follow
 from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface, engine_of
 from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, ModelMoved, SettingsError
@@ -58,7 +59,7 @@ class Engine:
     """
 
     def __init__(self, model: torch.nn.Module, **overrides: Any) -> None:
-        self.settings: Settings = settings_module.current().override(**overrides)
+        self.settings: Settings = follow(settings_module.current().override(**overrides))
         inventory.refuse_distributed()
         hooks = transformers_hooks.load()
         self._closed = False

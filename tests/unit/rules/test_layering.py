@@ -10,16 +10,16 @@ SOURCE = Path(__file__).parents[3] / "src" / "megatrain"
 
 # Each part of megatrain and the parts it may import, top of the program first.
 MAY_IMPORT: dict[str, set[str]] = {
-    "cli": {"hf", "engine", "checkpoint", "optim", "data", "plan", "model", "hardware", "native"},
+    "cli": {"hf", "engine", "checkpoint", "optim", "data", "planner", "model", "hardware", "native"},
     "hf": {"engine", "checkpoint", "optim", "model", "hardware", "data"},
-    "engine": {"compute", "optim", "checkpoint", "stream", "store", "plan", "model", "hardware"},
+    "engine": {"compute", "optim", "checkpoint", "stream", "store", "planner", "model", "hardware"},
     "compute": {"stream", "store"},
     "optim": {"stream", "store", "native"},
     "checkpoint": {"stream", "store", "native"},
     "stream": {"store", "native"},
     "store": {"native"},
     "native": set(),
-    "plan": {"model", "hardware"},
+    "planner": {"model", "hardware"},
     "model": set(),
     "hardware": set(),
     "data": set(),

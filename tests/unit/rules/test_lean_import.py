@@ -9,7 +9,19 @@ import pytest
 
 import megatrain
 
-PUBLIC = ["Engine", "Trainer", "MegaMixin", "Settings", "Machine", "errors", "init", "probe", "__version__"]
+PUBLIC = [
+    "Engine",
+    "Trainer",
+    "MegaMixin",
+    "Settings",
+    "Machine",
+    "Plan",
+    "errors",
+    "init",
+    "plan",
+    "probe",
+    "__version__",
+]
 
 IMPORT_AND_REPORT = """
 import sys

@@ -9,17 +9,17 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.plan.made_up import GB, machines, moe, runs, shape_of, shapes
+from tests.unit.planner.made_up import GB, machines, moe, runs, shape_of, shapes
 
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Disk, Machine
-from megatrain.plan import plan
-from megatrain.plan.memory import Decision
-from megatrain.plan.plan import Plan
-from megatrain.plan.questions import dense_shape
-from megatrain.plan.refuse import Refusal
-from megatrain.plan.run import Run
-from megatrain.plan.search import GRAD_SLOTS, SLOTS, USABLE, Search, solve, windows_of
+from megatrain.planner import plan
+from megatrain.planner.memory import Decision
+from megatrain.planner.plan import Plan
+from megatrain.planner.questions import dense_shape
+from megatrain.planner.refuse import Refusal
+from megatrain.planner.run import Run
+from megatrain.planner.search import GRAD_SLOTS, SLOTS, USABLE, Search, solve, windows_of
 
 
 def solved(*args, **kwargs):
@@ -88,14 +88,15 @@ def refusal(shape, asked):
 def test_a_hundred_layers_take_less_than_two_seconds(accumulation):
     shape = dense_shape(64, 100)
     for name, limits in (("h200-1.5tb", {}), ("h100-512gb", {"offload_dir": "/disk"}), ("gh200", {})):
-        began = time.perf_counter()
+        # Of this process: other work on the machine must not count.
+        began = time.process_time()
         solved(shape, Machine.load(name), Run(micro_batch=2, accumulation=accumulation), **limits)
-        assert time.perf_counter() - began < 2
+        assert time.process_time() - began < 2
 
 
 def test_planning_leaves_cuda_alone():
     code = (
-        "import torch, megatrain.plan as p; from megatrain.plan.questions import dense_shape\n"
+        "import torch, megatrain.planner as p; from megatrain.planner.questions import dense_shape\n"
         "p.plan(dense_shape(16, 8), machine='h100-512gb')\n"
         "assert not torch.cuda.is_initialized()"
     )

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
-from megatrain.plan.questions import dense_shape
-from megatrain.plan.run import Run
+from megatrain.planner.questions import dense_shape
+from megatrain.planner.run import Run
 
 GB = 10**9
 

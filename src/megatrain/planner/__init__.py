@@ -8,12 +8,12 @@ from typing import Any
 from megatrain.errors import SettingsError
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
-from megatrain.plan.plan import Plan
-from megatrain.plan.questions import largest_batch, largest_context, largest_model
-from megatrain.plan.refuse import Refusal, Suggestion
-from megatrain.plan.run import Run
-from megatrain.plan.search import OffloadDir, solve
-from megatrain.plan.simulate import StepEstimate
+from megatrain.planner.plan import Plan
+from megatrain.planner.questions import largest_batch, largest_context, largest_model
+from megatrain.planner.refuse import Refusal, Suggestion
+from megatrain.planner.run import Run
+from megatrain.planner.search import OffloadDir, solve
+from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Settings
 
 __all__ = [

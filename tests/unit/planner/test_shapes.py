@@ -5,14 +5,14 @@ import time
 import pytest
 import torch
 from benchmarks.shapes import SHAPES, matmul_parameters, random_model
-from tests.unit.plan.made_up import shape_of
+from tests.unit.planner.made_up import shape_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatrain as mt
 from megatrain.errors import NothingToStream, SettingsError
 from megatrain.model.shapes import describe
-from megatrain.plan.memory import slab_bytes
-from megatrain.plan.run import Run
+from megatrain.planner.memory import slab_bytes
+from megatrain.planner.run import Run
 
 
 def tiny(**overrides):

@@ -3,15 +3,16 @@
 import dataclasses
 
 import pytest
-from tests.unit.plan.made_up import shape_of
+from tests.unit.planner.made_up import shape_of
 
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Machine
-from megatrain.plan import plan
-from megatrain.plan.plan import Plan
-from megatrain.plan.questions import dense_shape, largest_batch, largest_context, largest_model
-from megatrain.plan.run import Run
-from megatrain.plan.search import solve
+from megatrain.planner import plan
+from megatrain.planner.plan import Plan
+from megatrain.planner.questions import dense_shape, largest_batch, largest_context, largest_model
+from megatrain.planner.run import Run
+from megatrain.planner.search import solve
+from megatrain.settings import Settings
 
 H200 = Machine.load("h200-128gb")
 
@@ -31,6 +32,13 @@ def test_days():
     found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4)
     assert found.days_for(found.tokens_per_second * 86400) == pytest.approx(1)
     assert found.tflops == pytest.approx(6 * found.matmul_parameters * found.tokens_per_second / 1e12)
+
+
+def test_an_engine_takes_it_as_settings():
+    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=40)
+    settings = Settings(**found.settings())
+    assert settings.resident == found.resident != ()
+    assert settings.window == found.window
 
 
 def test_it_is_frozen_and_serialises():

@@ -15,11 +15,11 @@ from functools import cached_property
 from megatrain.errors import SettingsError
 from megatrain.hardware.machine import Disk, Machine
 from megatrain.model.shapes import ModelShape
-from megatrain.plan.cost import ASSUMED_DISK, Costs
-from megatrain.plan.memory import GIB, TIERS, Decision, Ledger
-from megatrain.plan.plan import Plan
-from megatrain.plan.run import Run
-from megatrain.plan.simulate import Simulator, StepEstimate
+from megatrain.planner.cost import ASSUMED_DISK, Costs
+from megatrain.planner.memory import GIB, TIERS, Decision, Ledger
+from megatrain.planner.plan import Plan
+from megatrain.planner.run import Run
+from megatrain.planner.simulate import Simulator, StepEstimate
 
 OffloadDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SLOTS = (4, 3, 2, 1)
@@ -203,7 +203,7 @@ def solve(
     offload_dir: OffloadDir | None = None,
 ) -> Plan:
     """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
-    from megatrain.plan.refuse import refusal
+    from megatrain.planner.refuse import refusal
 
     limits = {"max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir}
     search = Search(shape, machine, run, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, offload_dir=offload_dir)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
-from megatrain.plan.cost import PARK, STEP, STREAM, Costs, Piece
-from megatrain.plan.memory import STAGES, Decision, Ledger
+from megatrain.planner.cost import PARK, STEP, STREAM, Costs, Piece
+from megatrain.planner.memory import STAGES, Decision, Ledger
 
 AHEAD = STAGES - 1
 """Blocks whose states are read from disk ahead of their update."""

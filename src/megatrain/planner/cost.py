@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.plan.activations import chunk_tokens, graph_bytes, input_bytes
-from megatrain.plan.memory import State, state_of
-from megatrain.plan.run import Run
+from megatrain.planner.activations import chunk_tokens, graph_bytes, input_bytes
+from megatrain.planner.memory import State, state_of
+from megatrain.planner.run import Run
 
 MATMUL_SHARE = 0.9
 """Of the rate of a large product, what a layer's products reach."""

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.plan.made_up import machines, runs, shape_of, shapes
+from tests.unit.planner.made_up import machines, runs, shape_of, shapes
 
 from megatrain.hardware.machine import Machine
-from megatrain.plan.cost import Costs
-from megatrain.plan.memory import Decision, Ledger
-from megatrain.plan.run import Run
-from megatrain.plan.simulate import LANES, Simulator
+from megatrain.planner.cost import Costs
+from megatrain.planner.memory import Decision, Ledger
+from megatrain.planner.run import Run
+from megatrain.planner.simulate import LANES, Simulator
 
 H200 = Machine.load("h200-128gb")
 # Updates ran at 5.15 Gparam/s in the process that took 2.12 s (1.48 s for 7.6B); the description has 4.9.
@@ -28,7 +28,15 @@ def simulator(shape, machine, run):
         ("qwen2.5-7b", H200, Run(micro_batch=4), Decision(), 2.12, 2.43),
         ("qwen2.5-7b", THAT_DAY, Run(micro_batch=4), Decision(), 2.02, 2.12),
         ("llama2-7b", H200, Run(micro_batch=4), Decision(), 1.94, 2.15),
-        ("qwen2.5-7b", H200, Run(micro_batch=4, accumulation=4, compile=True), Decision(window=4), 3.97, 3.97),
+        ("qwen2.5-7b", H200, Run(micro_batch=4, accumulation=4, compile=True), Decision(window=4), 3.9, 3.97),
+        (
+            "qwen2.5-14b",
+            H200,
+            Run(micro_batch=4, accumulation=4, compile=True),
+            Decision(window=4, layers=25),
+            6.9,
+            6.9,
+        ),
         ("qwen2.5-7b", H200, Run(micro_batch=4, accumulation=16, compile=True), Decision(window=16), 13.52, 13.54),
     ],
 )

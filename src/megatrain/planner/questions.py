@@ -9,9 +9,9 @@ from typing import Any
 
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape, describe
-from megatrain.plan.plan import Plan
-from megatrain.plan.run import Run
-from megatrain.plan.search import Search, solve
+from megatrain.planner.plan import Plan
+from megatrain.planner.run import Run
+from megatrain.planner.search import Search, solve
 
 MOST = 1 << 24
 """Where the search for a batch or a length ends."""

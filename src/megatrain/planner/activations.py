@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.plan.run import Run
+from megatrain.planner.run import Run
 
 CHUNK_LOGITS = 1 << 27
 """Logits in a chunk of the head, a constant of compute/head.py."""
@@ -86,8 +86,8 @@ def chunk_tokens(vocabulary: int) -> int:
 def head_bytes(block: BlockShape, run: Run, vocabulary: int, trains: bool) -> int:
     """Peak of head and loss: one chunk of logits, the head's gradient in FP32, and copies of it as chunks make them.
 
-    From the second chunk on three of the gradient stand side by side: the FP32 sum, that of the last chunk (kept until
-    the next replaces it) and, once the logits are gone, the new one.
+    From the second chunk on two of the gradient stand side by side: the FP32 sum and, once the logits are gone, that
+    of the chunk.
     """
     chunk = chunk_tokens(vocabulary)
     numel = block.hidden_size * vocabulary if trains else 0
@@ -95,8 +95,7 @@ def head_bytes(block: BlockShape, run: Run, vocabulary: int, trains: bool) -> in
     second = min(run.micro_tokens - min(run.micro_tokens, chunk), chunk) * vocabulary
     peak = max(LOGIT_BYTES * first, first * run.itemsize + numel * run.itemsize, numel * (4 + run.itemsize))
     if second:
-        copies = numel * (4 + run.itemsize)
-        peak = max(peak, copies + max(LOGIT_BYTES * second, (numel + second) * run.itemsize))
+        peak = max(peak, numel * 4 + max(LOGIT_BYTES * second, (numel + second) * run.itemsize))
     # The gradient of its input, and that times the scale of the loss.
     return peak + 2 * input_bytes(block, run)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import NotEnoughMemory
-from megatrain.plan.memory import GIB
-from megatrain.plan.run import WIDTHS, Run
-from megatrain.plan.search import Search
+from megatrain.planner.memory import GIB
+from megatrain.planner.run import WIDTHS, Run
+from megatrain.planner.search import Search
 
 MOST_SUGGESTIONS = 6
 SOME_DISK = "/path/on/nvme"

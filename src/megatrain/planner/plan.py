@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.plan.memory import GIB, ROLES, TIERS
-from megatrain.plan.run import Run
-from megatrain.plan.simulate import LANES, StepEstimate
+from megatrain.planner.memory import GIB, ROLES, TIERS
+from megatrain.planner.run import Run
+from megatrain.planner.simulate import LANES, StepEstimate
 
 FORMAT = 1
 
@@ -62,6 +62,16 @@ class Plan:
     def days_for(self, tokens: float) -> float:
         """Days that training on so many tokens takes."""
         return tokens / self.tokens_per_second / 86400
+
+    def settings(self) -> dict[str, Any]:
+        """The plan as settings of an engine."""
+        return {
+            "resident": self.resident,
+            "policy": dict(self.policy),
+            "window": self.window,
+            "slots": self.slots,
+            "grad_slots": self.grad_slots,
+        }
 
     def total(self, tier: str) -> int:
         """Bytes of a tier at the peak."""

@@ -1,0 +1,145 @@
+"""Is the plan right? One row: plan, then run it, then compare seconds, VRAM as the driver reports it, and RAM.
+
+    PYTHONPATH=src python -m benchmarks.accuracy --shape qwen2.5-7b --max-vram-gb 48 [--compile] [--compression 8bit]
+
+The machine is probed first (once; later rows read the cache). VRAM is total minus free of the device, so nothing else
+may run there; RAM is RssAnon + RssShmem. `--all` runs the rows of the published table, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+
+# What is reserved stays close to what is allocated; read when CUDA is first used.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+
+import megatrain as mt
+from benchmarks.shapes import SHAPES, random_model
+from benchmarks.step import GIB, driver_vram, resident_ram
+
+ROWS = [
+    ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "12"],
+    ["--shape", "qwen2.5-1.5b"],
+    ["--shape", "qwen2.5-3b", "--max-vram-gb", "24"],
+    ["--shape", "qwen2.5-3b", "--max-vram-gb", "48"],
+    ["--shape", "qwen2.5-7b", "--max-vram-gb", "12", "--micro", "1"],
+    ["--shape", "qwen2.5-7b", "--max-vram-gb", "24"],
+    ["--shape", "qwen2.5-7b", "--max-vram-gb", "80", "--compile"],
+    ["--shape", "qwen2.5-14b"],
+]
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    model = random_model(args.shape, torch.bfloat16).train()
+    machine = mt.probe()
+    torch.cuda.empty_cache()
+    plan = mt.plan(
+        model,
+        machine=machine,
+        batch=args.batch,
+        length=args.length,
+        accumulation=args.micro,
+        max_vram_gb=args.max_vram_gb,
+        max_ram_gb=args.max_ram_gb,
+        optimizer_compression=args.compression or False,
+        compile=args.compile,
+    )
+    print(plan.table(), file=sys.stderr, flush=True)
+    engine = mt.Engine(
+        model,
+        plan=plan,
+        compile=args.compile,
+        optimizer_compression=args.compression or False,
+        max_vram_gb=args.max_vram_gb,
+        max_ram_gb=args.max_ram_gb,
+    )
+    optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
+    generator = torch.Generator().manual_seed(1)
+    size = (args.batch, args.length)
+    tokens = [torch.randint(0, model.config.vocab_size, size, generator=generator) for _ in range(args.micro)]
+
+    def micro_batch(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.to(engine.device)
+        loss = model(input_ids=ids, labels=ids).loss / args.micro
+        loss.backward()
+        return loss.detach()
+
+    def step() -> float:
+        tasks = [partial(micro_batch, ids) for ids in tokens]
+        losses = []
+        for start in range(0, len(tasks), plan.window):
+            losses += engine.window(tasks[start : start + plan.window], whole=plan.window >= len(tasks))
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(loss.item() for loss in losses)
+
+    losses, seconds = [step(), step()], []
+    for _ in range(args.steps):
+        began = time.perf_counter()
+        losses.append(step())
+        seconds.append(time.perf_counter() - began)
+    engine.synchronize()
+    times = engine.step_times
+    measured = sorted(seconds)[len(seconds) // 2]
+    result = {
+        "row": f"{args.shape}, {args.max_vram_gb or 'no'} cap",
+        "tokens": plan.run.tokens,
+        "resident": f"{len(plan.resident)} of {plan.blocks}",
+        "policy": plan._policies(),
+        "seconds": [plan.step.seconds, measured, measured / plan.step.seconds - 1],
+        "vram_gib": [plan.total("vram") / GIB, driver_vram(), torch.cuda.max_memory_allocated() / GIB],
+        "ram_gib": [plan.total("ram") / GIB, resident_ram()],
+        "lanes_predicted": {"busy": plan.step.busy, "waited": plan.step.waited},
+        "lanes_measured": {"busy": times.busy, "waited": times.waited} if times else None,
+        "losses": losses,
+    }
+    engine.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--micro", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--max-vram-gb", type=float)
+    parser.add_argument("--max-ram-gb", type=float)
+    parser.add_argument("--compression")
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    if not args.all:
+        print(json.dumps(measure(args)))
+        return
+    print("| row | resident | seconds: plan, measured | VRAM GiB: plan, driver | RAM GiB: plan, measured |")
+    print("|---|---|---|---|---|", flush=True)
+    for row in ROWS:
+        done = subprocess.run([sys.executable, "-m", "benchmarks.accuracy", *row], capture_output=True, text=True)
+        if done.returncode != 0:
+            print(f"| {' '.join(row)} | failed: {done.stderr.strip().splitlines()[-1][:300]} |", flush=True)
+            continue
+        found = json.loads(done.stdout)
+        planned, measured, off = found["seconds"]
+        print(
+            f"| {found['row']}, {found['tokens']} tokens | {found['resident']}, {found['policy']} | {planned:.2f}, "
+            f"{measured:.2f} ({off:+.1%}) | {found['vram_gib'][0]:.2f}, {found['vram_gib'][1]:.2f} (allocated "
+            f"{found['vram_gib'][2]:.2f}) | {found['ram_gib'][0]:.1f}, {found['ram_gib'][1]:.1f} |",
+            flush=True,
+        )
+        print(
+            f"  {json.dumps({k: found[k] for k in ('lanes_predicted', 'lanes_measured')})}", file=sys.stderr, flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

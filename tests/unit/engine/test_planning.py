@@ -1,0 +1,79 @@
+"""`mt.plan`, and engines that follow a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tests import small
+from tests.tiny import differences, engine_of, roles
+
+import megatrain as mt
+from megatrain.errors import NotEnoughMemory, SettingsError
+
+
+def planned(**options: Any) -> mt.Plan:
+    return mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, **options)
+
+
+def test_from_a_model_a_config_and_for_another_machine() -> None:
+    model = small.llama()
+    plans = [mt.plan(it, machine="rtx4090-64gb", batch=2, length=8, precision="fp32") for it in (model, model.config)]
+    assert plans[0].memory == plans[1].memory
+    assert "rtx4090-64gb" in plans[0].table()
+    assert mt.Plan.from_json(plans[0].to_json()) == plans[0]
+
+
+def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) -> None:
+    plan = dataclasses.replace(
+        planned(),
+        resident=("model.layers.0", "lm_head"),
+        policy={"model.layers.1": "store", "*": "recompute"},
+        window=3,
+        slots=2,
+    )
+    engine = engine_of(small.llama(), plan=plan)
+    assert {slab.name for slab in engine.slabs if slab.resident} == {"model.layers.0", "lm_head"}
+    assert engine.settings.slots == 2
+    assert engine.window_size(small.batch(2)) == 3
+    assert [engine._policy(b) for b in engine.blocks if b.name.startswith("model.layers")] == [
+        "recompute", "store", "recompute",
+    ]  # fmt: skip
+    assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
+
+
+def test_what_the_user_has_set_stays() -> None:
+    plan = dataclasses.replace(planned(), resident=("*",), policy={"*": "store"}, window=3)
+    engine = engine_of(small.llama(), plan=plan, policy="offload", window=1, resident=("lm_head",))
+    assert (engine.settings.policy, engine.settings.window, engine.settings.resident) == ("offload", 1, ("lm_head",))
+
+
+def test_a_plan_does_not_change_bits() -> None:
+    def run(**settings: Any) -> Any:
+        engine = engine_of(small.llama(), precision="bf16", **settings)
+        optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
+        for step in range(2):
+            tasks = [
+                lambda k=k, step=step: engine.model(**small.batch(2, seed=4 * step + k)).loss.backward()
+                for k in range(4)
+            ]
+            engine.window(tasks, whole=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        return roles(engine)
+
+    assert differences(run(plan=planned(accumulation=4)), run()) == []
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    with pytest.raises(SettingsError, match="plan must be a Plan"):
+        engine_of(small.llama(), plan={"resident": ()})
+    with pytest.raises(SettingsError, match="disk tier is not in this version"):
+        engine_of(small.llama(), plan=dataclasses.replace(planned(), on_disk=("model.layers.0",)))
+
+
+def test_a_refusal_has_the_shortfall_and_what_would_help() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"GiB") as refusal:
+        mt.plan(small.llama(hidden_size=4096, intermediate_size=8192), machine="rtx4090-64gb", max_ram_gb=1.0)
+    assert refusal.value.suggestions
