@@ -43,7 +43,7 @@ class _Coder:
         start = time.perf_counter()
         coded = {key: tensor for key, tensor in shard.items() if tensor.dtype != torch.float32}
         for key in sorted(shard.keys() - coded.keys()):
-            found = lossless.encode(shard[key].reshape(-1), THREADS).clone()
+            found = lossless.encode(shard[key].reshape(-1).cpu(), THREADS).clone()
             coded[key + CODED] = found
             self._before += shard[key].nbytes
             self._after += found.nbytes

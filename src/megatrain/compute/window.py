@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,8 @@ from megatrain.errors import MegaTrainError
 
 Result = TypeVar("Result")
 _seat = threading.local()
+PATIENCE = 0.5
+"""Seconds that micro-batches get to come to their next block after a Ctrl-C."""
 
 
 class WindowAborted(MegaTrainError):
@@ -86,15 +89,17 @@ class _Baton:
             del self._live[number]
             self._pass_on()
 
-    def join(self) -> None:
-        """Wait until all have left; a Ctrl-C here ends them at their next block, and is raised when they have."""
+    def join(self) -> bool:
+        """Wait until all have left. A Ctrl-C here ends them at their next block; False if one did not get there."""
+        deadline: float | None = None
         while True:
             try:
                 with self._condition:
-                    self._condition.wait_for(lambda: not self._live)
-                return
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    return self._condition.wait_for(lambda: not self._live, left)
             except BaseException as error:
                 self.abort(error)
+                deadline = deadline or time.monotonic() + PATIENCE
 
     def abort(self, error: BaseException) -> None:
         """Whoever gets the baton from now on gives up."""
@@ -182,7 +187,9 @@ class Seats:
         with _random_untouched(self._device):
             for number in range(len(tasks)):
                 self._workers[number].start(partial(contextvars.copy_context().run, body, number))
-            baton.join()
+            if not baton.join():
+                # Whoever is stuck keeps its thread; it gives up if it ever gets the baton again.
+                self._workers = []
         if baton.error is not None:
             raise baton.error
         return [results[number] for number in range(len(tasks))]

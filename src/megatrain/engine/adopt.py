@@ -98,9 +98,8 @@ class Adoption:
                 taken += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
                 for parameter in parameters.values():
                     # The low halves of FP32 originals become residuals.
-                    taken += parameter.numel() * (
-                        2 if target == torch.bfloat16 and parameter.dtype == torch.float32 else 0
-                    )
+                    low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
+                    taken += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
                     freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
             if self.tier(item.name) is not self.memory:
                 resident, extra = resident + taken, extra - freed

@@ -261,6 +261,8 @@ class Engine:
             self._closed = True
             self._step.close()
             self._lanes.close(patience=PATIENCE)
+            self._memory.unpin()
+            return
         self.close()
 
     # ---- how it is put together

@@ -179,10 +179,10 @@ class Step:
 
     # ---- step
 
-    def step(self, rules: RuleTable, max_norm: float | None) -> Outcome:
+    def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
         """Release the updates; block *i* of the next forward waits for update *i* alone."""
         self.check()
-        outcome = self._updates.release(rules, max_norm, self._in_forward_order())
+        outcome = self._updates.release(rules, max_norm, self._in_forward_order(), owner)
         self._forward_order = {}
         self._unfinished.clear()
         self._steps += 1
@@ -193,12 +193,12 @@ class Step:
         return outcome
 
     @contextmanager
-    def final_backward(self, rules: RuleTable) -> Iterator[None]:
+    def final_backward(self, rules: RuleTable, owner: object) -> Iterator[None]:
         """Without clipping, updates start in the backward inside: each slab's as soon as its gradient is complete."""
         self.check()
         # The first step shows which parameters are used in several places; those must wait for all of them.
         if self._steps > 0:
-            self._updates.begin(rules)
+            self._updates.begin(rules, owner)
         try:
             yield
         except BaseException:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -104,6 +105,12 @@ class MegaMixin:
         present = engine_of(self.model)
         if present is not None and not present.closed:
             self.engine = present
+            wanted = OPTIMIZERS[self._optim][1]
+            if wanted is not None and present.settings.moment_width != wanted:
+                raise SettingsError(
+                    f"optim={self._optim!r} keeps moments in {wanted}, but the model already belongs to an engine that "
+                    f"keeps them in {present.settings.moment_width}; close it, or choose an optim without a width."
+                )
             if self.args.bf16 and present.precision == "fp32":
                 announce(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
             return
@@ -116,7 +123,13 @@ class MegaMixin:
             )
         # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
         precision = "bf16" if self.args.bf16 and asked.precision != "bf16-sr" else asked.precision
-        compression = asked.optimizer_compression or OPTIMIZERS[self._optim][1] or False
+        width = OPTIMIZERS[self._optim][1]
+        if width is not None and asked.optimizer_compression and asked.moment_width != width:
+            raise SettingsError(
+                f"optim={self._optim!r} keeps moments in {width}, megatrain.init asked for "
+                f"optimizer_compression={asked.optimizer_compression!r}; leave one of them out."
+            )
+        compression = asked.optimizer_compression or width or False
         self.engine = Engine(
             self.model,
             device=str(device),
@@ -131,6 +144,10 @@ class MegaMixin:
                 f"optimizers=({type(self.optimizer).__name__}, ...) cannot update streamed weights; leave it out, or "
                 "pass one made by megatrain.Engine(model).optimizer(...)."
             )
+        if self.optimizer is not None and self.optimizer.max_grad_norm is None and self.args.max_grad_norm:
+            # A stock Trainer clips whatever optimizer it was given.
+            self.optimizer.max_grad_norm = float(self.args.max_grad_norm)
+            announce(f"max_grad_norm={self.args.max_grad_norm:g} of TrainingArguments applies to the optimizer given")
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         if engine_of(self.model) is not self.engine:
@@ -202,9 +219,13 @@ class MegaMixin:
         """Let updates start in the backward, unless somebody wants to look at the gradients before the step."""
         looks = [c for c in self.callback_handler.callbacks if _overrides(c, "on_pre_optimizer_step")]  # type: ignore[attr-defined]
         optimizer = self._own_optimizer()
-        if looks or optimizer._optimizer_step_pre_hooks:
+        if looks or optimizer._optimizer_step_pre_hooks or not self._plain_steps():
             return nullcontext()
         return optimizer.final_backward()
+
+    def _plain_steps(self) -> bool:
+        """Whether a training step is transformers' own: another may look at gradients, or do several backwards."""
+        return [c for c in type(self).__mro__ if "training_step" in vars(c)] == [MegaMixin, transformers.Trainer]
 
     def _clip_grad_norm(self, model: Any) -> float:
         # The clip factor is applied inside the update, from this same norm.

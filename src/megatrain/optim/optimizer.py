@@ -12,14 +12,15 @@ from megatrain.errors import CheckpointError, SettingsError
 from megatrain.optim.rules import RULES, Rule
 from megatrain.optim.schedule import Outcome, RuleTable
 from megatrain.store.parameter import StoreTensor, restore_states, states_of
+from megatrain.telemetry.notices import announce
 
 
 class Stepper(Protocol):
     """What the optimizer needs from the engine (engine/step.py)."""
 
-    def step(self, rules: RuleTable, max_norm: float | None) -> Outcome: ...
+    def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome: ...
 
-    def final_backward(self, rules: RuleTable) -> AbstractContextManager[None]: ...
+    def final_backward(self, rules: RuleTable, owner: object) -> AbstractContextManager[None]: ...
 
     def zero_grad(self) -> None: ...
 
@@ -66,6 +67,9 @@ class Optimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model; pass "
                     "parameters taken from the model after the engine was attached."
                 )
+        _check(self.kind, self.rule, _own(self.rule, {**self.defaults, **param_group}), self.max_grad_norm)
+        if unknown := sorted(set(param_group) - set(self.rule.defaults) - BOOKKEEPING):
+            raise SettingsError(f"{self.kind} has no {unknown[0]}; its options are {', '.join(self.rule.defaults)}.")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             parameter.slab.allocate_states(self.rule.moments, self.width)
@@ -83,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._outcome = self._stepper.step(self._rules(), self.max_grad_norm)
+        self._outcome = self._stepper.step(self._rules(), self.max_grad_norm, self)
         return loss
 
     @contextmanager
@@ -95,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None:
             yield
             return
-        with self._stepper.final_backward(self._rules()):
+        with self._stepper.final_backward(self._rules(), self):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,13 +158,32 @@ class Optimizer(torch.optim.Optimizer):
                 f"the optimizer state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
                 f"of {[len(g['params']) for g in self.param_groups]}; build the same groups before loading."
             )
+        for group in groups:
+            _check_group(self.kind, self.rule, group)
+        for number, entry in state_dict["state"].items():
+            self._check_entry(number, entry)
+        rounded = 0
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
             for number, parameter in zip(theirs["params"], mine["params"], strict=True):
                 entry = state_dict["state"].get(number)
                 parameter.slab.overwrite()
                 parameter.slab.steps[parameter.segment] = int(entry.get("step", 1)) if entry else 0
-                restore_states(parameter, {k: v for k, v in (entry or {}).items() if k != "step" and v is not None})
+                held = {k: v for k, v in (entry or {}).items() if k != "step" and v is not None}
+                rounded += not restore_states(parameter, held)
+        if rounded:
+            announce(f"the moments of {rounded} parameters were rounded to {self.width} on loading")
+
+    def _check_entry(self, number: Any, entry: Mapping[str, Any]) -> None:
+        """Moments of another rule, or under other names, would be dropped in silence and the step count kept."""
+        roles = {key.split(".")[0] for key, value in entry.items() if value is not None} - {"step", "residual"}
+        if unknown := sorted(roles - set(self.rule.moments)):
+            raise CheckpointError(
+                f"the state of parameter {number} has {unknown[0]}, which {self.kind} does not keep (it keeps "
+                f"{', '.join(self.rule.moments)}): this state is of another optimizer."
+            )
+        if roles and (missing := sorted(set(self.rule.moments) - roles)):
+            raise CheckpointError(f"the state of parameter {number} has no {missing[0]}, which {self.kind} needs.")
 
     def _parameters(self) -> Iterable[Any]:
         return (parameter for group in self.param_groups for parameter in group["params"])
@@ -176,6 +199,25 @@ def rule_named(kind: str) -> type[Rule]:
     if kind not in RULES:
         raise SettingsError(f"kind must be one of {', '.join(RULES)}, not {kind!r}.")
     return RULES[kind]
+
+
+BOOKKEEPING = frozenset({"params", "param_names", "initial_lr", "name"})
+"""What a group may hold beside the options of its rule."""
+FOREIGN = {"nesterov": False, "dampening": 0, "maximize": False, "amsgrad": False}
+"""Options of torch's optimizers that change the update, and the value that leaves it as it is here."""
+
+
+def _own(rule: type[Rule], group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key in rule.defaults}
+
+
+def _check_group(kind: str, rule: type[Rule], group: Mapping[str, Any]) -> None:
+    """A group of a state dict: an option that changes the update must be one that this rule has."""
+    for name, harmless in FOREIGN.items():
+        if group.get(name, harmless) != harmless:
+            raise CheckpointError(f"the optimizer state was written with {name}={group[name]!r}, which {kind} has not.")
+    if missing := sorted(set(rule.defaults) - set(group)):
+        raise CheckpointError(f"the optimizer state has no {missing[0]} in its groups: it is not of {kind}.")
 
 
 def _check(kind: str, rule: type[Rule], options: Mapping[str, Any], max_grad_norm: float | None) -> None:

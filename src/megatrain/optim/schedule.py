@@ -51,11 +51,14 @@ class _Early:
     """A step whose updates start in its backward."""
 
     rules: RuleTable
+    owner: object
     outcome: Outcome = field(default_factory=Outcome)
     started: dict[int, str] = field(default_factory=dict)
     """Slabs whose update has been submitted: index → name."""
     updated: list[str] = field(default_factory=list)
     """Names of those whose update has run."""
+    sums: dict[int, float] = field(default_factory=dict)
+    """Their gradients' sums of squares: the next step's gradients may land before the norm is taken."""
 
 
 class Updates:
@@ -71,13 +74,20 @@ class Updates:
         self._early: _Early | None = None
         self._half_done: NonFiniteGradients | None = None
         self.last: Outcome | None = None
+        for slab in slabs:
+            slab.grad.late = self.refuse_late
 
     # ---- updates that start in the backward
 
-    def begin(self, rules: RuleTable) -> None:
+    def begin(self, rules: RuleTable, owner: object) -> None:
         """The backward that follows is the step's last, and nothing is clipped: update slabs as they complete."""
         self.check()
-        self._early = _Early(rules)
+        if self._early is not None and self._early.started:
+            raise UnsupportedCall(
+                "final_backward() was entered again before step(): updates have started in the first one, and its "
+                "gradients would be used twice; enter it around the last backward of a step only."
+            )
+        self._early = _Early(rules, owner)
 
     def complete(self, slab: Slab) -> None:
         """All gradients of a slab have been given; its update may start now if that was allowed."""
@@ -90,13 +100,15 @@ class Updates:
         def work() -> None:
             # On a stream, being after `landed` does not mean that this thread may read the norm.
             landed.wait()
-            early.outcome.skipped |= not math.isfinite(snapshot_square_sum(gradient))
+            early.sums[slab.index] = snapshot_square_sum(gradient)
+            if not math.isfinite(early.sums[slab.index]):
+                early.outcome.skipped = True
             if not early.outcome.skipped:
                 update_slab(slab, gradient, early.rules[slab.index], 1.0, self._kernels[slab.memory.tier])
                 early.updated.append(slab.name)
 
         # After `landed`: the gradient must be there. After `read`: a copy may still be reading the weights.
-        slab.written = self._lane(slab).submit(work, after=(landed, slab.read), label=slab.name)
+        slab.written = self._lane(slab).submit(work, after=(landed, slab.read, *self._compute(slab)), label=slab.name)
         slab.version += 1
 
     def refuse_late(self, slab: Slab) -> None:
@@ -111,6 +123,10 @@ class Updates:
         """The step was not taken after all; what has been updated stays so."""
         early, self._early = self._early, None
         if early is not None and early.started:
+            for slab in self._slabs:
+                if slab.index in early.started:
+                    # Used up: a later step must not apply it again.
+                    slab.grad.clear()
             warn(
                 f"a step was given up after the updates of {len(early.started)} of {len(self._slabs)} parts of the "
                 f"model had started ({_listed(early.started.values())}): those have moved, the others have not"
@@ -130,16 +146,25 @@ class Updates:
                 sums.append(value)
         return total(sums)
 
-    def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab]) -> Outcome:
+    def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         """Submit one step: first the norm, then every slab that has a gradient, in the given order."""
         self.check()
-        early, self._early = self._early, None
+        early = self._claim(rules, owner)
         outcome = early.outcome if early is not None else Outcome()
         started = early.started if early is not None else {}
-        gradients = {slab.index: self._measured(slab) for slab in self._slabs if slab.grad.present}
+        gradients = {
+            slab.index: slab.grad.snapshot() if slab.index in started else self._measured(slab)
+            for slab in self._slabs
+            if slab.grad.present
+        }
         outcome.ticket = self._lanes.update.submit(
-            lambda: self._decide(outcome, [gradients[i] for i in sorted(gradients)], max_norm, early),
-            after=[slab.grad.merged().landed for slab in self._slabs if slab.index in gradients],
+            lambda: self._decide(outcome, gradients, max_norm, early),
+            # After updates that have started: they took their own sums, and say whether they moved anything.
+            after=[
+                slab.written if slab.index in started else slab.grad.merged().landed
+                for slab in self._slabs
+                if slab.index in gradients
+            ],
             label="norm",
         )
         for slab in order:
@@ -167,6 +192,23 @@ class Updates:
                 "resume from a checkpoint."
             )
 
+    def _claim(self, rules: RuleTable, owner: object) -> _Early | None:
+        """What has started of this optimizer's step; another optimizer's stays until its own step."""
+        early = self._early
+        if early is None or early.owner is not owner:
+            return None
+        if any(rules.get(index) != early.rules[index] for index in early.started):
+            raise UnsupportedCall(
+                "a learning rate (or another option of a group) was changed between final_backward() and step(), when "
+                "updates had already started with the old one; change it before final_backward() or after step()."
+            )
+        self._early = None
+        return early
+
+    def _compute(self, slab: Slab) -> tuple[Ticket, ...]:
+        """What the user wrote to a resident slab, or filled it with, is still on compute's stream."""
+        return (self._lanes.mark(),) if slab.resident else ()
+
     def _lane(self, slab: Slab) -> Lane:
         return self._lanes.vram if slab.resident else self._lanes.update
 
@@ -180,7 +222,9 @@ class Updates:
         def measure() -> None:
             found.copy_(gradient_square_sum(gradient), non_blocking=True)
 
-        part.landed = self._lanes.vram.submit(measure, after=(part.landed,), label=f"norm of {slab.name}")
+        part.landed = self._lanes.vram.submit(
+            measure, after=(part.landed, *self._compute(slab)), label=f"norm of {slab.name}"
+        )
         return replace(gradient, square_sum=found)
 
     def _submit(self, slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], outcome: Outcome) -> None:
@@ -189,13 +233,17 @@ class Updates:
                 update_slab(slab, gradient, rules, outcome.clip, self._kernels[slab.memory.tier])
 
         # After `read`: a copy to the device may still be reading the weights that this writes.
-        slab.written = self._lane(slab).submit(work, after=(outcome.ticket, slab.read), label=slab.name)
+        slab.written = self._lane(slab).submit(
+            work, after=(outcome.ticket, slab.read, *self._compute(slab)), label=slab.name
+        )
         slab.version += 1
 
     def _decide(
-        self, outcome: Outcome, gradients: list[Snapshot], max_norm: float | None, early: _Early | None
+        self, outcome: Outcome, gradients: Mapping[int, Snapshot], max_norm: float | None, early: _Early | None
     ) -> None:
-        outcome.decide(total(snapshot_square_sum(gradient) for gradient in gradients), max_norm)
+        known = early.sums if early is not None else {}
+        sums = [known[i] if i in known else snapshot_square_sum(gradients[i]) for i in sorted(gradients)]
+        outcome.decide(total(sums), max_norm)
         if not outcome.skipped:
             self._in_a_row = 0
             self._counters.steps += 1

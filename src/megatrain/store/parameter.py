@@ -115,6 +115,7 @@ class StoreTensor(torch.Tensor):
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}."
             )
+        self.slab.grad.late(self.slab)
         values = value.detach().clone()
         part = self.slab.grad.merged()
         part.landed.wait()

@@ -190,6 +190,8 @@ class Gradient:
         self.parts: dict[Place, Part] = {}
         self.merge: Callable[[Slab], None] = lambda slab: None
         """Submits the sum of all parts into the first (stream/drain.py)."""
+        self.late: Callable[[Slab], None] = lambda slab: None
+        """Raises if an update has already started with this gradient (optim/schedule.py)."""
 
     def part(self, place: Place) -> Part:
         if place not in self.parts:
@@ -238,6 +240,7 @@ class Gradient:
 
     def writable(self) -> torch.Tensor:
         """The flat tensor that holds the present gradients, for the user to write to."""
+        self.late(self._slab)
         part = self.merged()
         part.landed.wait()
         self.changed()
@@ -250,6 +253,7 @@ class Gradient:
 
     def drop(self, index: int) -> None:
         """Forget one parameter's gradient; the next one that lands for it replaces instead of adding."""
+        self.late(self._slab)
         for part in self.parts.values():
             part.present.discard(index)
             part.square_sum = None

@@ -157,4 +157,6 @@ class WindowSums:
         else:
             entry.slot.drained = self._drain.land_sum(slab, part, entry.total)
         part.present.update(entry.present)
-        self._sent(slab)
+        # What is held for an earlier micro-batch is still to be added.
+        if not self._held.get(key):
+            self._sent(slab)

@@ -22,9 +22,10 @@ from megatrain.stream.timeline import Timeline
 class DeviceTicket(HostTicket):
     """Work on a stream: `finish` means issued; the event says when the device is done with it."""
 
-    def __init__(self, lane: str, issuer: ThreadLane, label: str) -> None:
+    def __init__(self, lane: str, device: torch.device, issuer: ThreadLane, label: str) -> None:
         super().__init__(issuer, label)
         self.lane = lane
+        self._device = device
         self.event = torch.cuda.Event()
 
     def wait(self) -> None:
@@ -40,7 +41,7 @@ class DeviceTicket(HostTicket):
 
     def order(self) -> None:
         super().wait()
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
 class _Marked:
@@ -48,15 +49,17 @@ class _Marked:
 
     lane = "compute"
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.event = torch.cuda.Event()
-        self.event.record()
+        # Not the current device's: the user may be on another GPU.
+        self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         self.event.synchronize()
 
     def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
 class StreamLane:
@@ -67,10 +70,10 @@ class StreamLane:
         self.device = device
         self.timeline = timeline
         self.stream = torch.cuda.Stream(device)
-        self._issuer = ThreadLane(f"{name}-issue", Timeline(), failures)
+        self._issuer = ThreadLane(f"{name}-issue", None, failures)
 
     def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
-        ticket = DeviceTicket(self.name, self._issuer, label)
+        ticket = DeviceTicket(self.name, self.device, self._issuer, label)
 
         def issue() -> None:
             try:
@@ -106,6 +109,7 @@ class CudaLanes:
     """Copies and updates on the device on streams of their own, updates of host memory on a CPU thread."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.timeline = Timeline(device)
         self._failures = Failures()
         self._streams = [StreamLane(name, device, self.timeline, self._failures) for name in ("h2d", "d2h", "vram")]
@@ -116,7 +120,7 @@ class CudaLanes:
         self.vram: Lane = self._streams[2]
 
     def mark(self) -> Ticket:
-        return _Marked()
+        return _Marked(self.device)
 
     def check(self) -> None:
         error: LaneFailed | None = self._failures.take()

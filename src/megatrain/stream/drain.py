@@ -129,7 +129,10 @@ class Drain:
                 known |= indices
 
         first.landed = self.updating(slab).submit(
-            add, after=(*[part.landed for part in parts], slab.written), label=f"merge {slab.name}"
+            add,
+            # After compute so far: a sum in GPU memory has just been filled with zeros there.
+            after=(*[part.landed for part in parts], slab.written, *([self.lanes.mark()] if slab.resident else [])),
+            label=f"merge {slab.name}",
         )
         first.summed, first.square_sum = True, None
         for part in others:
@@ -146,14 +149,15 @@ class Drain:
         self._turn += 1
         buffer = staging.landing(slab)
         arrived = buffer.bytes[: slab.layout.nbytes].view(slab.layout.dtype)
+        seed = None if part.summed else part.flat
+        # Before the mark: in GPU memory it is filled with zeros on compute's stream.
+        total = part.sum_buffer.view(torch.float32)
         copied = self.leaving(slab).submit(
             # After `summed`: the sum that last used this staging buffer must have read it.
             lambda: self.transfer.to_host(arrived, flat, buffer.pinned),
             after=(self.lanes.mark(), staging.summed),
             label=slab.name,
         )
-        seed = None if part.summed else part.flat
-        total = part.sum_buffer.view(torch.float32)
 
         def add() -> None:
             if seed is not None and seed.data_ptr() != total.data_ptr():

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 from megatrain.errors import LaneFailed
@@ -137,7 +138,7 @@ class ThreadLane:
     """A lane on one CPU thread. `delay`, if given, is slept before and after each piece of work."""
 
     def __init__(
-        self, name: str, timeline: Timeline, failures: Failures, delay: Callable[[], float] | None = None
+        self, name: str, timeline: Timeline | None, failures: Failures, delay: Callable[[], float] | None = None
     ) -> None:
         self.name = name
         self.timeline = timeline
@@ -197,14 +198,14 @@ class ThreadLane:
             work, after, label, ticket = item
             try:
                 for earlier in after:
-                    if earlier.lane in ("", "compute"):
+                    if self.timeline is None or earlier.lane in ("", "compute"):
                         earlier.wait()
                         continue
                     with self.timeline.waiting(self.name, earlier.lane):
                         earlier.wait()
                 self._job = (label, time.monotonic())
                 self._pause()
-                with self.timeline.host_span(self.name, label):
+                with self.timeline.host_span(self.name, label) if self.timeline is not None else nullcontext():
                     work()
                 self._pause()
             except BaseException as cause:

@@ -96,6 +96,10 @@ class _Page:
         return waited
 
 
+MOST = 1 << 15
+"""Entries of a page that are kept when no trace was asked for: evaluation and generation run on without a step."""
+
+
 class Timeline:
     """Collects spans and waits, a page per step."""
 
@@ -157,7 +161,8 @@ class Timeline:
         try:
             yield
         finally:
-            self._page.spans.append(Span(lane, label, start, self._now()))
+            if self._room(self._page):
+                self._page.spans.append(Span(lane, label, start, self._now()))
 
     @contextmanager
     def device_span(self, lane: str, label: str) -> Iterator[None]:
@@ -176,17 +181,22 @@ class Timeline:
         try:
             yield
         finally:
-            self._page.waits.append(Wait(who, on, start, self._now()))
+            if self._room(self._page):
+                self._page.waits.append(Wait(who, on, start, self._now()))
 
     @contextmanager
     def _events(self, lane: str, label: str, waiting: bool) -> Iterator[None]:
         page = self._page
+        if not self._room(page):
+            yield
+            return
         begin, finish = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        # Of the timed device, whichever is current; in a lane's thread that is the lane's own stream.
+        begin.record(torch.cuda.current_stream(self.device))
         try:
             yield
         finally:
-            finish.record()
+            finish.record(torch.cuda.current_stream(self.device))
             page.pending.append((lane, label, waiting, begin, finish))
 
     # ---- what a trace says
@@ -222,6 +232,9 @@ class Timeline:
             for index, lane in enumerate(lanes)
         ]
         Path(path).write_text(json.dumps({"traceEvents": names + events}))
+
+    def _room(self, page: _Page) -> bool:
+        return self.recording or len(page.spans) + len(page.waits) + len(page.pending) < MOST
 
     def _keep(self, page: _Page) -> None:
         if self.recording:

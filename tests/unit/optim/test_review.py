@@ -57,10 +57,10 @@ def test_a_checkpoint_goes_from_one_width_to_another(tmp_path: Path, saved: Any,
         assert differences(roles(first), roles(second)) == []
 
 
-@pytest.mark.parametrize("kind, plain", [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
+@pytest.mark.parametrize(("kind", "plain"), [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
 @pytest.mark.parametrize("width", [False, "8bit"])
 def test_training_goes_on_from_the_state_of_torchs_optimizer(kind: str, plain: Any, width: Any) -> None:
-    options = {"lr": 1e-2, "weight_decay": 0.0} | ({"momentum": 0.9} if kind == "sgd" else {})
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0} | ({"momentum": 0.9} if kind == "sgd" else {})
     model = wide_llama()
     theirs = plain(model.parameters(), **options)
     for seed in range(3):
@@ -168,7 +168,8 @@ def test_after_a_bad_early_step_training_goes_on() -> None:
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    handle = model.layers[1].scale.register_hook(lambda gradient: gradient * float("inf"))
+    scale: Any = model.layers[1].scale
+    handle = scale.register_hook(lambda gradient: gradient * float("inf"))
     with optimizer.final_backward():
         backward(model, 1)
     with pytest.raises(NonFiniteGradients):
@@ -198,7 +199,8 @@ def test_an_interrupted_step_leaves_an_engine_that_goes_on() -> None:
                 def interrupt(gradient: torch.Tensor) -> None:
                     raise KeyboardInterrupt
 
-                handle = model.layers[1].scale.register_hook(interrupt)
+                scale: Any = model.layers[1].scale
+                handle = scale.register_hook(interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     backward(model, step)
                 handle.remove()
@@ -213,11 +215,16 @@ def test_an_interrupted_step_leaves_an_engine_that_goes_on() -> None:
 
 def test_a_model_of_an_engine_that_an_error_ended_gets_a_new_one() -> None:
     model = Stack()
-    with pytest.raises(KeyboardInterrupt), engine_of(model, lanes=ThreadLanes(), resident=("layers.0",)) as engine:
-        optimizer = engine.optimizer(lr=0.1)
-        backward(model, 0)
-        optimizer.step()
-        raise KeyboardInterrupt
+
+    def train() -> None:
+        with engine_of(model, lanes=ThreadLanes(), resident=("layers.0",)) as engine:
+            optimizer = engine.optimizer(lr=0.1)
+            backward(model, 0)
+            optimizer.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
     moved = {name: value.clone() for name, value in model.state_dict().items()}
     again = engine_of(model)
     assert all(torch.equal(value + 0, moved[name]) for name, value in model.state_dict().items())
