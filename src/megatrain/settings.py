@@ -76,6 +76,8 @@ class Settings:
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
+        if isinstance(self.resident, str):
+            raise SettingsError(f"resident must be a list of patterns, such as [{self.resident!r}], not a string.")
         policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
         if unknown := [policy for policy in policies if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")

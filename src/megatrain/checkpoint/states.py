@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +64,7 @@ class Optimizer(Protocol):
     kind: str
     width: str
     lossless: bool
+    moments: tuple[str, ...]
     param_groups: list[dict[str, Any]]
 
 
@@ -78,7 +79,7 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
     parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
     for _, parameter in parameters:
         parameter.slab.settle()
-    shards = list(_shards(parameters))
+    shards = list(_shards(parameters, optimizer.moments))
     coder = _Coder() if optimizer.lossless else None
     for number, shard in enumerate(shards, start=1):
         path = folder / f"optimizer-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -158,11 +159,11 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _shards(parameters: list[tuple[str, StoreTensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(parameters: list[tuple[str, StoreTensor]], moments: Iterable[str]) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, parameter in parameters:
-        tensors = {f"{name}/{role}": tensor for role, tensor in states_of(parameter).items()}
+        tensors = {f"{name}/{role}": tensor for role, tensor in states_of(parameter, moments).items()}
         added = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if shard and size + added > SHARD_BYTES:
             yield shard

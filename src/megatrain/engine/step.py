@@ -189,7 +189,6 @@ class Step:
         self._lanes.timeline.cut()
         self._predictor.record(BOUNDARY)
         self._fetcher.prefetch(self._ahead(), keep=())
-        self._updates.check()
         return outcome
 
     @contextmanager

@@ -22,6 +22,8 @@ class Stepper(Protocol):
 
     def final_backward(self, rules: RuleTable, owner: object) -> AbstractContextManager[None]: ...
 
+    def check(self) -> None: ...
+
     def zero_grad(self) -> None: ...
 
     def owns(self, parameter: Any) -> bool: ...
@@ -46,6 +48,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         self.kind = kind
         self.rule = rule_named(kind)
+        self.moments = tuple(self.rule.moments)
         self.width = width
         """How moments are stored: fp32, bf16, 8bit or 4bit."""
         self.lossless = lossless
@@ -88,6 +91,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._outcome = self._stepper.step(self._rules(), self.max_grad_norm, self)
+        self._stepper.check()
         return loss
 
     @contextmanager
@@ -147,7 +151,9 @@ class Optimizer(torch.optim.Optimizer):
             parameter.slab.settle()
             steps = parameter.slab.steps[parameter.segment]
             if steps:
-                state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps))} | states_of(parameter)
+                state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps))} | states_of(
+                    parameter, self.rule.moments
+                )
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

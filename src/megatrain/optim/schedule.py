@@ -98,8 +98,9 @@ class Updates:
         gradient, landed = slab.grad.snapshot(), slab.grad.merged().landed
 
         def work() -> None:
-            # On a stream, being after `landed` does not mean that this thread may read the norm.
-            landed.wait()
+            if slab.resident:
+                # On a stream, being after `landed` does not mean that this thread may read the norm.
+                landed.wait()
             early.sums[slab.index] = snapshot_square_sum(gradient)
             if not math.isfinite(early.sums[slab.index]):
                 early.outcome.skipped = True

@@ -7,7 +7,7 @@ views of the store: each carries a meta tensor with its geometry inside the slab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -244,15 +244,15 @@ def after_accumulate(parameter: torch.nn.Parameter) -> None:
             hook(parameter)
 
 
-def states_of(parameter: StoreTensor) -> dict[str, torch.Tensor]:
-    """The optimizer's roles of one parameter, as views of its slab, in the formats they are stored in."""
+def states_of(parameter: StoreTensor, moments: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The residual and the given moments of one parameter, as views of its slab, in the formats they are stored in."""
     slab, index = parameter.slab, parameter.segment
     segment = slab.layout.segments[index]
     found = {}
     if slab.residual is not None:
         found["residual"] = slab.residual[segment.offset : segment.end].view(segment.shape)
-    for role, moment in slab.moments.items():
-        found |= {role + suffix: tensor for suffix, tensor in moment.stored(index).items()}
+    for role in moments:
+        found |= {role + suffix: tensor for suffix, tensor in slab.moments[role].stored(index).items()}
     return found
 
 

@@ -148,7 +148,7 @@ def test_close_finishes_what_was_submitted():
 def test_close_ends_the_threads():
     before = threading.active_count()
     lanes = ThreadLanes()
-    assert threading.active_count() == before + 3
+    assert threading.active_count() == before + 4
     lanes.close()
     assert threading.active_count() == before
 

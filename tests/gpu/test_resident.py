@@ -1,0 +1,67 @@
+"""Needs a GPU."""
+
+import pytest
+import torch
+from tests.tiny import Stack, engine_of, inputs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_lossless_checkpoints_of_resident_blocks(tmp_path) -> None:
+    """`lossless.encode` refuses tensors that are not in host memory: the save fails."""
+    engine = engine_of(Stack(), device="cuda", resident=("*",), optimizer_compression="lossless")
+    optimizer = engine.optimizer(lr=0.1)
+    engine.model(inputs(0).cuda()).square().mean().backward()
+    optimizer.step()
+    engine.save(tmp_path, optimizer)
+    engine.load(tmp_path, optimizer)
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8192, 8192, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _weights(resident, touch) -> torch.Tensor:
+    torch.manual_seed(0)
+    engine = engine_of(Wide().bfloat16(), device="cuda", resident=resident)
+    optimizer = engine.optimizer(lr=1e-2, kind="sgd")
+    x = torch.ones(4, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        engine.model(x).square().mean().backward()
+        touch(engine.model)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.synchronize()
+    return torch.cat([p.host().reshape(-1) for p in engine.model.parameters()])
+
+
+def test_gradients_written_by_the_user_are_there_when_a_resident_slab_is_updated() -> None:
+    def touch(model) -> None:
+        torch.cuda._sleep(200_000_000)  # compute is 0.1 s behind
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.0)
+
+    assert torch.equal(_weights(("*",), touch), _weights((), touch))
+
+
+def test_sums_are_not_cleared_by_the_zeros_of_their_own_buffer() -> None:
+    torch.manual_seed(0)
+
+    def grads(resident) -> torch.Tensor:
+        torch.manual_seed(0)
+        engine = engine_of(Wide().bfloat16(), device="cuda", resident=resident)
+        x = torch.ones(4, 8192, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2):
+            engine.model(x).square().mean().backward()
+        engine.synchronize()
+        return torch.cat([p.grad.host().reshape(-1) for p in engine.model.parameters()])
+
+    for _ in range(5):
+        assert torch.equal(grads(("*",)), grads(()))

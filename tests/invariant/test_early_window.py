@@ -1,0 +1,39 @@
+"""Layer drop inside a window, with updates that start in the backward."""
+
+from typing import Any
+
+import pytest
+from tests.tiny import Stack, differences, engine_of, inputs, roles
+
+
+@pytest.mark.parametrize(
+    "skips", [[(), (1,), ()], [(), (2,), ()], [(1,), (), ()], [(), (0,), (), (1,)], [(2,), (), (1,)]]
+)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_micro_batch_that_skips_a_block(skips: Any, whole: bool, precision: str) -> None:
+    def run(early: bool) -> Any:
+        model = Stack()
+        engine = engine_of(model, precision=precision)
+        optimizer = engine.optimizer(lr=0.1)
+
+        def micro(seed: int, skip: Any) -> None:
+            model(inputs(seed), skip=skip).square().mean().backward()
+
+        norms = []
+        for step in range(3):
+            tasks = [
+                lambda seed=10 * step + k, skip=skip: micro(seed, skip)
+                for k, skip in enumerate(skips if step else [()] * len(skips))
+            ]
+            if early:
+                with optimizer.final_backward():
+                    engine.window(tasks, whole=whole)
+            else:
+                engine.window(tasks, whole=whole)
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+        return [norms, roles(engine)]
+
+    assert differences(run(True), run(False)) == []

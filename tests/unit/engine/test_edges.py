@@ -1,0 +1,106 @@
+from typing import Any
+
+import pytest
+import torch
+from tests import small
+from tests.tiny import Stack, engine_of, inputs
+
+import megatrain as mt
+from megatrain.errors import SettingsError
+from megatrain.stream.lanes import ThreadLanes
+
+
+def test_clipping_asked_of_the_trainer_reaches_an_optimizer_that_the_user_made(tmp_path: Any, said: Any) -> None:
+    """max_grad_norm of TrainingArguments is ignored when the optimizer comes from `engine.optimizer()`."""
+
+    def run(own: bool) -> Any:
+        model = small.llama()
+        engine = mt.Engine(model, device="cpu")
+        optimizers = (engine.optimizer(kind="sgd", lr=1.0), None) if own else (None, None)
+        args = small.arguments(
+            tmp_path, max_grad_norm=1e-6, learning_rate=1.0, optim="sgd", weight_decay=0.0, max_steps=2,
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        before = small.snapshot(model)
+        try:
+            mt.Trainer(model=model, args=args, train_dataset=small.rows(), optimizers=optimizers).train()
+        except SettingsError:
+            return 0.0
+        return small.furthest(before, small.snapshot(model))
+
+    assert run(False) < 1e-5
+    assert run(True) < 1e-5 or any("max_grad_norm" in line for line in said.messages)
+
+
+def test_masters_of_all_roles_are_readable_after_an_error_left_the_engine() -> None:
+    model = Stack()
+    with pytest.raises(KeyboardInterrupt), engine_of(model, lanes=ThreadLanes()) as engine:  # noqa: PT012
+        optimizer = engine.optimizer(lr=0.1)
+        model(inputs(0)).square().mean().backward()
+        optimizer.step()
+        raise KeyboardInterrupt
+    again = engine_of(model, lanes=ThreadLanes())
+    model(inputs(1)).square().mean().backward()
+    again.close()
+
+
+def test_pinned_memory_is_given_back_also_after_an_error(monkeypatch: Any) -> None:
+    """`__exit__` marks the engine closed before it calls `close`, which then does nothing."""
+    model = Stack()
+    with pytest.raises(RuntimeError), engine_of(model) as engine:  # noqa: PT012
+        memory = engine._memory
+        asked = []
+        monkeypatch.setattr(memory, "unpin", lambda: asked.append(True))
+        raise RuntimeError
+    assert asked
+
+
+def test_marks_are_of_the_engines_device(monkeypatch: Any) -> None:
+    """Engine(device="cuda:1") while cuda:0 is current: marks and orders are of cuda:0's stream, compute is not."""
+    from megatrain.stream import cuda
+
+    events: list[Any] = []
+
+    class Event:
+        def __init__(self, **_: Any) -> None: ...
+        def record(self, stream: Any = None) -> None:
+            events.append(("record", stream))
+
+    class Stream:
+        def __init__(self, device: Any) -> None:
+            self.device = device
+
+        def wait_event(self, event: Any) -> None:
+            events.append(("wait", self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device))
+    lanes = cuda.CudaLanes.__new__(cuda.CudaLanes)
+    lanes.device = torch.device("cuda", 1)  # type: ignore[attr-defined]
+    mark = lanes.mark()
+    mark.order()
+    assert all(stream is not None and stream.device is not None for _, stream in events), events
+
+
+def test_state_of_one_kind_does_not_stay_when_another_takes_over() -> None:
+    """Moments of the first optimizer are kept in memory, and written to every checkpoint of the second."""
+    model = Stack()
+    engine = engine_of(model)
+    engine.optimizer(kind="sgd")
+    optimizer = engine.optimizer(kind="adamw")
+    model(inputs(0)).square().mean().backward()
+    optimizer.step()
+    assert set(optimizer.state_dict()["state"][0]) <= {"step", "exp_avg", "exp_avg_sq", "residual"}
+
+
+def test_loading_a_state_dict_that_has_to_be_rounded_is_said(said: Any) -> None:
+    model = small.llama(hidden_size=64, intermediate_size=128)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(**small.batch(2)).loss.backward()
+    theirs.step()
+    theirs.zero_grad()
+    engine = engine_of(model, optimizer_compression="8bit")
+    optimizer = engine.optimizer(lr=1e-2)
+    said.clear()
+    optimizer.load_state_dict(theirs.state_dict())
+    assert any("rounded to 8bit" in line for line in said.messages), said.messages

@@ -1,0 +1,201 @@
+"""Updates that start in the backward."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import Stack, differences, engine_of, inputs, roles
+
+from megatrain.errors import MegaTrainError, NonFiniteGradients, UnsupportedCall
+from megatrain.stream.lanes import ThreadLanes
+
+
+def backward(model: Any, seed: int) -> None:
+    model(inputs(seed)).square().mean().backward()
+
+
+def started(**settings: Any) -> Any:
+    """An engine after its first step: from now on updates may start in the backward."""
+    model = Stack()
+    engine = engine_of(model, **settings)
+    optimizer = engine.optimizer(lr=0.1)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.synchronize()
+    return model, engine, optimizer
+
+
+def test_two_optimizers_final_backward_of_one_step_of_the_other_first() -> None:
+    def run(early: bool) -> Any:
+        model = Stack()
+        engine = engine_of(model)
+        weights = [p for n, p in model.named_parameters() if "scale" in n or "weight" in n]
+        rest = [p for n, p in model.named_parameters() if not ("scale" in n or "weight" in n)]
+        a, b = engine.optimizer(weights, lr=0.1), engine.optimizer(rest, lr=0.1)
+        for step in range(3):
+            if early:
+                with a.final_backward():
+                    backward(model, step)
+            else:
+                backward(model, step)
+            b.step()
+            a.step()
+            a.zero_grad()
+        return roles(engine)
+
+    assert differences(run(True), run(False)) == []
+
+
+def test_a_second_final_backward_before_the_step_is_refused() -> None:
+    """Today: the first gradient is applied twice, and the steps are counted twice."""
+    model, engine, optimizer = started()
+    with optimizer.final_backward():
+        backward(model, 1)
+    again = optimizer.final_backward()
+    with pytest.raises(UnsupportedCall, match="entered again before step"):
+        again.__enter__()
+    optimizer.step()
+    assert all(slab.steps == [2] * len(slab.steps) for slab in engine.slabs)
+
+
+def test_writing_a_gradient_after_its_update_started_is_refused() -> None:
+    """Today: silently without effect."""
+    model, _engine, optimizer = started()
+    before = model.layers[2].scale + 0
+    with optimizer.final_backward():
+        backward(model, 1)
+    refused = False
+    try:
+        model.layers[2].scale.grad.zero_()
+        model.layers[2].scale.grad = torch.zeros(8)
+    except MegaTrainError:
+        refused = True
+    optimizer.step()
+    assert refused or torch.equal(before, model.layers[2].scale + 0), "the written gradient had no effect"
+
+
+def test_a_learning_rate_changed_before_step_is_refused_or_used() -> None:
+    """Today: slabs that started early use the old one, the others the new one."""
+    model, _engine, optimizer = started()
+    before = {n: p + 0 for n, p in model.named_parameters()}
+    with optimizer.final_backward():
+        backward(model, 1)
+    try:
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        optimizer.step()
+    except MegaTrainError:
+        return
+    moved = {n for n, p in model.named_parameters() if not torch.equal(before[n], p + 0)}
+    assert moved in (set(), set(before)), f"half of the model used another learning rate: {sorted(moved)}"
+
+
+def test_after_an_error_in_the_last_backward_a_step_does_not_apply_gradients_twice() -> None:
+    model, engine, optimizer = started()
+
+    def explode(gradient: torch.Tensor) -> None:
+        raise RuntimeError("in the middle")
+
+    handle = model.layers[0].scale.register_hook(explode)
+    with pytest.raises(RuntimeError, match="in the middle"), optimizer.final_backward():
+        backward(model, 1)
+    handle.remove()
+    optimizer.step()
+    engine.synchronize()
+    steps = {slab.name: slab.steps for slab in engine.slabs}
+    assert max(max(s) for s in steps.values()) <= 2, steps
+
+
+class SlowNorm(ThreadLanes):
+    """The norm is slow (it is: FP64, one thread, over all gradients); the next step's gradients land before it."""
+
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        plain = self.update.submit
+
+        def submit(work: Any, after: Any = (), label: str = "") -> Any:
+            def slow() -> None:
+                if label == "norm":
+                    time.sleep(pause)
+                work()
+
+            return plain(slow, after, label)
+
+        self.update.submit = submit  # type: ignore[method-assign]
+
+
+def test_the_norm_of_an_early_step_is_not_that_of_the_next_ones_gradients() -> None:
+    def run(lanes: Any, early: bool) -> list[float]:
+        model = Stack()
+        # The outermost parameter is frozen: then every slab starts early and the next step waits for nobody.
+        model.gain.requires_grad_(False)
+        engine = engine_of(model, lanes=lanes, precision="fp32")
+        optimizer = engine.optimizer(lr=0.1)
+        outcomes = []
+        for step in range(3):
+            backward(model, 10 * step)
+            if early:
+                with optimizer.final_backward():
+                    backward(model, 10 * step + 1)
+            else:
+                backward(model, 10 * step + 1)
+            optimizer.step()
+            outcomes.append(optimizer._outcome)
+            optimizer.zero_grad()
+        engine.synchronize()
+        for outcome in outcomes:
+            outcome.ticket.wait()
+        found = [outcome.norm for outcome in outcomes]
+        engine.close()
+        return found
+
+    assert run(SlowNorm(0.2), True) == run("sync", False)
+
+
+class SlowVram(ThreadLanes):
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        plain = self.vram.submit
+
+        def submit(work: Any, after: Any = (), label: str = "") -> Any:
+            def slow() -> None:
+                if label == self_.slow:
+                    time.sleep(pause)
+                work()
+
+            return plain(slow, after, label)
+
+        self_ = self
+        self.slow = ""
+        self.vram.submit = submit  # type: ignore[method-assign]
+
+
+def test_what_a_bad_gradient_names_includes_resident_blocks(said: pytest.LogCaptureFixture) -> None:
+    """layers.2 is resident and moves in the backward; the norm is taken on another lane and does not wait for that."""
+    lanes = SlowVram(0.3)
+    model = Stack()
+    engine = engine_of(model, lanes=lanes, resident=("layers.2",))
+    optimizer = engine.optimizer(lr=0.1)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.synchronize()
+    before = roles(engine)
+    model.layers[1].scale.register_hook(lambda gradient: gradient * float("nan"))
+    # Between its look at `skipped` and its update: the time that an update takes.
+    plain = engine._step._updates._kernels["vram"]
+    engine._step._updates._kernels["vram"] = lambda operands: (time.sleep(0.3), plain(operands))[1]
+    with optimizer.final_backward():
+        backward(model, 1)
+    raised = False
+    try:
+        optimizer.step()
+        engine.synchronize()
+        model(inputs(2))
+    except NonFiniteGradients:
+        raised = True
+    engine.synchronize()
+    changed = differences(before, roles(engine))
+    assert raised or not changed, (changed, said.messages)

@@ -1,0 +1,51 @@
+"""Memory that grows."""
+
+import contextlib
+from typing import Any
+
+import torch
+from tests.tiny import Stack, engine_of, inputs
+
+from megatrain.stream import cuda
+from megatrain.stream.lanes import Failures
+from megatrain.stream.timeline import Timeline
+
+
+class FakeEvent:
+    def __init__(self, **_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def test_what_a_stream_lane_did_is_not_kept_for_ever(monkeypatch: Any) -> None:
+    """The issuing thread of every stream lane has a timeline of its own, which nobody ever cuts."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    timeline = Timeline(torch.device("cpu"))
+    lane = cuda.StreamLane("h2d", torch.device("cpu"), timeline, Failures())
+    for _step in range(20):
+        for _ in range(100):
+            lane.submit(lambda: None, label="x").wait()
+        timeline.cut()
+    kept = lane._issuer.timeline
+    assert kept is None or len(kept._page.spans) < 500
+
+
+def test_evaluation_does_not_collect_spans_without_end() -> None:
+    model = Stack()
+    engine = engine_of(model)
+    counts = []
+    for _ in range(2):
+        with torch.no_grad():
+            for seed in range(4000):
+                model(inputs(seed))
+        counts.append(len(engine._lanes.timeline._page.spans) + len(engine._lanes.timeline._page.waits))
+    assert counts[1] < 1 << 16, f"entries after 4000 and 8000 forwards: {counts}"
