@@ -74,9 +74,12 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
     def step() -> float:
         tasks = [partial(micro_batch, ids) for ids in tokens]
-        losses = []
-        for start in range(0, len(tasks), plan.window):
-            losses += engine.window(tasks[start : start + plan.window], whole=plan.window >= len(tasks))
+        if plan.window == 1:
+            losses = [task() for task in tasks]
+        else:
+            losses = []
+            for start in range(0, len(tasks), plan.window):
+                losses += engine.window(tasks[start : start + plan.window], whole=plan.window >= len(tasks))
         optimizer.step()
         optimizer.zero_grad()
         return sum(loss.item() for loss in losses)
@@ -90,7 +93,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     times = engine.step_times
     measured = sorted(seconds)[len(seconds) // 2]
     result = {
-        "row": f"{args.shape}, {args.max_vram_gb or 'no'} cap",
+        "row": f"{args.shape}, {args.max_vram_gb or 'no'} cap{', compiled' if args.compile else ''}",
         "tokens": plan.run.tokens,
         "resident": f"{len(plan.resident)} of {plan.blocks}",
         "policy": plan._policies(),
