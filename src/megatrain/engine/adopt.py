@@ -69,6 +69,8 @@ class Adoption:
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
             self._guard(module)
+        # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
+        self.memory.trim()
 
     def release(self) -> None:
         """Make the model an ordinary one on the CPU again. Nothing is lost: a split master comes back as FP32."""

@@ -37,6 +37,13 @@ def touch(address: int, nbytes: int, threads: int) -> None:
     _check(load().mt_touch(address, _size(nbytes), threads), f"touching {nbytes} bytes")
 
 
+def trim() -> None:
+    """Give freed memory that the C library keeps back to the system, where it can (glibc)."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)
+
+
 def copy(dst: int, src: int, nbytes: int, threads: int) -> None:
     """Copy between two ranges of host memory that do not overlap, in parallel."""
     _check(load().mt_copy(dst, src, _size(nbytes), threads), f"copying {nbytes} bytes")

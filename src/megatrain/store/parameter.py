@@ -244,14 +244,14 @@ def after_accumulate(parameter: torch.nn.Parameter) -> None:
             hook(parameter)
 
 
-def states_of(parameter: StoreTensor, moments: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The residual and the given moments of one parameter, as views of its slab, in the formats they are stored in."""
+def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Residual and moments (None: all) of one parameter, as views of its slab, in the formats they are stored in."""
     slab, index = parameter.slab, parameter.segment
     segment = slab.layout.segments[index]
     found = {}
     if slab.residual is not None:
         found["residual"] = slab.residual[segment.offset : segment.end].view(segment.shape)
-    for role in moments:
+    for role in slab.moments if moments is None else moments:
         found |= {role + suffix: tensor for suffix, tensor in slab.moments[role].stored(index).items()}
     return found
 

@@ -92,6 +92,10 @@ class HostMemory:
         self._buffers.remove(buffer)
         self.held -= buffer.nbytes
 
+    def trim(self) -> None:
+        """Freed originals go back to the system, not only to the allocator."""
+        native.trim()
+
     def unpin(self) -> None:
         """Give the pages back to the driver; contents stay readable."""
         for buffer in self._buffers:

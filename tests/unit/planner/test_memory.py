@@ -1,5 +1,7 @@
 """Bytes: against what was measured, and against what the store and the streams really allocate."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.unit.planner.made_up import moe, shape_of
@@ -15,12 +17,13 @@ from megatrain.store.slab import Slab
 from megatrain.stream.fetch import by_size
 
 # benchmarks/results/2026-11-15-h200.md and README.md: GiB allocated and reserved at the peak, None: not noted.
+TWO = Run(micro_batch=4, accumulation=2)
 MEASURED = [
-    ("qwen2.5-7b", Run(micro_batch=4), Decision(), 11.44, 12.92),
     ("llama2-7b", Run(micro_batch=4), Decision(), 6.31, 7.72),
-    ("qwen2.5-7b", Run(micro_batch=4, accumulation=16, compile=True), Decision(window=16), 40.3, 41.9),
-    ("qwen2.5-7b", Run(micro_batch=4, accumulation=4, compile=True), Decision(window=4), 20.2, None),
-    ("qwen2.5-14b", Run(micro_batch=4, accumulation=4, compile=True), Decision(window=4, layers=25), 123, None),
+    ("qwen2.5-1.5b", TWO, Decision(rest=True, layers=1, offload=True, window=2), 9.42, None),
+    ("qwen2.5-3b", TWO, Decision(rest=True, layers=10, offload=True, window=2), 21.61, None),
+    ("qwen2.5-7b", TWO, Decision(layers=3, offload=True, window=2, slots=4, grad_slots=1), 21.12, None),
+    ("qwen2.5-7b", replace(TWO, compile=True), Decision(rest=True, layers=17, offload=True, window=2), 75.85, None),
 ]
 
 
