@@ -51,6 +51,22 @@ def engine_of(model: nn.Module, **settings: Any) -> mt.Engine:
     return mt.Engine(model, **{"device": "cpu", **settings})
 
 
+def backward(model: nn.Module, seed: int, **options: Any) -> None:
+    model(inputs(seed), **options).square().mean().backward()
+
+
+def started(max_grad_norm: float | None = None, **settings: Any) -> tuple[Any, mt.Engine, Any]:
+    """A model, its engine and its optimizer after the first step: from now on updates may start in the backward."""
+    model = Stack()
+    engine = engine_of(model, **settings)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=max_grad_norm)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.synchronize()
+    return model, engine, optimizer
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad + 0 for name, p in model.named_parameters()}
 

@@ -14,9 +14,6 @@ from megatrain.planner import plan as solve
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
 
-DECIDED = ("resident", "policy", "window", "slots", "grad_slots")
-"""Settings that a plan decides, where the user has not."""
-
 
 def plan(model_or_config: Any, *, machine: Machine | str | os.PathLike[str] | None = None, **options: Any) -> Plan:
     """The fastest plan for a model, a config or a name: where every byte lives, and what a step takes.
@@ -43,6 +40,6 @@ def follow(settings: Settings) -> Settings:
             "plan without offload_dir."
         )
     defaults = {field.name: field.default for field in fields(Settings)}
-    open_fields = [name for name in DECIDED if getattr(settings, name) == defaults[name]]
     announce(f"the plan:\n{decided.table()}")
-    return replace(settings, **{name: getattr(decided, name) for name in open_fields})
+    chosen = decided.settings()
+    return replace(settings, **{name: chosen[name] for name in chosen if getattr(settings, name) == defaults[name]})

@@ -184,7 +184,7 @@ class Engine:
     def trace(self) -> Iterator[Timeline]:
         """Record what the lanes do inside the block; the timeline is complete when it ends."""
         self.synchronize()
-        self._lanes.timeline.start(self.device)
+        self._lanes.timeline.start()
         try:
             yield self._lanes.timeline
         finally:

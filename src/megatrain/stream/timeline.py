@@ -135,7 +135,7 @@ class Timeline:
 
     # ---- a trace
 
-    def start(self, device: torch.device) -> None:
+    def start(self) -> None:
         """Keep spans from now on; the caller has synchronised the engine."""
         self.settle(wait=True)
         self.spans = []

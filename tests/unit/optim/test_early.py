@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity import zoo
-from tests.tiny import Stack, differences, engine_of, inputs, roles
+from tests.tiny import Stack, backward, differences, engine_of, inputs, roles, started
 
 from megatrain.errors import NonFiniteGradients, UnsupportedCall
 from megatrain.stream.lanes import ThreadLanes
@@ -18,10 +18,6 @@ LANES = {"sync": lambda: "sync", "threads": lambda: ThreadLanes(seed=3, max_dela
 @pytest.fixture(params=LANES.values(), ids=LANES.keys())
 def lanes(request: Any) -> Any:
     return request.param()
-
-
-def backward(model: Any, seed: int, **options: Any) -> None:
-    model(inputs(seed), **options).square().mean().backward()
 
 
 def run(lanes: Any, early: bool, precision: str = "fp32", windows: bool = False, micro: int = 2) -> Any:
@@ -113,12 +109,7 @@ def test_two_forwards_before_one_backward_are_one_gradient(lanes: Any) -> None:
 
 
 def test_another_backward_after_the_last_one_is_refused() -> None:
-    model = Stack()
-    engine = engine_of(model)
-    optimizer = engine.optimizer(lr=0.1)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, _engine, optimizer = started()
     with optimizer.final_backward():
         backward(model, 1)
     with pytest.raises(UnsupportedCall, match=r"got another gradient after its update had started"):
@@ -126,23 +117,12 @@ def test_another_backward_after_the_last_one_is_refused() -> None:
 
 
 def test_with_clipping_nothing_starts_early() -> None:
-    model = Stack()
-    engine = engine_of(model)
-    optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, engine, optimizer = started(max_grad_norm=1.0)
     assert updates_before_step(model, engine, optimizer, lambda: backward(model, 1)) == set()
 
 
 def test_a_bad_gradient_raises_and_names_what_has_moved(lanes: Any) -> None:
-    model = Stack()
-    engine = engine_of(model, lanes=lanes)
-    optimizer = engine.optimizer(lr=0.1)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    engine.synchronize()
+    model, engine, optimizer = started(lanes=lanes)
     before = roles(engine)
     # The backward goes from the last layer to the first: layer 2 has been updated when layer 1's gradient goes bad.
     model.layers[1].scale.register_hook(lambda gradient: gradient * float("nan"))
@@ -163,12 +143,7 @@ def test_a_bad_gradient_raises_and_names_what_has_moved(lanes: Any) -> None:
 
 
 def test_a_step_that_is_given_up_is_said(said: pytest.LogCaptureFixture) -> None:
-    model = Stack()
-    engine = engine_of(model)
-    optimizer = engine.optimizer(lr=0.1)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, _engine, optimizer = started()
 
     def explode(gradient: torch.Tensor) -> None:
         raise RuntimeError("in the middle")

@@ -5,26 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import Stack, differences, engine_of, inputs, roles
+from tests.tiny import Stack, backward, differences, engine_of, inputs, roles, started
 
-from megatrain.errors import MegaTrainError, NonFiniteGradients, UnsupportedCall
+from megatrain.errors import NonFiniteGradients, UnsupportedCall
 from megatrain.stream.lanes import ThreadLanes
-
-
-def backward(model: Any, seed: int) -> None:
-    model(inputs(seed)).square().mean().backward()
-
-
-def started(**settings: Any) -> Any:
-    """An engine after its first step: from now on updates may start in the backward."""
-    model = Stack()
-    engine = engine_of(model, **settings)
-    optimizer = engine.optimizer(lr=0.1)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    engine.synchronize()
-    return model, engine, optimizer
 
 
 def test_two_optimizers_final_backward_of_one_step_of_the_other_first() -> None:
@@ -49,7 +33,6 @@ def test_two_optimizers_final_backward_of_one_step_of_the_other_first() -> None:
 
 
 def test_a_second_final_backward_before_the_step_is_refused() -> None:
-    """Today: the first gradient is applied twice, and the steps are counted twice."""
     model, engine, optimizer = started()
     with optimizer.final_backward():
         backward(model, 1)
@@ -61,35 +44,28 @@ def test_a_second_final_backward_before_the_step_is_refused() -> None:
 
 
 def test_writing_a_gradient_after_its_update_started_is_refused() -> None:
-    """Today: silently without effect."""
     model, _engine, optimizer = started()
-    before = model.layers[2].scale + 0
     with optimizer.final_backward():
         backward(model, 1)
-    refused = False
-    try:
-        model.layers[2].scale.grad.zero_()
-        model.layers[2].scale.grad = torch.zeros(8)
-    except MegaTrainError:
-        refused = True
-    optimizer.step()
-    assert refused or torch.equal(before, model.layers[2].scale + 0), "the written gradient had no effect"
+    scale: Any = model.layers[2].scale
+    with pytest.raises(UnsupportedCall, match="after its update had started"):
+        scale.grad.zero_()
+    with pytest.raises(UnsupportedCall, match="after its update had started"):
+        scale.grad = torch.zeros(8)
+    with pytest.raises(UnsupportedCall, match="after its update had started"):
+        scale.grad = None
 
 
-def test_a_learning_rate_changed_before_step_is_refused_or_used() -> None:
-    """Today: slabs that started early use the old one, the others the new one."""
+def test_a_learning_rate_changed_before_step_is_refused() -> None:
+    """Slabs that started early would use the old one, the others the new one."""
     model, _engine, optimizer = started()
-    before = {n: p + 0 for n, p in model.named_parameters()}
     with optimizer.final_backward():
         backward(model, 1)
-    try:
-        optimizer.param_groups[0]["lr"] = 0.0
-        optimizer.param_groups[0]["weight_decay"] = 0.0
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(UnsupportedCall, match="was changed between final_backward"):
         optimizer.step()
-    except MegaTrainError:
-        return
-    moved = {n for n, p in model.named_parameters() if not torch.equal(before[n], p + 0)}
-    assert moved in (set(), set(before)), f"half of the model used another learning rate: {sorted(moved)}"
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
 
 
 def test_after_an_error_in_the_last_backward_a_step_does_not_apply_gradients_twice() -> None:

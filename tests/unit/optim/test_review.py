@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests import small
-from tests.tiny import Stack, differences, engine_of, inputs, roles
+from tests.tiny import Stack, backward, differences, engine_of, inputs, roles, started
 
 from megatrain.errors import NonFiniteGradients
 from megatrain.stream.lanes import ThreadLanes
 
 WIDTHS: list[Any] = [False, "bf16", "8bit", "4bit"]
-
-
-def backward(model: Any, seed: int, **options: Any) -> None:
-    model(inputs(seed), **options).square().mean().backward()
 
 
 def language_step(engine: Any, optimizer: Any, seed: int) -> float:
@@ -162,12 +158,7 @@ def test_frozen_and_tied_weights_in_gpu_memory() -> None:
 
 
 def test_after_a_bad_early_step_training_goes_on() -> None:
-    model = Stack()
-    engine = engine_of(model)
-    optimizer = engine.optimizer(lr=0.1)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, engine, optimizer = started()
     scale: Any = model.layers[1].scale
     handle = scale.register_hook(lambda gradient: gradient * float("inf"))
     with optimizer.final_backward():
