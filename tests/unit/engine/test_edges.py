@@ -1,3 +1,5 @@
+"""Corners of an engine's life: optimizers the user made, errors that end it, another GPU, another optimizer."""
+
 from typing import Any
 
 import pytest
@@ -6,12 +8,10 @@ from tests import small
 from tests.tiny import Stack, engine_of, inputs
 
 import megatrain as mt
-from megatrain.errors import SettingsError
 from megatrain.stream.lanes import ThreadLanes
 
 
 def test_clipping_asked_of_the_trainer_reaches_an_optimizer_that_the_user_made(tmp_path: Any, said: Any) -> None:
-    """max_grad_norm of TrainingArguments is ignored when the optimizer comes from `engine.optimizer()`."""
 
     def run(own: bool) -> Any:
         model = small.llama()
@@ -22,14 +22,13 @@ def test_clipping_asked_of_the_trainer_reaches_an_optimizer_that_the_user_made(t
             lr_scheduler_type="constant",
         )  # fmt: skip
         before = small.snapshot(model)
-        try:
-            mt.Trainer(model=model, args=args, train_dataset=small.rows(), optimizers=optimizers).train()
-        except SettingsError:
-            return 0.0
+        mt.Trainer(model=model, args=args, train_dataset=small.rows(), optimizers=optimizers).train()
         return small.furthest(before, small.snapshot(model))
 
     assert run(False) < 1e-5
-    assert run(True) < 1e-5 or any("max_grad_norm" in line for line in said.messages)
+    said.clear()
+    assert run(True) < 1e-5
+    assert any("max_grad_norm" in line for line in said.messages)
 
 
 def test_masters_of_all_roles_are_readable_after_an_error_left_the_engine() -> None:
