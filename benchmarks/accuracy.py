@@ -38,9 +38,11 @@ ROWS = [
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
+    ram = {"started": resident_ram()}
     model = random_model(args.shape, torch.bfloat16).train()
     machine = mt.probe()
     torch.cuda.empty_cache()
+    ram["model"] = resident_ram()
     plan = mt.plan(
         model,
         machine=machine,
@@ -61,6 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         max_vram_gb=args.max_vram_gb,
         max_ram_gb=args.max_ram_gb,
     )
+    ram["attached"] = resident_ram()
     optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
     generator = torch.Generator().manual_seed(1)
     size = (args.batch, args.length)
@@ -85,6 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         return sum(loss.item() for loss in losses)
 
     losses, seconds = [step(), step()], []
+    ram["stepped"] = resident_ram()
     for _ in range(args.steps):
         began = time.perf_counter()
         losses.append(step())
@@ -92,14 +96,23 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     engine.synchronize()
     times = engine.step_times
     measured = sorted(seconds)[len(seconds) // 2]
+    ram["end"] = resident_ram()
+    # The most that the driver saw: what is outside PyTorch's allocator, and the most that this reserved.
+    outside = driver_vram() - torch.cuda.memory_reserved() / GIB
+    reserved = torch.cuda.max_memory_reserved() / GIB
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
     result = {
         "row": f"{args.shape}, {args.max_vram_gb or 'no'} cap{', compiled' if args.compile else ''}",
         "tokens": plan.run.tokens,
         "resident": f"{len(plan.resident)} of {plan.blocks}",
         "policy": plan._policies(),
         "seconds": [plan.step.seconds, measured, measured / plan.step.seconds - 1],
-        "vram_gib": [plan.total("vram") / GIB, driver_vram(), torch.cuda.max_memory_allocated() / GIB],
-        "ram_gib": [plan.total("ram") / GIB, resident_ram()],
+        "vram_gib": [plan.total("vram") / GIB, outside + reserved, torch.cuda.max_memory_allocated() / GIB],
+        "vram_detail": {"outside": outside, "reserved": reserved, "retries": retries},
+        "vram_planned": {role: round(nbytes / GIB, 3) for role, nbytes in plan.memory["vram"].items()},
+        "ram_gib": [plan.total("ram") / GIB, max(ram["stepped"], ram["end"])],
+        "ram_detail": ram,
+        "ram_planned": {role: round(nbytes / GIB, 3) for role, nbytes in plan.memory["ram"].items()},
         "lanes_predicted": {"busy": plan.step.busy, "waited": plan.step.waited},
         "lanes_measured": {"busy": times.busy, "waited": times.waited} if times else None,
         "losses": losses,
@@ -139,9 +152,7 @@ def main() -> None:
             f"{found['vram_gib'][2]:.2f}) | {found['ram_gib'][0]:.1f}, {found['ram_gib'][1]:.1f} |",
             flush=True,
         )
-        print(
-            f"  {json.dumps({k: found[k] for k in ('lanes_predicted', 'lanes_measured')})}", file=sys.stderr, flush=True
-        )
+        print(f"  {json.dumps(found)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

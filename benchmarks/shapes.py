@@ -23,6 +23,10 @@ SHAPES: dict[str, dict[str, object]] = {
                           "num_attention_heads": 28, "num_key_value_heads": 4},
     "qwen2.5-14b": QWEN | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
                            "num_attention_heads": 40, "num_key_value_heads": 8},
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+                      "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+                      "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+                      "max_position_embeddings": 32768, "norm_topk_prob": True},
 }  # fmt: skip
 
 
