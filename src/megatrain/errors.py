@@ -55,6 +55,10 @@ class NotEnoughMemory(MegaTrainError, MemoryError):
     """An allocation would not fit; nothing was allocated."""
 
 
+class OutOfRam(MegaTrainError, MemoryError):
+    """RAM ran short in the middle of a run; it was stopped before the system would have killed it."""
+
+
 class DataError(MegaTrainError, ValueError):
     """The dataset cannot be turned into batches."""
 

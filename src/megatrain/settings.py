@@ -26,12 +26,17 @@ class Settings:
     max_vram_gb: float | None = None
     """Most GPU memory this process may take, in GiB; None: all of it."""
     max_ram_gb: float | None = None
-    """Most host RAM that state may take, in GiB; None: what is free."""
+    """Most host RAM that this process may take, in GiB; None: what is free."""
     optimizer_compression: bool | str = False
     """How the optimizer's moments are kept: False (FP32), True (= "4bit"), "bf16", "8bit" or "4bit", which lose
     precision; or "lossless", which keeps FP32 in memory and compresses it on disk."""
-    plan: Any = None
-    """A `Plan` of `megatrain.plan`: decides `resident`, `policy`, `window` and slots where they are not set here."""
+    plan: Any = "auto"
+    """A `Plan` of `megatrain.plan`: decides `resident`, `policy`, `window` and slots where they are not set here.
+    "auto": a Trainer on a GPU makes one; an engine without a Trainer has none. None: no plan, all blocks stream."""
+    machine: Any = None
+    """What a Trainer plans with: a description (a name of `Machine.shipped()`, a path, a `Machine`); None: measured."""
+    length: int | None = None
+    """Most tokens in a sequence that a Trainer plans for; None: what its data shows."""
     device: str | None = None
     """"cuda", "cuda:N" or "cpu"; None: CUDA if there is one, else the CPU, announced."""
     precision: str | None = None
@@ -81,8 +86,10 @@ class Settings:
         policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
         if unknown := [policy for policy in policies if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
-        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
-            raise SettingsError(f"window must be a number of micro-batches or None, not {self.window!r}.")
+        for name, what in (("window", "micro-batches"), ("length", "tokens")):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SettingsError(f"{name} must be a number of {what} or None, not {value!r}.")
         if self.head_chunk is not None and (not isinstance(self.head_chunk, int) or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
         if self.kernels not in KERNELS:

@@ -190,8 +190,14 @@ class Seats:
             if not baton.join():
                 # Whoever is stuck keeps its thread; it gives up if it ever gets the baton again.
                 self._workers = []
+        self._baton = None
         if baton.error is not None:
-            raise baton.error
+            # What failed holds its frames, and those the tensors of the whole window: nobody but the caller keeps it.
+            error, baton.error = baton.error, None
+            try:
+                raise error
+            finally:
+                del error
         return [results[number] for number in range(len(tasks))]
 
     def close(self) -> None:

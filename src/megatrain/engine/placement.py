@@ -10,6 +10,7 @@ import torch
 
 from megatrain.errors import SettingsError
 from megatrain.hardware import inventory
+from megatrain.hardware.watch import RamWatch
 from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
@@ -31,6 +32,7 @@ class Placement:
             guard=partial(_require_ram, settings.max_ram_gb),
         )
         self.vram = DeviceMemory(device)
+        self.watch = RamWatch(held=lambda: self.ram.held, trim=self.ram.trim)
 
     def tier(self, block: str) -> Memory:
         """Where the block of this name keeps its state."""

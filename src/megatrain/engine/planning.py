@@ -20,8 +20,8 @@ def plan(model_or_config: Any, *, machine: Machine | str | os.PathLike[str] | No
 
     On this machine, which is measured if it has not been, or on a described one: a name of `Machine.shipped()`, the
     path of a description, or a `Machine`. `options`: `batch`, `length`, `accumulation`, `optimizer`, `clipping`,
-    `compile`, and `max_vram_gb`, `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision` as in `mt.init`.
-    Raises `NotEnoughMemory` with what would make it fit.
+    `compile`, `evaluation` (tokens in a batch of it), and `max_vram_gb`, `max_ram_gb`, `offload_dir`,
+    `optimizer_compression`, `precision` as in `mt.init`. Raises `NotEnoughMemory` with what would make it fit.
     """
     here = machine if machine is not None else probe(offload_dir=options.get("offload_dir"))
     return solve(model_or_config, machine=here, **options)
@@ -30,8 +30,8 @@ def plan(model_or_config: Any, *, machine: Machine | str | os.PathLike[str] | No
 def follow(settings: Settings) -> Settings:
     """The settings with what their plan decides filled in; what the user has set stays."""
     decided = settings.plan
-    if decided is None:
-        return settings
+    if decided is None or decided == "auto":
+        return replace(settings, plan=None)
     if not isinstance(decided, Plan):
         raise SettingsError(f"plan must be a Plan, as megatrain.plan makes it, not {type(decided).__name__}.")
     if decided.on_disk:

@@ -58,9 +58,12 @@ class Step:
         check_open: Callable[[], None],
         activations: Activations,
         policy: Callable[[Block], str],
+        watch: Callable[[], None],
     ) -> None:
         self.activations = activations
         self.policy = policy
+        self._watch = watch
+        """Raises when RAM runs out."""
         self.device = device
         self.slabs = slabs
         self.blocks: list[Block] = []
@@ -108,6 +111,7 @@ class Step:
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
         """The block's weights on the device, and those of the blocks after it on their way."""
+        self._watch()
         if phase != "inference" and block.index not in self.unparked:
             park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
         self._predictor.record((phase, block.index))
@@ -117,6 +121,12 @@ class Step:
         try:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"megatrain: the GPU ran out of memory in the {phase} of {block.name}. No weight was changed: after "
+                "zero_grad() training can go on, with fewer tokens at a time or with policy='offload'."
+            )
+            raise
         finally:
             self._fetcher.release(lease)
 

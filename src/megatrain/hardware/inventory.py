@@ -50,29 +50,39 @@ def refuse_distributed() -> None:
         )
 
 
-def cap_vram(device: torch.device, max_vram_gb: float | None) -> None:
-    """Hold PyTorch's allocator to `max_vram_gb`; a cap above the hardware is clamped, announced."""
-    if max_vram_gb is None:
-        return
+def cap_vram(device: torch.device, max_vram_gb: float | None, planned: int | None = None) -> None:
+    """Hold PyTorch's allocator to `max_vram_gb`, and to the bytes of a plan where those are fewer.
+
+    The cap is on what the driver reports, so what CUDA itself takes is inside it. One above the hardware is clamped,
+    announced.
+    """
     if device.type != "cuda":
-        announce(f"max_vram_gb={max_vram_gb:g} has no effect: there is no GPU in this run")
+        if max_vram_gb is not None:
+            announce(f"max_vram_gb={max_vram_gb:g} has no effect: there is no GPU in this run")
         return
+    _grow_segments()
     total = torch.cuda.get_device_properties(device).total_memory
-    wanted = int(max_vram_gb * GIB)
-    if wanted >= total:
-        announce(f"max_vram_gb={max_vram_gb:g} is above the GPU's {total / GIB:.1f} GiB: clamped to what it has")
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    allowed = total
+    if max_vram_gb is not None:
+        allowed = int(max_vram_gb * GIB)
+        if allowed >= total:
+            announce(f"max_vram_gb={max_vram_gb:g} is above the GPU's {total / GIB:.1f} GiB: clamped to what it has")
+        elif allowed <= CUDA_CONTEXT_BYTES:
+            raise NotEnoughMemory(
+                f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA "
+                "itself takes; raise it to at least 2."
+            )
+    if planned is not None:
+        allowed = min(allowed, planned)
+    fraction = 1.0 if allowed >= total else (allowed - CUDA_CONTEXT_BYTES) / total
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+def _grow_segments() -> None:
+    """Segments that grow keep what is reserved close to what is allocated; one who configured the allocator knows."""
+    if os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
         return
-    usable = wanted - CUDA_CONTEXT_BYTES
-    if usable <= 0:
-        raise NotEnoughMemory(
-            f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA "
-            "itself takes; raise it to at least 2."
-        )
-    torch.cuda.set_per_process_memory_fraction(usable / total, device)
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:true" in settings.lower():
-        announce("max_vram_gb is not enforced by PyTorch while expandable_segments is on; unset it for a hard cap")
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def free_memory(device: torch.device) -> int:
@@ -83,6 +93,34 @@ def free_memory(device: torch.device) -> int:
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return max(0, min(free + cached, cap - torch.cuda.memory_allocated(device)))
+
+
+def vram_within_reach(device: torch.device) -> int | None:
+    """Bytes of the GPU that this process has or could have: all but what other processes hold; None without a GPU."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES)
+
+
+def ram_within_reach() -> int:
+    """Bytes of RAM that this process has or could have."""
+    return available_ram() + own_ram()
+
+
+def own_ram() -> int:
+    """What this process holds and the system cannot take back: RssAnon + RssShmem."""
+    found = psutil.Process().memory_info()
+    # Without /proc (not Linux) shared pages are not told apart from files.
+    return int(found.rss - getattr(found, "shared", 0) + _shared_memory())
+
+
+def _shared_memory() -> int:
+    try:
+        with open("/proc/self/status") as status:
+            return sum(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
+    except OSError:
+        return 0
 
 
 def available_ram() -> int:

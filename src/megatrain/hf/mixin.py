@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils import _pytree as pytree
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -22,9 +23,11 @@ from megatrain import settings as settings_module
 from megatrain.checkpoint import manifest, states, weights
 from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
-from megatrain.errors import CheckpointError, MissingLabels, SettingsError
+from megatrain.errors import CheckpointError, MissingLabels, OutOfRam, SettingsError
 from megatrain.hardware import inventory
+from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import StepLines
+from megatrain.hf.recovery import RamStop, twice
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
@@ -58,10 +61,14 @@ class MegaMixin:
         inventory.refuse_distributed()
         self._micro_batches: list[Any] = []
         self._losses: list[torch.Tensor] = []
+        self._most_tokens = 0
+        """In a micro-batch that has been through forward and backward."""
         super().__init__(*args, **kwargs)
         self._attach()
         self._refuse_foreign_optimizer()
-        self.add_callback(StepLines(self))  # type: ignore[attr-defined]
+        self._ram_stop = RamStop(lambda: self.engine)
+        for callback in (StepLines(self), self._ram_stop):
+            self.add_callback(callback)  # type: ignore[attr-defined]
 
     # ---- set-up
 
@@ -129,14 +136,14 @@ class MegaMixin:
                 f"optim={self._optim!r} keeps moments in {width}, megatrain.init asked for "
                 f"optimizer_compression={asked.optimizer_compression!r}; leave one of them out."
             )
-        compression = asked.optimizer_compression or width or False
-        self.engine = Engine(
-            self.model,
+        settings = asked.override(
             device=str(device),
             precision=precision,
             compile=self._compile,
-            optimizer_compression=compression,
+            optimizer_compression=asked.optimizer_compression or width or False,
         )
+        plan = plan_of(self, settings, OPTIMIZERS[self._optim][0], device)
+        self.engine = Engine(self.model, **vars(settings.override(plan=plan)))
 
     def _refuse_foreign_optimizer(self) -> None:
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
@@ -178,7 +185,14 @@ class MegaMixin:
             resume_from_checkpoint = last_complete(self.args.output_dir)
         elif resume_from_checkpoint and not _is_stock(Path(resume_from_checkpoint)):
             manifest.verify(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if self._ram_stop.reason is not None:
+            folder = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            raise OutOfRam(
+                f"{self._ram_stop.reason}, so the run was ended after step {self.state.global_step} and saved in "
+                f"{folder}; free memory, then train(resume_from_checkpoint=True)."
+            )
+        return result
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""
@@ -189,15 +203,14 @@ class MegaMixin:
                 "so the model returns no loss; add labels to the dataset, or use a collator that makes them "
                 "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
             )
+        step = super().training_step  # type: ignore[misc]
         if len(self._micro_batches) < 2 or not any(inputs is batch for batch in self._micro_batches):
             alone = len(self._micro_batches) == 1 and inputs is self._micro_batches[0]
-            with self._final_backward() if alone else nullcontext():
-                loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            loss: torch.Tensor = self._guarded(lambda: self._single(step, alone, model, inputs, *args, **kwargs))
             return loss
         if inputs is self._micro_batches[0]:
-            step = super().training_step  # type: ignore[misc]
             tasks = [functools.partial(step, model, batch, *args, **kwargs) for batch in self._micro_batches]
-            self._losses = self._run_windows(tasks)
+            self._losses = self._guarded(lambda: self._run_windows(tasks))
         position = next(i for i, batch in enumerate(self._micro_batches) if batch is inputs)
         return self._losses[position]
 
@@ -205,6 +218,22 @@ class MegaMixin:
         samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._micro_batches = samples
         return samples, items
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """A step, or one micro-batch of it that comes alone, with a second try if the GPU runs out of memory."""
+        done = twice(self.engine, self._own_optimizer().zero_grad, work)
+        self._most_tokens = max(self._most_tokens, self._tokens())
+        return done
+
+    def _single(self, step: Callable[..., torch.Tensor], alone: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._final_backward() if alone else nullcontext():
+            return step(*args, **kwargs)
+
+    def _tokens(self) -> int:
+        """Of the largest micro-batch of this step."""
+        return max(
+            (leaf.numel() for leaf in pytree.tree_leaves(self._micro_batches) if torch.is_tensor(leaf)), default=0
+        )
 
     def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """The micro-batches of a step, in windows of as many as their boundary activations leave room for."""
@@ -219,7 +248,9 @@ class MegaMixin:
         """Let updates start in the backward, unless somebody wants to look at the gradients before the step."""
         looks = [c for c in self.callback_handler.callbacks if _overrides(c, "on_pre_optimizer_step")]  # type: ignore[attr-defined]
         optimizer = self._own_optimizer()
-        if looks or optimizer._optimizer_step_pre_hooks or not self._plain_steps():
+        # A size that has not been through may run out of memory, and a step that has begun to update stays begun.
+        untried = self._tokens() > self._most_tokens
+        if looks or untried or optimizer._optimizer_step_pre_hooks or not self._plain_steps():
             return nullcontext()
         return optimizer.final_backward()
 

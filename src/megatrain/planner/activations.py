@@ -100,6 +100,12 @@ def head_bytes(block: BlockShape, run: Run, vocabulary: int, trains: bool) -> in
     return peak + 2 * input_bytes(block, run)
 
 
+def evaluation_bytes(shape: ModelShape, run: Run) -> int:
+    """Peak of an evaluation batch beside weights: logits as they are, in FP32, and their log-softmax."""
+    widest = max((block.hidden_size for block in shape.blocks), default=0)
+    return run.evaluation * (shape.vocab_size * (run.itemsize + 8) + 4 * widest * run.itemsize)
+
+
 def workspace_bytes(shape: ModelShape, run: Run, attention: str, stored: int) -> int:
     """The highest peak of any block, if the first `stored` layers have kept their graphs."""
     peaks = [0]

@@ -16,7 +16,7 @@ from functools import lru_cache, reduce
 from itertools import accumulate
 
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
-from megatrain.planner.activations import BLAS_BYTES, graph_bytes, input_bytes, workspace_bytes
+from megatrain.planner.activations import BLAS_BYTES, evaluation_bytes, graph_bytes, input_bytes, workspace_bytes
 from megatrain.planner.run import Run
 
 GIB = 1 << 30
@@ -161,6 +161,7 @@ class Ledger:
             True: self.graphs,
         }
         """What the graphs of the first layers take above their inputs; above nothing, if those are offloaded."""
+        self._evaluation = evaluation_bytes(shape, run)
         self._work = lru_cache(maxsize=None)(lambda s: workspace_bytes(shape, run, self.attention, s))
         self._rings = lru_cache(maxsize=None)(self._weight_rings)
         self._role_sums = lru_cache(maxsize=None)(self._sum_roles)
@@ -192,6 +193,7 @@ class Ledger:
         slots = sum(nbytes * min(decision.slots, count) for nbytes, _, _, count in self._rings(rest, layers))
         on_device, parked = self._activations(decision)
         work = self._work(decision.stored) + BLAS_BYTES * (2 + (window if window > 1 else 0))
+        work += max(0, self._evaluation - on_device - work)
         staged, staging = self._staging(rest, layers) if several and window == 1 else (0, 0)
         gradients = here[3] + self._grad_slots(decision.grad_slots) + staged
         vram = [here[0] + slots, here[1], here[2], gradients, on_device, work]
@@ -210,6 +212,8 @@ class Ledger:
 
     def stored_limit(self, decision: Decision, room: int) -> int:
         """How many layers may keep their graphs if `room` bytes of the device are left without any."""
+        # An evaluation uses the room that graphs have in training.
+        room += max(0, self._evaluation - self._activations(decision)[0] - self._work(decision.stored))
         kept = self._extra[decision.offload]
         per = decision.window * (1 + SLACK_SHARE if self.gpu else 1)
         # With every graph kept none is rebuilt, so that the workspace is smaller.

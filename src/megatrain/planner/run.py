@@ -31,6 +31,8 @@ class Run:
     """Whether layers run through torch.compile."""
     clipping: bool = True
     """Whether the gradient norm is clipped: updates then wait for the whole backward."""
+    evaluation: int = 0
+    """Tokens in a batch of an evaluation between steps, whose logits are computed whole; 0: there is none."""
     attention: str | None = None
     """"sdpa", "eager"...; None: what transformers chose for the model."""
 
@@ -39,6 +41,8 @@ class Run:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
+        if isinstance(self.evaluation, bool) or not isinstance(self.evaluation, int) or self.evaluation < 0:
+            raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
         for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")

@@ -1,0 +1,145 @@
+"""A Trainer plans before it attaches: what its arguments and its data say about a step, and what the machine has left.
+
+Lengths come from the data: rows are read and collated as the training loop will, the longest together. A stream is not
+started for that; there `megatrain.init(length=...)` says it, or the Trainer's own `max_length`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset
+
+from megatrain.engine.planning import plan
+from megatrain.errors import NotEnoughMemory, NothingToStream
+from megatrain.hardware import inventory
+from megatrain.planner import Plan
+from megatrain.settings import Settings
+from megatrain.telemetry.notices import announce
+
+ROWS = 512
+"""Rows that are looked at for the longest; all of a smaller dataset, else evenly spaced ones."""
+LENGTHS = ("max_length", "max_seq_length")
+"""Names that Trainers give the longest sequence in their arguments."""
+OWN = ("resident", "policy", "window", "slots", "grad_slots")
+"""What a plan decides: whoever sets one of these decides alone."""
+
+
+def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -> Plan | None:
+    """The plan for a Trainer's run, or the one it was given; None if there is none to make, or too little is known."""
+    if settings.plan != "auto":
+        return settings.plan  # type: ignore[no-any-return]
+    if trainer.train_dataset is None or not _wanted(settings, device):
+        return None
+    args = trainer.args
+    shape = _batch_shape(trainer, settings)
+    if shape is None:
+        return None
+    batch, length = shape
+    evaluates = (
+        trainer.eval_dataset is not None and str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    )
+    try:
+        return plan(
+            trainer.model,
+            machine=settings.machine,
+            batch=batch,
+            length=length,
+            accumulation=args.gradient_accumulation_steps,
+            optimizer=kind,
+            clipping=bool(args.max_grad_norm),
+            evaluation=args.per_device_eval_batch_size * length if evaluates else 0,
+            max_vram_gb=_least(settings.max_vram_gb, inventory.vram_within_reach(device)),
+            max_ram_gb=_least(settings.max_ram_gb, inventory.ram_within_reach()),
+            optimizer_compression=settings.optimizer_compression,
+            precision=settings.precision,
+            compile=settings.compile,
+        )
+    except NothingToStream:
+        return None
+    except NotEnoughMemory as refusal:
+        refusal.add_note("megatrain: megatrain.init(plan=None) starts without a plan, and streams every block.")
+        raise
+
+
+def _wanted(settings: Settings, device: torch.device) -> bool:
+    defaults = Settings()
+    decided = [name for name in OWN if getattr(settings, name) != getattr(defaults, name)]
+    # Without a GPU there is one tier, and nothing to decide.
+    return not decided and (device.type == "cuda" or settings.machine is not None)
+
+
+def _least(asked: float | None, there: int | None) -> float | None:
+    known = [value for value in (asked, None if there is None else there / inventory.GIB) if value is not None]
+    return min(known, default=None)
+
+
+# ---- what a micro-batch looks like
+
+
+def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int] | None:
+    """Rows and columns of the largest micro-batch, as far as the data shows."""
+    size, dataset = trainer.args.per_device_train_batch_size, trainer.train_dataset
+    if settings.length is not None:
+        return size, settings.length
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        named = [getattr(trainer.args, name, None) for name in LENGTHS]
+        length = next((value for value in named if isinstance(value, int)), None)
+        if length is None:
+            announce(
+                "nothing is planned: the dataset is a stream, so its lengths are not known; megatrain.init(length=...) "
+                "says how long sequences are at the most"
+            )
+            return None
+        return size, length
+    try:
+        with _random_kept():
+            ids = _collated(trainer, dataset, size)
+    except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
+        announce(f"nothing is planned: no batch could be made of the dataset to look at ({error!r:.200})")
+        return None
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        announce("nothing is planned: batches of this dataset have no `input_ids` of rows and columns")
+        return None
+    return ids.shape[0], ids.shape[1]
+
+
+def _collated(trainer: Any, dataset: Any, size: int) -> Any:
+    """The `input_ids` of a micro-batch made of the longest rows."""
+    collate: Callable[[list[Any]], Any] = trainer.data_collator
+    if type(dataset).__module__.split(".")[0] == "datasets":
+        dataset = trainer._remove_unused_columns(dataset, description="training")
+    else:
+        collate = trainer._get_collator_with_removed_columns(collate, description="training")
+    count = len(dataset)
+    indices = range(count) if count <= ROWS else [i * count // ROWS for i in range(ROWS)]
+    rows = sorted((dataset[i] for i in indices), key=_extent, reverse=True)[:size]
+    batch = collate(rows + rows[:1] * (size - len(rows)))
+    return batch.get("input_ids") if hasattr(batch, "get") else None
+
+
+def _extent(row: Any) -> int:
+    """The longest thing in a row."""
+    values = row.values() if isinstance(row, dict) else [row]
+    scalars = (torch.Tensor, numpy.ndarray)
+    sized = [
+        value for value in values if hasattr(value, "__len__") and not (isinstance(value, scalars) and not value.ndim)
+    ]
+    return max(map(len, sized), default=0)
+
+
+@contextmanager
+def _random_kept() -> Iterator[None]:
+    """Rows and collators may draw random numbers; training must draw the same afterwards."""
+    cpu, python, numbers = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        numpy.random.set_state(numbers)

@@ -1,0 +1,95 @@
+"""A Trainer's step that runs out of memory: taken back and done again with less, or ended with a checkpoint.
+
+A step that is done again gives the bits that it would have given: gradients are dropped, random numbers start where
+they started, and what changes is only how much blocks keep for their backward (engine/relief.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from transformers import TrainerCallback
+
+from megatrain.engine.session import Engine
+from megatrain.telemetry.notices import warn
+
+Result = TypeVar("Result")
+
+
+class Beginning:
+    """What a step can change before its update: random numbers, gradients, buffers."""
+
+    def __init__(self, engine: Engine, zero_grad: Callable[[], None]) -> None:
+        self._engine, self._zero_grad = engine, zero_grad
+        self._clean = not any(slab.grad.present for slab in engine.slabs)
+        self._buffers = [(name, buffer, buffer._version) for name, buffer in engine.model.named_buffers()]
+        self._versions = [slab.version for slab in engine.slabs]
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+
+    def obstacle(self) -> str | None:
+        """Why the step cannot be taken back; None: it can."""
+        if not self._clean:
+            return "gradients of earlier micro-batches had been summed already"
+        if self._versions != [slab.version for slab in self._engine.slabs]:
+            return "updates had started in its backward, so that some weights have moved"
+        for name, buffer, version in self._buffers:
+            if buffer._version != version:
+                return f"its forward had changed the buffer {name}"
+        if self._engine.leanest:
+            return "blocks already keep nothing on the GPU for their backward; use fewer tokens at a time"
+        return None
+
+    def restore(self) -> None:
+        self._zero_grad()
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._engine.device)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+
+
+def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> Result:
+    """Do the work of a step; if the GPU runs out of memory, take it back and do it once more with less."""
+    beginning = Beginning(engine, zero_grad)
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        obstacle = beginning.obstacle()
+        if obstacle is not None:
+            error.add_note(f"megatrain: the step could not be done again, since {obstacle}.")
+            raise
+        said = str(error).split(". ")[0]
+    # Here the error is gone, and with it the frames that held the failed step's tensors.
+    beginning.restore()
+    gc.collect()
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
+    warn(
+        f"{said}: the step was taken back and is done again with less kept for the backward, which changes no bit of "
+        "the result but takes longer; use fewer tokens at a time if this goes on"
+    )
+    with engine.lean():
+        return work()
+
+
+class RamStop(TrainerCallback):
+    """Ends a run at the end of a step, with a checkpoint, when RAM is running out."""
+
+    def __init__(self, engine: Callable[[], Engine]) -> None:
+        self._engine = engine
+        self.reason: str | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.reason = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.reason = self._engine().ram.short()
+        if self.reason is not None:
+            control.should_save = control.should_training_stop = True

@@ -1,0 +1,113 @@
+"""RAM is watched while running: said when it is low, and an error before the system kills the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import small
+
+import megatrain as mt
+from megatrain.errors import OutOfRam
+from megatrain.hardware import cgroups, watch
+from megatrain.hardware.watch import GIB, RamWatch
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "INTERVAL", 0.0)
+
+
+def made(left: list[int], limit: int = 100 * GIB, trimmed: list[int] | None = None) -> RamWatch:
+    return RamWatch(
+        held=lambda: 7 * GIB,
+        trim=lambda: (trimmed if trimmed is not None else []).append(1),
+        left=lambda: left[0],
+        limit=limit,
+    )
+
+
+def test_low_is_said_once_until_it_is_high_again(said: pytest.LogCaptureFixture) -> None:
+    left, trimmed = [10 * GIB], []
+    looking = made(left, trimmed=trimmed)
+    looking.check()
+    assert not said.messages
+    assert not trimmed
+    left[0] = GIB * 3 // 4
+    looking.check()
+    looking.check()
+    assert len(said.messages) == 1
+    assert "0.75 GiB are left of 100.0 (MegaTrain's state 7.0" in said.messages[0]
+    assert len(trimmed) == 2
+    left[0] = 10 * GIB
+    looking.check()
+    left[0] = GIB * 3 // 4
+    looking.check()
+    assert len(said.messages) == 2
+
+
+def test_critical_is_an_error_unless_trimming_helps() -> None:
+    left = [GIB // 8]
+    with pytest.raises(OutOfRam, match=r"0\.12 GiB are left of 100\.0.*Weights and optimizer states are whole"):
+        made(left).check()
+    looking = RamWatch(
+        held=lambda: 0, trim=lambda: left.__setitem__(0, 50 * GIB), left=lambda: left[0], limit=100 * GIB
+    )
+    looking.check()
+
+
+def test_levels_are_shares_of_a_small_limit() -> None:
+    left = [GIB // 16]
+    looking = made(left, limit=2 * GIB)
+    looking.check()
+    assert looking.short() is None
+    left[0] = int(0.009 * 2 * GIB)
+    looking.check()
+    assert "RAM is running out" in (looking.short() or "")
+    left[0] = int(0.004 * 2 * GIB)
+    with pytest.raises(OutOfRam):
+        looking.check()
+
+
+def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "INTERVAL", 60.0)
+    looks: list[int] = []
+    looking = RamWatch(held=lambda: 0, trim=lambda: None, left=lambda: looks.append(1) or 50 * GIB, limit=100 * GIB)
+    for _ in range(100):
+        looking.check()
+    assert len(looks) == 1
+
+
+def test_against_a_cgroup_that_fills_up(tmp_path: Path) -> None:
+    """The files that the kernel writes, as a container sees them."""
+    (tmp_path / "memory.max").write_text(str(4 * GIB))
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/\n")
+    looking = RamWatch(
+        held=lambda: 0, trim=lambda: None, limit=4 * GIB,
+        left=lambda: cgroups.headroom(tmp_path, membership) or 0,
+    )  # fmt: skip
+    # Page cache can be reclaimed, so that 4.5 of 4 GiB in use are not too much yet.
+    (tmp_path / "memory.current").write_text(str(4 * GIB + GIB // 2))
+    looking.check()
+    (tmp_path / "memory.current").write_text(str(5 * GIB - (8 << 20)))
+    with pytest.raises(OutOfRam):
+        looking.check()
+
+
+def test_an_engine_stops_and_can_still_be_saved(tmp_path: Path) -> None:
+    model = small.llama()
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer(lr=1e-2)
+    model(**small.batch()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.ram._left = lambda: 0
+    with pytest.raises(OutOfRam):
+        model(**small.batch())
+    engine.save(tmp_path, optimizer)
+    assert (tmp_path / "model.safetensors").exists()
+    engine.ram._left = lambda: 1 << 40
+    model(**small.batch()).loss.backward()
+    optimizer.step()

@@ -1,0 +1,172 @@
+"""A Trainer plans before it attaches: from its data and arguments, within what is left of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tests import small
+from torch.utils.data import IterableDataset
+
+import megatrain as mt
+from megatrain.errors import NotEnoughMemory
+from megatrain.hf import planning
+
+MACHINE = "h200-128gb"
+"""Described, with a GPU: on the CPU its tiers are emulated."""
+
+
+def made(directory: Path, data: Any = None, settings: dict[str, Any] | None = None, **changes: Any) -> Any:
+    mt.init(**({"machine": MACHINE} | (settings or {})))
+    extra = {name: changes.pop(name) for name in ("data_collator", "eval_dataset") if name in changes}
+    return mt.Trainer(
+        model=small.llama(),
+        args=small.arguments(directory, **changes),
+        train_dataset=small.rows() if data is None else data,
+        **extra,
+    )
+
+
+def shape(trainer: Any) -> tuple[int, int, int]:
+    run = trainer.engine.settings.plan.run
+    return run.micro_batch, run.length, run.accumulation
+
+
+def test_the_plan_is_of_this_run_and_printed_before_it_starts(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    trainer = made(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.0, optim="lion_8bit", bf16=True)
+    run = trainer.engine.settings.plan.run
+    assert shape(trainer) == (2, small.LENGTH, 3)
+    assert (run.kind, run.width, run.precision, run.clipping) == ("lion", "8bit", "bf16", False)
+    assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
+    assert all(slab.resident for slab in trainer.engine.slabs), "so small a model stays in the memory of a H200"
+
+
+def test_planned_and_not_planned_are_the_same_bits(tmp_path: Path) -> None:
+    runs = []
+    for plan in ("auto", None):
+        trainer = made(tmp_path, settings={"plan": plan}, gradient_accumulation_steps=2, bf16=True)
+        trainer.train()
+        runs.append(trainer)
+    assert runs[0].engine.settings.plan is not None
+    assert runs[1].engine.settings.plan is None
+    assert small.losses(runs[0]) == small.losses(runs[1])
+    assert small.same(small.snapshot(runs[0].model), small.snapshot(runs[1].model))
+
+
+def test_the_longest_rows_together_are_planned_for(tmp_path: Path) -> None:
+    ids = [row["input_ids"] for row in small.rows(40, length=24)]
+    rows = [{"input_ids": row[: 3 + index % 7]} for index, row in enumerate(ids)]
+    rows[17] = {"input_ids": ids[17][:21]}
+    assert shape(made(tmp_path, rows)) == (2, 21, 1)
+    arrow = datasets.Dataset.from_list([{"input_ids": r["input_ids"].tolist(), "extra": "x" * 99} for r in rows])
+    assert shape(made(tmp_path, arrow)) == (2, 21, 1)
+
+
+def test_of_many_rows_some_are_looked_at(tmp_path: Path) -> None:
+    class Counting(torch.utils.data.Dataset):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen: set[int] = set()
+
+        def __len__(self) -> int:
+            return 100_000
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            self.seen.add(index)
+            return {"input_ids": [1] * (4 + (index > 50_000))}
+
+    data = Counting()
+    assert shape(made(tmp_path, data)) == (2, 5, 1)
+    assert len(data.seen) <= planning.ROWS + 1
+    assert max(data.seen) > 99_000
+
+
+def test_looking_draws_no_random_numbers_from_the_run(tmp_path: Path) -> None:
+    """NEFTune-like noise in the rows: a run that was planned sees the rows of one that was not."""
+
+    class Noisy(torch.utils.data.Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.randint(1, small.VOCAB, (small.LENGTH,))}
+
+    runs = []
+    for plan in ("auto", None):
+        torch.manual_seed(3)
+        trainer = made(tmp_path, Noisy(), settings={"plan": plan})
+        trainer.train()
+        runs.append(small.losses(trainer))
+    assert runs[0] == runs[1]
+
+
+class Stream(IterableDataset):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.started = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        self.started += 1
+        yield from small.rows(16)
+
+
+def test_a_stream_is_not_started_and_a_length_can_be_said(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    data = Stream()
+    assert made(tmp_path, data).engine.settings.plan is None
+    assert any("megatrain.init(length=...)" in line for line in said.messages)
+    assert shape(made(tmp_path, data, settings={"length": 128})) == (2, 128, 1)
+    assert data.started == 0
+
+
+def test_who_decides_alone_gets_no_plan(tmp_path: Path) -> None:
+    for decided in ({"policy": "store"}, {"resident": ("model.layers.0",)}, {"window": 1}):
+        trainer = made(tmp_path, settings=decided)
+        assert trainer.engine.settings.plan is None
+
+
+def test_a_given_plan_is_followed(tmp_path: Path) -> None:
+    plan = mt.plan(small.llama(), machine=MACHINE, batch=2, length=8, max_vram_gb=3)
+    assert made(tmp_path, settings={"plan": plan}).engine.settings.plan is plan
+
+
+def test_without_a_gpu_or_a_described_one_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.engine.planning.probe", lambda **_: pytest.fail("the machine was measured"))
+    assert made(tmp_path, settings={"machine": None}).engine.settings.plan is None
+
+
+def test_a_refusal_says_what_would_help_and_how_to_go_without(tmp_path: Path) -> None:
+    with pytest.raises(
+        NotEnoughMemory, match=r"short by .* GiB; any one of these makes it fit: max_ram_gb="
+    ) as refusal:
+        made(tmp_path, settings={"max_ram_gb": 0.5, "max_vram_gb": 3})
+    assert any("plan=None" in note for note in refusal.value.__notes__)
+    # What it suggests, taken literally.
+    for suggestion in refusal.value.suggestions:
+        limits = {"max_ram_gb": 0.5, "max_vram_gb": 3} | suggestion.changes
+        if suggestion.changes.keys() <= {"max_ram_gb", "max_vram_gb"}:
+            assert made(tmp_path, settings=limits).engine.settings.plan is not None
+
+
+def test_what_other_processes_hold_is_not_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.hardware.inventory.ram_within_reach", lambda: 1 << 20)
+    with pytest.raises(NotEnoughMemory, match="of ram it needs"):
+        made(tmp_path)
+
+
+def test_room_for_the_logits_of_an_evaluation(tmp_path: Path) -> None:
+    plain = made(tmp_path).engine.settings.plan
+    evaluated = made(
+        tmp_path, eval_dataset=small.rows(4), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1 << 16
+    ).engine.settings.plan
+    logits = (1 << 16) * small.LENGTH * small.VOCAB * 12
+    assert evaluated.total("vram") - plain.total("vram") > 0.9 * logits
+
+
+def test_data_that_cannot_be_collated_is_left_to_the_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    def broken(rows: Any) -> Any:
+        raise KeyError("pixel_values")
+
+    assert made(tmp_path, data_collator=broken).engine.settings.plan is None
+    assert any("no batch could be made" in line and "pixel_values" in line for line in said.messages)

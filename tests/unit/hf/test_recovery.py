@@ -1,0 +1,224 @@
+"""A Trainer's step that runs out of GPU memory is taken back and done again, bit for bit; RAM ends a run in time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+from tests import small
+
+import megatrain as mt
+from megatrain.errors import OutOfRam
+from megatrain.hardware.watch import SHORT
+
+
+class Fails:
+    """Raises what CUDA raises inside a block, at the given calls of its MLP or when the gradient of that comes.
+
+    With policy `store` the calls are the forwards; else a recompute in the backward is a call too.
+    """
+
+    def __init__(self, model: Any, calls: set[int], where: str, layer: int = 1) -> None:
+        self.calls, self.seen, self.where = calls, 0, where
+        block = model.model.layers[layer] if hasattr(model, "model") else model.transformer.h[layer]
+        block.mlp.register_forward_hook(self._forward)
+
+    def _forward(self, module: Any, args: Any, output: Any) -> None:
+        self.seen += 1
+        if self.seen not in self.calls:
+            return
+        if self.where == "forward":
+            self._raise()
+        if output.requires_grad:
+            output.register_hook(lambda _: self._raise())
+
+    @staticmethod
+    def _raise() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+
+
+def trained(
+    directory: Path,
+    fails: Callable[[Any], Fails] | None = None,
+    model: Any = None,
+    policy: Any = "store",
+    **changes: Any,
+) -> Any:
+    mt.init(policy=policy)
+    model = small.gpt2() if model is None else model
+    trainer = mt.Trainer(
+        model=model, args=small.arguments(directory, max_steps=3, **changes), train_dataset=small.rows(24)
+    )
+    if fails is not None:
+        fails(model)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("policy", ["store", "recompute"])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_step_that_ran_out_of_memory_is_done_again_bit_for_bit(
+    tmp_path: Path, said: pytest.LogCaptureFixture, where: str, accumulation: int, policy: str, max_grad_norm: float
+) -> None:
+    """GPT-2 with dropout: random numbers that were not taken back would show."""
+    changes = {"gradient_accumulation_steps": accumulation, "max_grad_norm": max_grad_norm, "policy": policy}
+    expected = trained(tmp_path / "a", **changes)
+    failing: list[Fails] = []
+    # In the first step: its last forward, or if graphs are made again for the backward, the first of those.
+    call = accumulation + (where == "backward" and policy == "recompute")
+    found = trained(tmp_path / "b", lambda model: failing.append(Fails(model, {call}, where)) or failing[0], **changes)
+    assert failing[0].seen > call
+    assert any("the step was taken back" in line for line in said.messages)
+    assert small.losses(found) == small.losses(expected)
+    assert small.same(small.snapshot(found.model), small.snapshot(expected.model))
+
+
+def test_half_as_many_graphs_are_kept_afterwards(tmp_path: Path) -> None:
+    trainer = trained(
+        tmp_path, lambda model: Fails(model, {2}, "forward"), model=small.llama(num_hidden_layers=4),
+        policy={"model.layers.*": "store"},
+    )  # fmt: skip
+    policies = [trainer.engine._policies[f"model.layers.{i}"] for i in range(4)]
+    assert policies == ["store", "store", "recompute", "recompute"]
+
+
+def test_without_graphs_inputs_are_offloaded(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, lambda model: Fails(model, {2}, "forward"), policy="recompute")
+    assert trainer.engine._policies["transformer.h.0"] == "offload"
+    assert trainer.engine.leanest
+
+
+def test_only_once(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(tmp_path, lambda model: Fails(model, {2, 3}, "forward"))
+
+
+def test_nothing_left_to_give_is_said(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trained(tmp_path, lambda model: Fails(model, {2}, "forward"), policy="offload")
+    assert any("blocks already keep nothing on the GPU" in note for note in error.value.__notes__)
+
+
+def test_updates_that_have_started_cannot_be_taken_back(tmp_path: Path) -> None:
+    """Without clipping, in a size that has been through: the blocks after the one that failed have moved."""
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trained(tmp_path, lambda model: Fails(model, {2}, "backward", layer=0), max_grad_norm=0.0)
+    assert any("updates had started in its backward" in note for note in error.value.__notes__)
+
+
+def test_a_changed_buffer_cannot_be_taken_back(tmp_path: Path) -> None:
+    model = small.llama()
+    model.register_buffer("seen", torch.zeros(()))
+    model.model.layers[0].register_forward_pre_hook(lambda *_: model.seen.add_(1) and None)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trained(tmp_path, lambda model: Fails(model, {1}, "forward"), model=model)
+    assert any("buffer seen" in note for note in error.value.__notes__)
+
+
+def test_python_and_numpy_random_numbers_are_taken_back(tmp_path: Path) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    class Drawing(mt.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            drawn.append((random.random(), numpy.random.rand()))
+            return super().compute_loss(*args, **kwargs)
+
+    mt.init(policy="store")
+    model = small.llama()
+    trainer = Drawing(model=model, args=small.arguments(tmp_path, max_steps=2), train_dataset=small.rows())
+    Fails(model, {1}, "forward")
+    trainer.train()
+    assert len(drawn) == 3
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_size_that_was_not_tried_does_not_update_in_its_backward(tmp_path: Path) -> None:
+    """Without clipping updates start in the backward, and then a step could not be taken back any more."""
+    data = [{"input_ids": row["input_ids"][:4]} for row in small.rows(4)] + small.rows(4)
+    mt.init(policy="store")
+    model = small.llama()
+    trainer = mt.Trainer(
+        model=model,
+        args=small.arguments(tmp_path, max_steps=4, max_grad_norm=0.0, train_sampling_strategy="sequential"),
+        train_dataset=[{"input_ids": row["input_ids"]} for row in data],
+    )
+    # Two short steps, in the second of which updates may start early; the third is longer and fails in its backward.
+    fails = Fails(model, {3}, "backward", layer=0)
+    trainer.train()
+    assert fails.seen == 3 + 2 + 1, "the third step a second time, recomputed, and the fourth"
+    assert trainer.state.global_step == 4
+
+
+# ---- in a loop of one's own
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("policy", ["store", "recompute", "offload"])
+@pytest.mark.parametrize("window", [False, True])
+def test_in_an_own_loop_it_raises_and_zero_grad_is_enough(where: str, policy: str, window: bool) -> None:
+    def run(failing: bool) -> Any:
+        model = small.llama()
+        engine = mt.Engine(model, device="cpu", policy=policy)
+        optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
+        fails = Fails(model, set(), where)
+
+        def step(seed: int) -> None:
+            if window:
+                tasks = [lambda k=k: model(**small.batch(2, seed=2 * seed + k)).loss.backward() for k in range(2)]
+                engine.window(tasks, whole=True)
+            else:
+                model(**small.batch(2, seed=seed)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(0)
+        if failing:
+            # If graphs are made again for the backward, the first call after all forwards.
+            again = where == "backward" and policy != "store"
+            fails.calls = {fails.seen + 1 + (2 if window else 1) * again}
+            with pytest.raises(torch.OutOfMemoryError) as error:
+                step(1)
+            assert any("zero_grad()" in note for note in error.value.__notes__)
+            optimizer.zero_grad()
+        step(1)
+        step(2)
+        return small.snapshot(model)
+
+    assert small.same(run(True), run(False))
+
+
+# ---- RAM
+
+
+def test_a_run_short_of_ram_is_saved_and_ended_and_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [1 << 40]
+    trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=4), train_dataset=small.rows())
+    trainer.engine.ram._left = lambda: left[0]
+
+    class Hungry(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            left[0] = int(SHORT[1] * trainer.engine.ram._limit) - 1 if state.global_step == 1 else 1 << 40
+            left[0] = min(left[0], SHORT[0] - 1) if state.global_step == 1 else left[0]
+
+    trainer.add_callback(Hungry())
+    with pytest.raises(OutOfRam, match=r"ended after step 2 and saved in .*checkpoint-2"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+    whole = mt.Trainer(
+        model=small.llama(), args=small.arguments(tmp_path / "b", max_steps=4), train_dataset=small.rows()
+    )
+    whole.train()
+    resumed = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=4), train_dataset=small.rows())
+    resumed.train(resume_from_checkpoint=True)
+    assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
