@@ -1,4 +1,4 @@
-"""What does one layer take? Bytes that its graph keeps, its peak, and its seconds: the planner's coefficients come from here.
+"""What does one layer take? Bytes its graph keeps, its peak, its seconds: what the planner's coefficients come from.
 
     PYTHONPATH=src python -m benchmarks.layers [--shapes qwen2.5-7b ...] [--batch 4] [--length 2048]
 

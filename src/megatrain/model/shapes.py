@@ -59,9 +59,17 @@ class BlockShape:
     experts: int
     """Routed experts; 0: dense."""
     experts_per_token: int
+    expert_biases: bool
+    """Whether the experts have biases."""
     heads: int
     kv_heads: int
     head_dim: int
+    norms: int
+    """Norms over the hidden size that are written out in FP32 (RMSNorm as transformers has it)."""
+    fused_norms: int
+    """The same as one operation (LayerNorm)."""
+    head_norms: bool
+    """Whether queries and keys are normed too."""
     span: int
     """Tokens that a token attends to at most (a sliding window); 0: all before it."""
     tied: bool
@@ -78,6 +86,11 @@ class BlockShape:
     @property
     def attention_width(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Of keys, and of values."""
+        return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +217,7 @@ class _Reader:
         dense = sum(int(p.numel()) for n, p in named if p.ndim > 1 and not (experts and _is_routed(n)))
         active = routed * per_token // experts if experts else 0
         span = self._span() if kind == "layer" else 0
+        norms, fused, head_norms = _norms(item.module, hidden) if kind == "layer" else (0, 0, False)
         self._layers += kind == "layer"
         return BlockShape(
             name=item.name or type(item.module).__name__,
@@ -215,9 +229,13 @@ class _Reader:
             intermediate_size=intermediate,
             experts=experts,
             experts_per_token=per_token,
+            expert_biases=any(_is_routed(name) and "bias" in name for name, _ in named),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            norms=norms,
+            fused_norms=fused,
+            head_norms=head_norms,
             span=span,
             tied=any(id(parameter) in self._shared for _, parameter in named),
         )
@@ -292,6 +310,19 @@ class _Reader:
         types = getattr(self._text, "layer_types", None) or ()
         sliding = self._layers < len(types) and "sliding" in types[self._layers]
         return _first(self._text, "sliding_window") if sliding else 0
+
+
+def _norms(layer: torch.nn.Module, hidden: int) -> tuple[int, int, bool]:
+    """Norms over the hidden size, of them those that are one operation, and whether queries and keys have some."""
+    found = {
+        name: module
+        for name, module in layer.named_modules()
+        if any(p.ndim == 1 for p in module.parameters(recurse=False)) and not isinstance(module, torch.nn.Linear)
+    }
+    heads = any(name.split(".")[-1] in ("q_norm", "k_norm", "q_layernorm", "k_layernorm") for name in found)
+    wide = [m for name, m in found.items() if getattr(getattr(m, "weight", None), "shape", None) == (hidden,)]
+    fused = sum(isinstance(module, torch.nn.LayerNorm) for module in wide)
+    return len(wide) - fused, fused, heads
 
 
 def _is_routed(name: str) -> bool:

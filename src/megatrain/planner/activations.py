@@ -1,7 +1,6 @@
 """Bytes of GPU memory that computing takes beside state: what a layer keeps for its backward, and what it needs for it.
 
-T tokens of a micro-batch, H hidden size, A attention width (heads × head dimension), I width of the MLP that one token
-passes, P parameters of the block, V vocabulary. All bytes are for one micro-batch.
+All bytes are for one micro-batch.
 """
 
 from __future__ import annotations
@@ -22,26 +21,40 @@ BLAS_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes per token that a layer's graph keeps, in BF16: so many per unit of each width."""
+    """Bytes per token and unit of width that a layer's graph keeps, in BF16."""
 
     hidden: float
-    attention: float
+    """Whatever the layer: its input."""
+    norm: float
+    """Per norm that is written out in FP32."""
+    fused_norm: float
+    head_norm: float
+    """Per unit of queries and keys, if those are normed."""
     mlp: float
     expert_mlp: float
+    """Per unit of width of the experts that a token is sent to."""
     expert_hidden: float
+    """Per expert that a token is sent to."""
 
 
-EAGER = Kept(hidden=25, attention=12, mlp=8, expert_mlp=14, expert_hidden=8)
-"""Two norms keep an FP32 and two BF16 copies of their input (16 H), attention q, k, v and its output (8 A), the MLP
-gate, its activation, up and their product (8 I). The rest (9 H + 4 A) is what a measured layer has on top: 7B shape
-(H = A = 3584, I = 18944), 8k tokens, 2.16 GiB = 283,100 bytes per token; this gives 284,200. Experts with clamps
-(gpt-oss) keep 14 bytes per unit of width, counted on the CPU, others 8; rows gathered for each expert and scattered
-again, 8 H."""
-COMPILED = Kept(hidden=6, attention=8, mlp=6, expert_mlp=10, expert_hidden=8)
-"""The same layer compiled: 1.21 GiB = 158,600 bytes per token; this gives 163,800. Norms are recomputed from their
-input, the MLP keeps gate, up and product."""
+EAGER = Kept(hidden=2, norm=8, fused_norm=4, head_norm=6, mlp=8, expert_mlp=8, expert_hidden=4)
+"""A norm keeps its input in FP32, that normed in BF16, and its output; attention q, k, v and its output (4 each per
+unit of queries and of keys) and one FP32 number per head; the MLP gate, its activation, up and their product; experts
+the rows they were given and those they gave. `benchmarks/layers.py` measures this exactly (H200, 8k tokens): Qwen2.5
+1.5B 106,552 bytes per token (106,544 here), 7B 232,568 (232,560), 14B 227,496, Llama-2-7B 194,696, Qwen3-30B-A3B
+198,740 (197,888; the rest is the router's)."""
+COMPILED = Kept(hidden=0, norm=4, fused_norm=4, head_norm=2, mlp=6, expert_mlp=6, expert_hidden=4)
+"""The same compiled: norms are made again from their input, the activation of the MLP from gate and up. 1.5B 73,272
+(73,264 here), 7B 158,840, 14B 148,648, Llama-2-7B 131,720, Qwen3-30B-A3B 147,276 (146,688)."""
+CLAMPED_MLP = 6
+"""More per unit of width of experts with biases (gpt-oss), whose activation is written out; counted on the CPU."""
+ATTENTION = 4
+LSE_BYTES = 4
+"""The log of the sum of exponentials, per head."""
 SCORE_BYTES = 10
 """Attention computed eagerly keeps scores: bytes per head, query and key (gemma2 on the CPU: 9)."""
+ROUTER_BYTES = 16
+"""Per expert: logits and softmax in FP32, and what chooses from them."""
 
 
 def input_bytes(block: BlockShape, run: Run) -> int:
@@ -52,9 +65,15 @@ def input_bytes(block: BlockShape, run: Run) -> int:
 def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
     kept = COMPILED if run.compile else EAGER
-    mlp = kept.expert_mlp if block.experts else kept.mlp
-    per_token = kept.hidden * block.hidden_size + kept.attention * block.attention_width + mlp * block.intermediate_size
-    per_token += kept.expert_hidden * block.experts_per_token * block.hidden_size
+    heads = block.attention_width + block.kv_width
+    per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
+    per_token += (ATTENTION + (kept.head_norm if block.head_norms else 0)) * heads + LSE_BYTES * block.heads
+    if block.experts:
+        per_token += kept.expert_mlp * block.intermediate_size + ROUTER_BYTES * block.experts
+        per_token += kept.expert_hidden * block.experts_per_token * block.hidden_size
+        per_token += CLAMPED_MLP * block.intermediate_size if block.expert_biases else 0
+    else:
+        per_token += kept.mlp * block.intermediate_size
     if attention == "eager":
         per_token += SCORE_BYTES * block.heads * run.length
     return int(per_token * run.micro_tokens * run.itemsize / 2)
@@ -63,14 +82,19 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
 def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> int:
     """Peak of a layer's backward above what is there anyway: its graph, its weight gradients and temporaries.
 
-    Early in it stand two gradients as wide as the MLP and those of its last weights, at its end all weight gradients.
-    A 7B layer alone at 8k tokens peaks at its weights + graph + 0.51 (eager) and 0.56 GiB (compiled); this gives 0.72.
+    Early in it stand gradients as wide as the MLP (two, compiled one) and that of its last weights; then the graph is
+    given back faster than weight gradients come. A 7B layer alone at 8k tokens peaks 0.705 GiB above weights and graph
+    (compiled 0.416), a 14B layer 0.554 (0.420); this gives 0.705 (0.471) and 0.554 (0.421).
     """
-    weights = block.trainable * run.itemsize
-    wide = 2 * block.intermediate_size * run.micro_tokens * run.itemsize
-    first = weights if block.experts else weights // 3
-    extra = max(weights + 2 * input_bytes(block, run), first + wide)
-    return extra + (0 if stored else graph_bytes(block, run, attention))
+    width = block.intermediate_size * run.micro_tokens * run.itemsize
+    inputs, weights = input_bytes(block, run), block.trainable * run.itemsize
+    last = weights // 3 if block.experts else block.hidden_size * block.intermediate_size * run.itemsize
+    rows = 2 * block.experts_per_token * inputs
+    graph = graph_bytes(block, run, attention)
+    early = last + rows + (width + inputs if run.compile else 2 * width)
+    extra = max(early, weights + 2 * inputs - graph)
+    # A graph that is made again has an input and an output of its own.
+    return extra + (0 if stored else graph + 2 * inputs)
 
 
 def embedding_bytes(block: BlockShape, run: Run) -> int:

@@ -1,9 +1,7 @@
 """Seconds of every piece of a step: a block's forward and backward, its copies, its update.
 
 A layer's time is that of its matrix products at a share of the machine's rate, its attention, and the bytes that its
-other operations move through GPU memory. Coefficients are from one H200 (797 TFLOP/s in BF16, 4.17 TB/s), 7B shape, 8k
-tokens of 2048: forward and backward take 7.0 + 15.3 ms eager, 6.0 + 13.1 ms compiled. A 14B layer, compiled, was then
-predicted at 7.2 + 15.2 ms and measured at 7.2 + 15.2.
+other operations move through GPU memory. Coefficients are from one H200 (774 TFLOP/s in BF16, 4.17 TB/s).
 """
 
 from __future__ import annotations
@@ -12,17 +10,35 @@ from dataclasses import dataclass
 
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.planner.activations import chunk_tokens, graph_bytes, input_bytes
+from megatrain.planner.activations import chunk_tokens, input_bytes
 from megatrain.planner.memory import State, state_of
 from megatrain.planner.run import Run
 
 MATMUL_SHARE = 0.9
 """Of the rate of a large product, what a layer's products reach."""
-EXPERT_SHARE = 0.45
-"""The same of products of experts, each on the few rows routed to it. Assumed; to be measured."""
-TRAFFIC = {False: (2.27, 6.63), True: (0.85, 4.77)}
-"""Compiled → bytes moved in GPU memory by a forward and by a backward, per byte of the layer's graph: what remains of
-the measured times after products, attention and one pass over the weights (two in the backward)."""
+EXPERT_SHARE = 0.6
+"""The same of products of experts, each on the few rows routed to it (Qwen3-30B-A3B, compiled: 0.55 and 0.78)."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes moved in GPU memory per token and unit of width, by a layer's operations other than products."""
+
+    hidden: float
+    norm: float
+    """Per norm; of queries and keys, per unit of their width."""
+    mlp: float
+    row: float
+    """Per unit of hidden size of the rows that experts are given."""
+
+
+TRAFFIC = {
+    False: (Moved(hidden=37, norm=60, mlp=12, row=40), Moved(hidden=128, norm=150, mlp=5, row=90)),
+    True: (Moved(hidden=0, norm=7.3, mlp=6.4, row=8), Moved(hidden=0, norm=67, mlp=0, row=16)),
+}
+"""Compiled → forward and backward. Fitted to what `benchmarks/layers.py` measured of five dense shapes beyond products,
+attention and one pass over the weights (two in the backward): within 3%. Rows of experts are from one shape
+(Qwen3-30B-A3B)."""
 LOGIT_TRAFFIC = 78
 """Bytes moved per logit of the head. Head and loss of 8k tokens (H 3584, V 152064) take 77 ms: 37 for the products, 16
 for sums of weight gradients (next line), the rest is this."""
@@ -148,13 +164,20 @@ class Costs:
         products += 2 * tokens * block.expert_matmul_parameters / (self._matmul * EXPERT_SHARE / MATMUL_SHARE)
         if block.kind != "layer":
             return products + 10 * inputs / self._hbm, 2 * products + 20 * inputs / self._hbm + handed
-        graph = graph_bytes(block, run, self.attention)
-        there, back = TRAFFIC[run.compile]
         scores = self._scores(block)
-        forward = products + there * graph / self._hbm + state.weights / self._hbm + 2 * scores
-        backward = 2 * products + back * graph / self._hbm + 2 * state.weights / self._hbm + 5 * scores
+        there, back = (self._moved(block, moved) for moved in TRAFFIC[run.compile])
+        forward = products + (there + state.weights) / self._hbm + 2 * scores
+        backward = 2 * products + (back + 2 * state.weights) / self._hbm + 5 * scores
         least = LAUNCH[run.compile]
         return max(forward, least[0]), max(backward, least[1]) + handed
+
+    def _moved(self, block: BlockShape, moved: Moved) -> float:
+        """Bytes of one micro-batch."""
+        heads = block.attention_width + block.kv_width if block.head_norms else 0
+        rows = block.experts_per_token * block.hidden_size
+        normed = (block.norms + block.fused_norms) * block.hidden_size + heads
+        per_token = moved.hidden * block.hidden_size + moved.norm * normed + moved.mlp * block.intermediate_size
+        return (per_token + moved.row * rows) * self.run.micro_tokens * self.run.itemsize / 2
 
     def _scores(self, block: BlockShape) -> float:
         """Seconds of a seventh of causal attention, forward and backward."""

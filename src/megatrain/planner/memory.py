@@ -25,16 +25,16 @@ ROLES = ("weights", "residuals", "moments", "gradients", "activations", "workspa
 
 PAGE = 4096
 """Slabs are padded to whole pages, as in store/layout.py."""
-CONTEXT_BYTES = 640 << 20
-"""The CUDA context and libraries, outside PyTorch's allocator: about 0.55 GiB on an H200; what hardware/inventory.py
-subtracts from a cap."""
+CONTEXT_BYTES = 928 << 20
+"""The CUDA context, modules and libraries, outside PyTorch's allocator: 0.82 to 0.87 GiB on an H200; what
+hardware/inventory.py subtracts from a cap."""
 SLACK_BYTES = 3 * GIB // 2
 SLACK_SHARE = 0.005
 """What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments. Measured 1.41, 1.48
 and 1.6 GiB at peaks of 6.3, 11.4 and 40.3 GiB: almost a constant."""
-HOST_BYTES = 3 * GIB
-"""Interpreter, PyTorch, transformers and the driver's host memory: most runs had 1.6 to 2.6 GiB beside their state; two
-had 3.5 and 3.7, with freed weights that the C library kept (they are given back now)."""
+HOST_BYTES = 3 * GIB // 2
+"""Interpreter, PyTorch, transformers and the driver's host memory: seven runs had 1.02 to 1.10 GiB beside their
+state."""
 STAGING = 2
 """Gradients on their way into a sum, in the tier of their slab, when micro-batches come one by one."""
 FLOWING = 2

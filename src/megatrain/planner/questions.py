@@ -65,8 +65,9 @@ def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
         return BlockShape(
             name=name, kind=kind, slabs=(slab,), matmul_parameters=matrices if kind in ("layer", "head") else 0,
             expert_matmul_parameters=0, hidden_size=hidden, intermediate_size=intermediate, experts=0,
-            experts_per_token=0, heads=width if layer else 0, kv_heads=min(8, width) if layer else 0,
-            head_dim=128 if layer else 0, span=0, tied=False,
+            experts_per_token=0, expert_biases=False, heads=width if layer else 0,
+            kv_heads=min(8, width) if layer else 0, head_dim=128 if layer else 0, norms=2 if layer else 0,
+            fused_norms=0, head_norms=False, span=0, tied=False,
         )  # fmt: skip
 
     layer = hidden * (2 * hidden + 2 * kv + 3 * intermediate)

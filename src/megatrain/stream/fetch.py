@@ -14,6 +14,7 @@ import torch
 
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket
+from megatrain.store.vram import lasting
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
@@ -23,7 +24,7 @@ class Slot:
     """A device buffer that slabs land in."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.buffer = lasting(nbytes, device)
         self.slab: Slab | None = None
         self.version = -1
         self.pins = 0
@@ -168,6 +169,8 @@ class Fetcher:
         slot = ring.victim(keep)
         if slot is None:
             slot = ring.grow()
+            # After compute so far: it may have used these bytes for something that is gone.
+            slot.released = self._lanes.mark()
             self._counters.grown_slots += 1
         view = slot.view(slab)
         # Claimed only once the copy is on its way: if submitting fails, the slot must not seem to hold the slab.

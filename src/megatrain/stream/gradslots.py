@@ -8,6 +8,7 @@ import torch
 
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket
+from megatrain.store.vram import lasting
 from megatrain.stream.fetch import by_size
 
 
@@ -24,7 +25,7 @@ class GradSlot:
         """The buffer, grown to `room` bytes at first use. Call after ordering compute behind `drained`."""
         if self._buffer.numel() < room:
             # Compute is behind the last copy by now, so the allocator may hand the old buffer to compute again.
-            self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
+            self._buffer = lasting(room, self._device)
         return self._buffer
 
 

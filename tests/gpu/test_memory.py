@@ -1,0 +1,128 @@
+"""On the GPU: caps hold at what the driver reports, plans hold, and running out of memory is survived bit for bit."""
+
+import gc
+
+import pytest
+import torch
+import transformers
+from tests import small
+
+import megatrain as mt
+from megatrain.hardware import inventory
+
+GIB = 1 << 30
+SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 8, "max_position_embeddings": 2048, "vocab_size": 8192}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def rows(count=16, length=1024):
+    source = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1, 8192, (length,), generator=source)} for _ in range(count)]
+
+
+def trained(directory, most=None, **settings):
+    """A run in BF16; `most` is what the allocator may hand out beside what there is after attaching."""
+    mt.init(**settings)
+    model = small.llama(**SHAPE).to(torch.bfloat16)
+    trainer = mt.Trainer(
+        model=model,
+        args=small.arguments(directory, use_cpu=False, bf16=True, max_steps=3, per_device_train_batch_size=8,
+                             gradient_accumulation_steps=2),
+        train_dataset=rows(48),
+    )  # fmt: skip
+    if most is not None:
+        limit_after_first_step(trainer, most)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    return trainer, torch.cuda.max_memory_allocated()
+
+
+def limit_after_first_step(trainer, most):
+    class Limit(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1:
+                torch.cuda.empty_cache()
+                total = torch.cuda.get_device_properties(0).total_memory
+                torch.cuda.set_per_process_memory_fraction(most / total)
+
+    trainer.add_callback(Limit())
+
+
+def test_a_trainers_step_is_done_again_with_fewer_graphs(tmp_path, deterministic, said):
+    """A real one: after the first step the allocator gets less than the stored graphs take."""
+    stored, most = trained(tmp_path / "a", policy="store")
+    recomputed, least = trained(tmp_path / "b", policy="recompute")
+    assert most - least > GIB // 2
+    limited, _ = trained(tmp_path / "c", policy="store", most=(2 * least + most) // 3 + GIB // 4)
+    assert any("the step was taken back" in line for line in said.messages)
+    assert limited.engine._policies.count("store") == 5  # half of 11 blocks
+    assert small.losses(limited) == small.losses(stored) == small.losses(recomputed)
+    assert small.same(small.snapshot(limited.model), small.snapshot(stored.model))
+
+
+def test_an_own_loop_goes_on_after_zero_grad(deterministic):
+    def run(failing):
+        model = small.llama(**SHAPE).to(torch.bfloat16)
+        engine = mt.Engine(model, device="cuda", policy="store")
+        optimizer = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
+        data = torch.stack([row["input_ids"] for row in rows(16)]).cuda()
+
+        def step(ids):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(data[:4])
+        if failing:
+            total = torch.cuda.get_device_properties(0).total_memory
+            engine.synchronize()
+            torch.cuda.empty_cache()
+            allowed = torch.cuda.memory_allocated() + int(0.7 * GIB)
+            torch.cuda.set_per_process_memory_fraction(allowed / total)
+            with pytest.raises(torch.OutOfMemoryError) as error:
+                step(data)
+            assert any("zero_grad()" in note for note in error.value.__notes__)
+            del error
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            optimizer.zero_grad()
+        step(data[4:8])
+        step(data[8:12])
+        return small.snapshot(model)
+
+    assert small.same(run(True), run(False))
+
+
+@pytest.mark.parametrize("cap", [3.0, 6.0])
+def test_the_cap_is_on_what_the_driver_reports(cap):
+    before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    model = small.llama(**SHAPE).to(torch.bfloat16)
+    engine = mt.Engine(model, device="cuda", max_vram_gb=cap)
+    optimizer = engine.optimizer(lr=1e-3)
+    ids = torch.stack([row["input_ids"] for row in rows(16)]).cuda()
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    free, total = torch.cuda.mem_get_info()
+    # What others hold is not ours; the context is.
+    others = total - before - inventory.CUDA_CONTEXT_BYTES
+    assert total - free - max(0, others) <= cap * GIB
+    assert torch.cuda.max_memory_reserved() <= cap * GIB - inventory.CUDA_CONTEXT_BYTES
+    engine.close()
+
+
+def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
+    trainer, _ = trained(tmp_path)
+    plan = trainer.engine.settings.plan
+    assert any("blocks resident" in line for line in said.messages)
+    free, total = torch.cuda.mem_get_info()
+    assert total - free <= plan.total("vram")
+    assert all(slab.resident for slab in trainer.engine.slabs)
