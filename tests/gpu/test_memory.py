@@ -63,7 +63,7 @@ def test_a_trainers_step_is_done_again_with_fewer_graphs(tmp_path, deterministic
     assert most - least > GIB // 2
     limited, _ = trained(tmp_path / "c", policy="store", most=(2 * least + most) // 3 + GIB // 4)
     assert any("the step was taken back" in line for line in said.messages)
-    assert limited.engine._policies.count("store") == 5  # half of 11 blocks
+    assert limited.engine.relief.policies.count("store") <= 5, "of 11 blocks half, or half of that if it was not enough"
     assert small.losses(limited) == small.losses(stored) == small.losses(recomputed)
     assert small.same(small.snapshot(limited.model), small.snapshot(stored.model))
 

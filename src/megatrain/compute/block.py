@@ -86,8 +86,7 @@ class Block:
         for name, (slab, index) in self.places.items():
             if (slab.index, index) in bound:
                 continue
-            segment = slab.layout.segments[index]
-            weight = views[slab.index][segment.offset : segment.end].view(segment.shape).detach()
+            weight = slab.layout.view(views[slab.index], index).detach()
             bound[slab.index, index] = weight.requires_grad_(leaves and self.parameters[name].requires_grad)
         return bound
 

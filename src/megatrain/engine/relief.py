@@ -1,4 +1,4 @@
-"""What blocks keep for their backward, and how they keep less once the device has run out of memory.
+"""How much of the GPU may be taken, what blocks keep there for their backward, and less of it once it has run out.
 
 Nothing here changes bits: `store`, `recompute` and `offload` give the same gradients.
 """
@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+
+import torch
+
+from megatrain.hardware import inventory
+from megatrain.settings import Settings
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
 """Policy → the next one, which takes less of the device."""
@@ -43,3 +48,42 @@ class Policies:
         yield
         # The first half goes on as before: a backward frees the last ones first, so those are worth least.
         self._of |= {name: before[name] for name in stored[: len(stored) // 2]}
+
+
+class Relief:
+    """The limits of an engine's GPU memory, and what gives way when they are reached."""
+
+    policies: Policies
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._device = device
+        self._plan = settings.plan if device.type == "cuda" else None
+        self._limit = inventory.vram_limit(device, settings.max_vram_gb)
+        self._lifted = False
+        self.hold_to_plan()
+
+    def hold_to_plan(self, held: bool = True) -> None:
+        """Whether a plan's figure limits GPU memory, or `max_vram_gb` alone, as evaluation and generation may need."""
+        if self._plan is None and self._limit is None:
+            return
+        limits = [self._plan.total("vram")] if self._plan is not None and held and not self._lifted else []
+        limits += [self._limit] if self._limit is not None else []
+        inventory.grow_segments()
+        inventory.cap_vram(self._device, min(limits, default=None))
+
+    @property
+    def leanest(self) -> bool:
+        """Whether `lean` has nothing left to give."""
+        return self.policies.least and (self._lifted or self._plan is None)
+
+    @contextmanager
+    def lean(self) -> Iterator[None]:
+        """For a step that ran out of memory, done again inside: blocks keep less for their backward.
+
+        Inside no block keeps its graph, and afterwards half as many as before do; if none did, inputs go to RAM from
+        now on. A plan's figure is no limit any more, `max_vram_gb` still is.
+        """
+        self._lifted = True
+        self.hold_to_plan(False)
+        with self.policies.lean():
+            yield

@@ -22,7 +22,7 @@ from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement
 from megatrain.engine.planning import follow
-from megatrain.engine.relief import Policies
+from megatrain.engine.relief import Policies, Relief
 from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface, engine_of
 from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, ModelMoved, SettingsError
@@ -63,7 +63,7 @@ class Engine:
         self.settings: Settings = follow(settings_module.current().override(**overrides))
         inventory.refuse_distributed()
         hooks = transformers_hooks.load()
-        self._closed = self._lifted = False
+        self._closed = False
         self.model = model
         self.device = inventory.choose_device(self.settings.device)
         previous = engine_of(model)
@@ -78,8 +78,7 @@ class Engine:
             self.settings = replace(self.settings, precision=self.settings.precision or kept)
         found = find_blocks(model, hooks)
         announce_unavailable(self.settings)
-        planned = self.settings.plan
-        inventory.cap_vram(self.device, self.settings.max_vram_gb, planned.total("vram") if planned else None)
+        self.relief = Relief(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
         self._lanes = _lanes(self.settings.lanes, self.device)
@@ -171,25 +170,6 @@ class Engine:
         hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
         return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
-
-    @property
-    def leanest(self) -> bool:
-        """Whether `lean` has nothing left to give."""
-        planned = self.settings.plan is not None and self.device.type == "cuda"
-        return self._policies.least and (self._lifted or not planned)
-
-    @contextmanager
-    def lean(self) -> Iterator[None]:
-        """For a step that ran out of GPU memory, done again inside: blocks keep less for their backward.
-
-        No bit changes. Inside no block keeps its graph, and afterwards half as many as before do; if none did, inputs
-        go to RAM from now on. A plan's figure is no limit any more, `max_vram_gb` still is.
-        """
-        if self.settings.plan is not None:
-            inventory.cap_vram(self.device, self.settings.max_vram_gb)
-            self._lifted = True
-        with self._policies.lean():
-            yield
 
     @property
     def ram(self) -> RamWatch:
@@ -294,7 +274,7 @@ class Engine:
     # ---- how it is put together
 
     def _build(self, hooks: transformers_hooks.Hooks) -> Step:
-        self._policies = policies = Policies(self.settings.policy, [block.name for block in self.blocks])
+        policies = self.relief.policies = Policies(self.settings.policy, [block.name for block in self.blocks])
         transfers = [Transfer(self.device, inventory.cores()) for _ in range(2)]
         fetcher = Fetcher(self.slabs, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
         drain = Drain(self.slabs, self.settings.grad_slots, self.device, self._lanes, transfers[1], self.counters)

@@ -50,39 +50,36 @@ def refuse_distributed() -> None:
         )
 
 
-def cap_vram(device: torch.device, max_vram_gb: float | None, planned: int | None = None) -> None:
-    """Hold PyTorch's allocator to `max_vram_gb`, and to the bytes of a plan where those are fewer.
-
-    The cap is on what the driver reports, so what CUDA itself takes is inside it. One above the hardware is clamped,
-    announced.
-    """
+def vram_limit(device: torch.device, max_vram_gb: float | None) -> int | None:
+    """What the driver may report for this process at the most (clamped to the hardware, announced); None: no limit."""
+    if max_vram_gb is None:
+        return None
     if device.type != "cuda":
-        if max_vram_gb is not None:
-            announce(f"max_vram_gb={max_vram_gb:g} has no effect: there is no GPU in this run")
-        return
-    _grow_segments()
+        announce(f"max_vram_gb={max_vram_gb:g} has no effect: there is no GPU in this run")
+        return None
+    total, allowed = torch.cuda.get_device_properties(device).total_memory, int(max_vram_gb * GIB)
+    if allowed <= CUDA_CONTEXT_BYTES:
+        raise NotEnoughMemory(
+            f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA "
+            "itself takes; raise it to at least 2."
+        )
+    if allowed >= total:
+        announce(f"max_vram_gb={max_vram_gb:g} is above the GPU's {total / GIB:.1f} GiB: clamped to what it has")
+    return min(allowed, total)
+
+
+def cap_vram(device: torch.device, allowed: int | None) -> None:
+    """Hold PyTorch's allocator to so much of the GPU, what CUDA takes itself included; None: all of it."""
     total = torch.cuda.get_device_properties(device).total_memory
-    allowed = total
-    if max_vram_gb is not None:
-        allowed = int(max_vram_gb * GIB)
-        if allowed >= total:
-            announce(f"max_vram_gb={max_vram_gb:g} is above the GPU's {total / GIB:.1f} GiB: clamped to what it has")
-        elif allowed <= CUDA_CONTEXT_BYTES:
-            raise NotEnoughMemory(
-                f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA "
-                "itself takes; raise it to at least 2."
-            )
-    if planned is not None:
-        allowed = min(allowed, planned)
-    fraction = 1.0 if allowed >= total else (allowed - CUDA_CONTEXT_BYTES) / total
-    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    share = 1.0 if allowed is None or allowed >= total else (allowed - CUDA_CONTEXT_BYTES) / total
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
-def _grow_segments() -> None:
+def grow_segments() -> None:
     """Segments that grow keep what is reserved close to what is allocated; one who configured the allocator knows."""
     if os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
         return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def free_memory(device: torch.device) -> int:

@@ -82,6 +82,8 @@ class Machine:
     """Width of the states → parameters per second of the same update on the GPU."""
     hbm: float
     """Bytes per second, read plus written, of a copy inside GPU memory."""
+    launches: float
+    """Small operations per second that Python puts on the GPU: what bounds models whose layers are quick."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -92,7 +94,7 @@ class Machine:
         _require(set(self.update) == set(TOUCHED), "update", f"must have exactly {', '.join(TOUCHED)}")
         widths = set(TOUCHED) if self.gpu else set()
         _require(set(self.gpu_update) == widths, "gpu_update", f"must have exactly {', '.join(TOUCHED)} with a GPU")
-        for name in ("vram_bytes", "h2d", "d2h", "duplex", "pageable_h2d", "dram_under_dma", "hbm"):
+        for name in ("vram_bytes", "h2d", "d2h", "duplex", "pageable_h2d", "dram_under_dma", "hbm", "launches"):
             there = getattr(self, name) > 0
             _require(there == (self.gpu is not None), name, "must be above 0 with a GPU, and 0 without one")
 

@@ -163,6 +163,10 @@ def _clear_last_error() -> None:
         return
 
 
+LAUNCHES = 256
+"""Operations in a row, fewer than the GPU's queue holds."""
+
+
 def h2d(link: Link, seconds: float) -> float:
     """Bytes per second from pinned memory to the GPU."""
     return rate(link.send, link.nbytes, seconds, link.settle)
@@ -205,6 +209,17 @@ def hbm(device: torch.device, nbytes: int, seconds: float) -> float:
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return rate(lambda: target.copy_(source), 2 * nbytes, seconds, lambda: torch.cuda.synchronize(device))
+
+
+def launches(device: torch.device, seconds: float) -> float:
+    """Operations per second that this thread puts on the GPU; each is too small to take the GPU any time."""
+    value = torch.zeros(1, device=device)
+
+    def work() -> None:
+        for _ in range(LAUNCHES):
+            value.add_(1.0)
+
+    return rate(work, LAUNCHES, seconds, lambda: torch.cuda.synchronize(device))
 
 
 def matmul(device: torch.device, kind: str, seconds: float) -> float:

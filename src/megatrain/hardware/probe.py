@@ -43,6 +43,7 @@ SECONDS = {
     "dram": 0.6,
     "dram_under_dma": 0.6,
     "hbm": 0.2,
+    "launches": 0.2,
     "matmul": 0.4,
     "matmul_burst": 0.05,
     "attention": 0.4,
@@ -131,6 +132,7 @@ _NO_GPU: dict[str, Any] = {
     "dram_under_dma": 0.0,
     "gpu_update": {},
     "hbm": 0.0,
+    "launches": 0.0,
 }
 
 
@@ -156,6 +158,7 @@ def _measure_gpu(device: torch.device, streams: measure.HostStreams, dram: float
         **rates,
         "gpu_update": updates,
         "hbm": hbm,
+        "launches": measure.launches(device, SECONDS["launches"]),
     }
 
 

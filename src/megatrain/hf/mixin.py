@@ -185,7 +185,12 @@ class MegaMixin:
             resume_from_checkpoint = last_complete(self.args.output_dir)
         elif resume_from_checkpoint and not _is_stock(Path(resume_from_checkpoint)):
             manifest.verify(resume_from_checkpoint)
-        result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        self.engine.relief.hold_to_plan()
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            # Whatever comes now (generating, say) was not planned.
+            self.engine.relief.hold_to_plan(False)
         if self._ram_stop.reason is not None:
             folder = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             raise OutOfRam(
@@ -193,6 +198,16 @@ class MegaMixin:
                 f"{folder}; free memory, then train(resume_from_checkpoint=True)."
             )
         return result
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.relief.hold_to_plan(False)
+        try:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if self.is_in_train:  # type: ignore[attr-defined]
+                if self.engine.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                self.engine.relief.hold_to_plan()
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""

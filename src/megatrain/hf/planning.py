@@ -41,9 +41,6 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     if shape is None:
         return None
     batch, length = shape
-    evaluates = (
-        trainer.eval_dataset is not None and str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-    )
     try:
         return plan(
             trainer.model,
@@ -53,7 +50,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
             accumulation=args.gradient_accumulation_steps,
             optimizer=kind,
             clipping=bool(args.max_grad_norm),
-            evaluation=args.per_device_eval_batch_size * length if evaluates else 0,
+            evaluation=args.per_device_eval_batch_size * length if trainer.eval_dataset is not None else 0,
             max_vram_gb=_least(settings.max_vram_gb, inventory.vram_within_reach(device)),
             max_ram_gb=_least(settings.max_ram_gb, inventory.ram_within_reach()),
             optimizer_compression=settings.optimizer_compression,

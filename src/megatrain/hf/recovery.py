@@ -42,7 +42,7 @@ class Beginning:
         for name, buffer, version in self._buffers:
             if buffer._version != version:
                 return f"its forward had changed the buffer {name}"
-        if self._engine.leanest:
+        if self._engine.relief.leanest:
             return "blocks already keep nothing on the GPU for their backward; use fewer tokens at a time"
         return None
 
@@ -75,7 +75,7 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
         f"{said}: the step was taken back and is done again with less kept for the backward, which changes no bit of "
         "the result but takes longer; use fewer tokens at a time if this goes on"
     )
-    with engine.lean():
+    with engine.relief.lean():
         return work()
 
 

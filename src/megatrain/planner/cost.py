@@ -44,9 +44,8 @@ LOGIT_TRAFFIC = 78
 for sums of weight gradients (next line), the rest is this."""
 CHUNK_TRAFFIC = 12
 """Bytes moved per weight of the head and chunk: its gradient is written, read and added to the FP32 sum."""
-LAUNCH = {False: (0.6e-3, 1.0e-3), True: (0.3e-3, 0.5e-3)}
-"""Compiled → least seconds of a layer's forward and backward: Python and kernel launches. Assumed; only small
-micro-batches come near it."""
+HOST_OPERATIONS = {False: (400, 900), True: (250, 700)}
+"""Compiled → what a layer's forward and backward keep the host busy with, in small operations (`Machine.launches`)."""
 CALL = 0.1e-3
 """Seconds around every call of a block."""
 SWITCH = 0.5e-3
@@ -106,6 +105,7 @@ class Costs:
         self._attention = machine.attention * machine.matmul[kind] / machine.matmul["bf16"]
         gpu = machine.gpu is not None
         self._hbm = machine.hbm if gpu else machine.dram
+        self._launch = 1 / machine.launches if gpu else 0.0
         self._h2d, self._d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
         self._both = min(self._h2d, self._d2h, machine.duplex / 2) if gpu else machine.dram / 2
         self._slowed = _slowed(machine, run)
@@ -168,8 +168,9 @@ class Costs:
         there, back = (self._moved(block, moved) for moved in TRAFFIC[run.compile])
         forward = products + (there + state.weights) / self._hbm + 2 * scores
         backward = 2 * products + (back + 2 * state.weights) / self._hbm + 5 * scores
-        least = LAUNCH[run.compile]
-        return max(forward, least[0]), max(backward, least[1]) + handed
+        # The host runs ahead of the GPU, unless a layer takes it longer to launch than the GPU to compute.
+        least = [count * self._launch for count in HOST_OPERATIONS[run.compile]]
+        return max(forward, least[0]), max(backward + handed, least[1])
 
     def _moved(self, block: BlockShape, moved: Moved) -> float:
         """Bytes of one micro-batch."""

@@ -122,7 +122,9 @@ class Simulator:
         first = min(self._costs.run.accumulation, decision.window)
         # Of the first window, the forward up to the last streamed block is what updates can hide under.
         hidden = sums.all("forward") - (0.0 if decision.rest else self._tail)
-        after = STEP + compute - first * (hidden + self._costs.call(decision.window) * self._count)
+        hidden += self._costs.call(decision.window) * self._count
+        hidden += PARK * (len(self._ledger.layers) - decision.stored) if decision.offload else 0.0
+        after = STEP + compute - first * hidden
         return max(longest, busy["update"] + after)
 
 

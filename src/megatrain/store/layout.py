@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,6 +28,10 @@ class Segment:
     def end(self) -> int:
         return self.offset + self.numel
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        return torch.empty(self.shape, device="meta").stride()
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -39,6 +44,11 @@ class Layout:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter in a flat tensor of this layout."""
+        segment = self.segments[index]
+        return flat.as_strided(segment.shape, segment.strides, flat.storage_offset() + segment.offset)
 
     def runs(self, indices: Sequence[int]) -> list[tuple[int, int]]:
         """Element ranges that cover the given segments, neighbours merged across their padding."""

@@ -269,10 +269,7 @@ def add_segments(
     layout: Layout, total: torch.Tensor, flat: torch.Tensor, indices: frozenset[int], known: AbstractSet[int]
 ) -> None:
     """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one."""
-    for index in sorted(indices):
-        segment = layout.segments[index]
-        target, piece = total[segment.offset : segment.end], flat[segment.offset : segment.end]
-        if index in known:
-            target.add_(piece)
-        else:
-            target.copy_(piece)
+    for start, end in layout.runs(sorted(indices & known)):
+        total[start:end].add_(flat[start:end])
+    for start, end in layout.runs(sorted(indices - known)):
+        total[start:end].copy_(flat[start:end])

@@ -91,16 +91,13 @@ class WindowSums:
         if key not in self._open:
             self._open[key] = self._begin(slab, place)
         entry = self._open[key]
+        # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
+        rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         with torch.no_grad():
-            for index, gradient in gradients.items():
-                segment = slab.layout.segments[index]
-                target = entry.total[segment.offset : segment.end].view(segment.shape)
-                # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
-                rounded = gradient.to(slab.layout.dtype)
-                if index in entry.present:
-                    target.add_(rounded)
-                else:
-                    target.copy_(rounded)
+            for known, into in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
+                chosen = [index for index in rounded if (index in entry.present) == known]
+                if chosen:
+                    into([slab.layout.view(entry.total, i) for i in chosen], [rounded[i] for i in chosen])
         entry.present.update(gradients)
         entry.added += 1
 

@@ -68,9 +68,8 @@ class Drain:
         flat = self.rings.view(slot, slab)
         with torch.no_grad():
             flat.zero_()
-            for index, gradient in gradients.items():
-                segment = slab.layout.segments[index]
-                flat[segment.offset : segment.end].view(segment.shape).copy_(gradient)
+            # All at once: a call for each of a layer's dozen would keep the host busier than the GPU.
+            torch._foreach_copy_([slab.layout.view(flat, index) for index in gradients], [*gradients.values()])
         part = slab.grad.part(place)
         if part.present:
             slot.drained = self._add(slab, part, flat, frozenset(gradients))

@@ -1,8 +1,9 @@
-"""The first levels of the norm's tree on the GPU, in one pass over the gradient: same additions, same order, same bits.
+"""The norm's tree on the GPU, in one pass over the gradient and a short second one: same additions, same order.
 
 A chunk of 65536 squares is seen as 64 rows of 1024. Halving it six times adds row k to row k + 32, then k to k + 16,
-and so on. The functions below do that depth first, one per level, so that seven rows at a time are enough. The
-remaining ten levels are small. Squares are exact in FP64, so fusing them with an addition changes nothing.
+and so on. The functions below do that depth first, one per level, so that seven rows at a time are enough; ten more
+halvings leave one number per chunk, and one program adds those up. Squares are exact in FP64, so fusing them with an
+addition changes nothing.
 """
 
 # mypy: ignore-errors
@@ -13,7 +14,6 @@ import triton
 import triton.language as tl
 
 CHUNK = 65536
-LANES = 1024
 
 
 @triton.jit
@@ -48,17 +48,51 @@ def _rows_2(source, offset, numel):
 
 
 @triton.jit
-def _kernel(source, partials, numel):
+def _halved(values, LENGTH: tl.constexpr):
+    """The second half added to the first."""
+    return tl.sum(tl.reshape(values, (2, LENGTH)), axis=0)
+
+
+@triton.jit
+def _chunks(source, partials, numel):
     chunk = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, 1024)
-    first = chunk * 65536 + lanes
+    first = chunk * 65536 + tl.arange(0, 1024)
     total = _rows_2(source, first, numel) + _rows_2(source, first + 1024, numel)
-    tl.store(partials + chunk * 1024 + lanes, total)
+    total = _halved(total, 512)
+    total = _halved(total, 256)
+    total = _halved(total, 128)
+    total = _halved(total, 64)
+    total = _halved(total, 32)
+    total = _halved(total, 16)
+    total = _halved(total, 8)
+    total = _halved(total, 4)
+    total = _halved(total, 2)
+    tl.store(partials + chunk, tl.sum(total, axis=0))
 
 
-def chunk_rows(flat: torch.Tensor) -> torch.Tensor:
-    """FP64 [chunks, 1024]: every chunk of 65536 elements after six halvings."""
+@triton.jit
+def _tree(partials, count):
+    """As `combine` in stream/norm.py: the second half onto the first; of an odd number, the middle one stays."""
+    lanes = tl.arange(0, 1024)
+    while count > 1:
+        half = (count + 1) // 2
+        start = 0
+        while start < count - half:
+            index = start + lanes
+            there = index + half < count
+            left = tl.load(partials + index, mask=there, other=0.0)
+            right = tl.load(partials + half + index, mask=there, other=0.0)
+            tl.store(partials + index, left + right, mask=there)
+            start += 1024
+        # The next level reads what other threads have written.
+        tl.debug_barrier()
+        count = half
+
+
+def fused_square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """FP64 scalar: the sum of squares of at least one chunk."""
     chunks = triton.cdiv(flat.numel(), CHUNK)
-    partials = torch.empty((chunks, LANES), dtype=torch.float64, device=flat.device)
-    _kernel[(chunks,)](flat, partials, flat.numel(), num_warps=8)
-    return partials
+    partials = torch.empty(chunks, dtype=torch.float64, device=flat.device)
+    _chunks[(chunks,)](flat, partials, flat.numel(), num_warps=8)
+    _tree[(1,)](partials, chunks, num_warps=8)
+    return partials[0]

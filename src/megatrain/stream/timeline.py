@@ -192,11 +192,12 @@ class Timeline:
             return
         begin, finish = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # Of the timed device, whichever is current; in a lane's thread that is the lane's own stream.
-        begin.record(torch.cuda.current_stream(self.device))
+        stream = torch.cuda.current_stream(self.device)
+        begin.record(stream)
         try:
             yield
         finally:
-            finish.record(torch.cuda.current_stream(self.device))
+            finish.record(stream)
             page.pending.append((lane, label, waiting, begin, finish))
 
     # ---- what a trace says

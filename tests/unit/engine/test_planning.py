@@ -37,7 +37,7 @@ def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) 
     assert {slab.name for slab in engine.slabs if slab.resident} == {"model.layers.0", "lm_head"}
     assert engine.settings.slots == 2
     assert engine.window_size(small.batch(2)) == 3
-    assert [engine._policies[b.name] for b in engine.blocks if b.name.startswith("model.layers")] == [
+    assert [engine.relief.policies[b.name] for b in engine.blocks if b.name.startswith("model.layers")] == [
         "recompute", "store", "recompute",
     ]  # fmt: skip
     assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)

@@ -32,6 +32,7 @@ def described(**changes):
         "update": dict.fromkeys(TOUCHED, 7e9),
         "gpu_update": dict.fromkeys(TOUCHED, 60e9),
         "hbm": 1700e9,
+        "launches": 2e5,
     }
     return machine | changes
 
@@ -47,6 +48,7 @@ NO_GPU = {
     "matmul": {"bf16": 1e12, "fp32": 1e12},
     "gpu_update": {},
     "hbm": 0,
+    "launches": 0,
 }
 
 

@@ -86,14 +86,14 @@ def test_half_as_many_graphs_are_kept_afterwards(tmp_path: Path) -> None:
         tmp_path, lambda model: Fails(model, {2}, "forward"), model=small.llama(num_hidden_layers=4),
         policy={"model.layers.*": "store"},
     )  # fmt: skip
-    policies = [trainer.engine._policies[f"model.layers.{i}"] for i in range(4)]
+    policies = [trainer.engine.relief.policies[f"model.layers.{i}"] for i in range(4)]
     assert policies == ["store", "store", "recompute", "recompute"]
 
 
 def test_without_graphs_inputs_are_offloaded(tmp_path: Path) -> None:
     trainer = trained(tmp_path, lambda model: Fails(model, {2}, "forward"), policy="recompute")
-    assert trainer.engine._policies["transformer.h.0"] == "offload"
-    assert trainer.engine.leanest
+    assert trainer.engine.relief.policies["transformer.h.0"] == "offload"
+    assert trainer.engine.relief.leanest
 
 
 def test_only_once(tmp_path: Path) -> None:

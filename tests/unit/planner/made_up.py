@@ -53,6 +53,7 @@ def machines(draw: st.DrawFn) -> Machine:
         dram_under_dma=dram * draw(rate(0.3, 1)), matmul={"bf16": bf16, "tf32": bf16 / 2, "fp32": bf16 / 16},
         attention=bf16 * draw(rate(0.2, 0.8)), update=dict.fromkeys(widths, draw(rate(1e9, 2e10))),
         gpu_update=dict.fromkeys(widths, draw(rate(1e10, 3e11))), hbm=draw(rate(3e11, 8e12)),
+        launches=draw(rate(5e4, 5e5)),
     )  # fmt: skip
 
 

@@ -132,6 +132,7 @@ def test_without_a_gpu():
         name="cpu", source="a test", gpu=None, vram_bytes=0, ram_bytes=64 * GB, cores=8, disks=(), h2d=0.0, d2h=0.0,
         duplex=0.0, pageable_h2d=0.0, dram=5e10, dram_under_dma=0.0, matmul={"bf16": 1e12, "fp32": 1e12},
         attention=5e11, update=dict.fromkeys(("fp32", "bf16", "8bit", "4bit"), 1e9), gpu_update={}, hbm=0.0,
+        launches=0.0,
     )  # fmt: skip
     found = plan(dense_shape(8, 8), machine=machine)
     assert found.total("vram") == 0

@@ -47,12 +47,17 @@ def test_steps_take_what_was_measured(name, machine, run, decision, fastest, slo
 
 @pytest.mark.parametrize(
     ("name", "compiled", "forward", "both"),
-    [("qwen2.5-7b", False, 7.0, 22.3), ("qwen2.5-7b", True, 6.0, 19.1), ("qwen2.5-14b", True, 7.18, 22.36)],
-)
+    [
+        ("qwen2.5-1.5b", False, 1.96, 5.92), ("qwen2.5-1.5b", True, 1.41, 4.31), ("llama2-7b", False, 6.90, 21.23),
+        ("qwen2.5-7b", False, 7.30, 22.52), ("qwen2.5-7b", True, 6.23, 19.24), ("qwen2.5-14b", False, 8.73, 27.19),
+        ("qwen2.5-14b", True, 7.40, 23.46),
+    ],
+)  # fmt: skip
 def test_a_layer_takes_what_was_measured(name, compiled, forward, both):
     piece = Costs(shape_of(name), H200, Run(micro_batch=4, compile=compiled)).pieces[1]
-    assert piece.forward * 1e3 == pytest.approx(forward, rel=0.03)
-    assert (piece.forward + piece.backward) * 1e3 == pytest.approx(both, rel=0.05)
+    # `benchmarks/layers.py`, on a machine that was 3% slower in matrix products.
+    assert piece.forward * 1e3 == pytest.approx(forward, rel=0.06)
+    assert (piece.forward + piece.backward) * 1e3 == pytest.approx(both, rel=0.06)
 
 
 def test_the_head_takes_what_was_measured():
