@@ -185,5 +185,8 @@ def test_generate_and_parameters_on_the_device():
 @pytest.mark.parametrize("numel", [1000, 65536, 65537, 1_000_003, 40_000_000])
 def test_norm_has_the_same_bits_on_both_devices(dtype, numel):
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    assert norm._fused_kernel() is not None
+    kernel = norm._fused_kernel()
+    assert kernel is not None
     assert norm.square_sum(flat.cuda()).item() == norm.square_sum(flat).item()
+    if numel >= norm.CHUNK:
+        assert kernel(flat.cuda(), True).item() == norm.square_sum(flat.bfloat16()).item()

@@ -18,6 +18,8 @@ SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
 @pytest.fixture(autouse=True)
 def clean():
     yield
+    # Twice: the first time ends the lanes of engines that nobody has any more, the second frees what those held.
+    gc.collect()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -100,9 +102,9 @@ def test_an_own_loop_goes_on_after_zero_grad(deterministic):
     assert small.same(run(True), run(False))
 
 
-@pytest.mark.parametrize("cap", [3.0, 6.0])
+@pytest.mark.parametrize("cap", [6.0, 9.0])
 def test_the_cap_is_on_what_the_driver_reports(cap):
-    before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
     model = small.llama(**SHAPE).to(torch.bfloat16)
     engine = mt.Engine(model, device="cuda", max_vram_gb=cap)
     optimizer = engine.optimizer(lr=1e-3)
@@ -112,9 +114,7 @@ def test_the_cap_is_on_what_the_driver_reports(cap):
         optimizer.step()
         optimizer.zero_grad()
     free, total = torch.cuda.mem_get_info()
-    # What others hold is not ours; the context is.
-    others = total - before - inventory.CUDA_CONTEXT_BYTES
-    assert total - free - max(0, others) <= cap * GIB
+    assert total - free <= cap * GIB
     assert torch.cuda.max_memory_reserved() <= cap * GIB - inventory.CUDA_CONTEXT_BYTES
     engine.close()
 
@@ -123,6 +123,5 @@ def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
     trainer, _ = trained(tmp_path)
     plan = trainer.engine.settings.plan
     assert any("blocks resident" in line for line in said.messages)
-    free, total = torch.cuda.mem_get_info()
-    assert total - free <= plan.total("vram")
+    assert torch.cuda.max_memory_reserved() <= plan.total("vram") - inventory.CUDA_CONTEXT_BYTES
     assert all(slab.resident for slab in trainer.engine.slabs)

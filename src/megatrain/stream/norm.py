@@ -47,6 +47,10 @@ def snapshot_square_sum(gradient: Snapshot) -> float:
 
 def gradient_square_sum(gradient: Snapshot) -> torch.Tensor:
     """The same as a tensor, computed where the gradient lies."""
+    everything = len(gradient.present) == len(gradient.layout.segments)
+    if everything and gradient.flat.is_cuda and gradient.flat.numel() >= CHUNK and (kernel := _fused_kernel()):
+        # As it lies, padding (zeros) included: a rounded copy would take as much memory as the gradient, or more.
+        return kernel(gradient.flat, gradient.dtype == torch.bfloat16)
     flat = torch.zeros(gradient.layout.numel, dtype=torch.float32, device=gradient.flat.device)
     for start, end in gradient.layout.runs(sorted(gradient.present)):
         flat[start:end] = gradient.rounded(start, end)
@@ -78,7 +82,7 @@ def _halve(values: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _fused_kernel() -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _fused_kernel() -> Callable[..., torch.Tensor] | None:
     """Two kernels instead of forty, where Triton works; PyTorch's own operations give the same bits, more slowly."""
     try:
         module = importlib.import_module("megatrain.stream.norm_triton")
@@ -86,5 +90,5 @@ def _fused_kernel() -> Callable[[torch.Tensor], torch.Tensor] | None:
     except Exception as reason:
         announce(f"Triton cannot be used here ({type(reason).__name__}): gradient norms take longer on the GPU")
         return None
-    kernel: Callable[[torch.Tensor], torch.Tensor] = module.fused_square_sum
+    kernel: Callable[..., torch.Tensor] = module.fused_square_sum
     return kernel

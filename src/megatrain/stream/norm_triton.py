@@ -17,34 +17,40 @@ CHUNK = 65536
 
 
 @triton.jit
-def _square(source, offset, numel):
-    value = tl.load(source + offset, mask=offset < numel, other=0.0).to(tl.float64)
+def _square(source, offset, numel, ROUNDED: tl.constexpr):
+    value = tl.load(source + offset, mask=offset < numel, other=0.0)
+    if ROUNDED and source.dtype.element_ty == tl.float32:
+        # To BF16, nearest even, as optim/update_triton.py rounds a gradient.
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000
+        value = tl.where(value != value, value, bits.to(tl.float32, bitcast=True))
+    value = value.to(tl.float64)
     return value * value
 
 
 @triton.jit
-def _rows_32(source, offset, numel):
-    return _square(source, offset, numel) + _square(source, offset + 32 * 1024, numel)
+def _rows_32(source, offset, numel, ROUNDED: tl.constexpr):
+    return _square(source, offset, numel, ROUNDED) + _square(source, offset + 32 * 1024, numel, ROUNDED)
 
 
 @triton.jit
-def _rows_16(source, offset, numel):
-    return _rows_32(source, offset, numel) + _rows_32(source, offset + 16 * 1024, numel)
+def _rows_16(source, offset, numel, ROUNDED: tl.constexpr):
+    return _rows_32(source, offset, numel, ROUNDED) + _rows_32(source, offset + 16 * 1024, numel, ROUNDED)
 
 
 @triton.jit
-def _rows_8(source, offset, numel):
-    return _rows_16(source, offset, numel) + _rows_16(source, offset + 8 * 1024, numel)
+def _rows_8(source, offset, numel, ROUNDED: tl.constexpr):
+    return _rows_16(source, offset, numel, ROUNDED) + _rows_16(source, offset + 8 * 1024, numel, ROUNDED)
 
 
 @triton.jit
-def _rows_4(source, offset, numel):
-    return _rows_8(source, offset, numel) + _rows_8(source, offset + 4 * 1024, numel)
+def _rows_4(source, offset, numel, ROUNDED: tl.constexpr):
+    return _rows_8(source, offset, numel, ROUNDED) + _rows_8(source, offset + 4 * 1024, numel, ROUNDED)
 
 
 @triton.jit
-def _rows_2(source, offset, numel):
-    return _rows_4(source, offset, numel) + _rows_4(source, offset + 2 * 1024, numel)
+def _rows_2(source, offset, numel, ROUNDED: tl.constexpr):
+    return _rows_4(source, offset, numel, ROUNDED) + _rows_4(source, offset + 2 * 1024, numel, ROUNDED)
 
 
 @triton.jit
@@ -54,10 +60,10 @@ def _halved(values, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _chunks(source, partials, numel):
+def _chunks(source, partials, numel, ROUNDED: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * 65536 + tl.arange(0, 1024)
-    total = _rows_2(source, first, numel) + _rows_2(source, first + 1024, numel)
+    total = _rows_2(source, first, numel, ROUNDED) + _rows_2(source, first + 1024, numel, ROUNDED)
     total = _halved(total, 512)
     total = _halved(total, 256)
     total = _halved(total, 128)
@@ -89,10 +95,11 @@ def _tree(partials, count):
         count = half
 
 
-def fused_square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """FP64 scalar: the sum of squares of at least one chunk."""
+def fused_square_sum(flat: torch.Tensor, rounded: bool = False) -> torch.Tensor:
+    """FP64 scalar: the sum of squares of at least one chunk, of its values as they are or rounded to BF16."""
     chunks = triton.cdiv(flat.numel(), CHUNK)
     partials = torch.empty(chunks, dtype=torch.float64, device=flat.device)
-    _chunks[(chunks,)](flat, partials, flat.numel(), num_warps=8)
-    _tree[(1,)](partials, chunks, num_warps=8)
+    _chunks[(chunks,)](flat, partials, flat.numel(), ROUNDED=rounded, num_warps=8)
+    if chunks > 1:
+        _tree[(1,)](partials, chunks, num_warps=8)
     return partials[0]

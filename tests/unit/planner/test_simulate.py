@@ -54,7 +54,8 @@ def test_steps_take_what_was_measured(name, machine, run, decision, fastest, slo
     ],
 )  # fmt: skip
 def test_a_layer_takes_what_was_measured(name, compiled, forward, both):
-    piece = Costs(shape_of(name), H200, Run(micro_batch=4, compile=compiled)).pieces[1]
+    fast_host = dataclasses.replace(H200, launches=1e9)
+    piece = Costs(shape_of(name), fast_host, Run(micro_batch=4, compile=compiled)).pieces[1]
     # `benchmarks/layers.py`, on a machine that was 3% slower in matrix products.
     assert piece.forward * 1e3 == pytest.approx(forward, rel=0.06)
     assert (piece.forward + piece.backward) * 1e3 == pytest.approx(both, rel=0.06)
