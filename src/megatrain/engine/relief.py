@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 
 import torch
 
+from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.settings import Settings
 
@@ -70,6 +71,25 @@ class Relief:
         limits += [self._limit] if self._limit is not None else []
         inventory.grow_segments()
         inventory.cap_vram(self._device, min(limits, default=None))
+
+    def take(self) -> None:
+        """Take what a plan has for activations and workspace, and leave it with the allocator: nobody else can have it.
+
+        A run that could not get it fails here and not after a day, and no step has to ask the driver for memory.
+        """
+        if self._plan is None or self._lifted:
+            return
+        roles = self._plan.memory["vram"]
+        nbytes = roles["activations"] + roles["workspace"] - inventory.CUDA_CONTEXT_BYTES
+        torch.cuda.empty_cache()
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            free = inventory.free_memory(self._device)
+            raise NotEnoughMemory(
+                f"the plan has {nbytes / inventory.GIB:.2f} GiB of GPU memory for activations and workspace, but only "
+                f"{free / inventory.GIB:.2f} GiB are free; end what else runs on the GPU, or plan again."
+            ) from error
 
     @property
     def leanest(self) -> bool:

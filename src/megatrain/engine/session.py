@@ -91,6 +91,7 @@ class Engine:
             self.slabs = self._adoption.slabs
             self._placement.check([block.name for block in self._adoption.blocks])
             self._step = self._build(hooks)
+            self.relief.take()
         except BaseException:
             # Refused or interrupted half-way: the user gets the model back whole.
             self._adoption.release()

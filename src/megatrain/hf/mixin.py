@@ -205,9 +205,8 @@ class MegaMixin:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
             if self.is_in_train:  # type: ignore[attr-defined]
-                if self.engine.device.type == "cuda":
-                    torch.cuda.empty_cache()
                 self.engine.relief.hold_to_plan()
+                self.engine.relief.take()
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""
