@@ -851,7 +851,7 @@ def test_failures_in_a_row(error: Any, clean: list[Any]):
     with engine_of(model, policy="offload", lanes="threads", slots=2) as engine:
         engine.optimizer(lr=0.1)
         held = []
-        for attempt in range(20):
+        for attempt in range(32):
             bomb.update(where=WHERE[attempt % 5], micro=attempt % 4, layer=model.layers[attempt % 3])
             bomb["action"] = partial(fail, error)
             with pytest.raises(error):
@@ -859,7 +859,8 @@ def test_failures_in_a_row(error: Any, clean: list[Any]):
             bomb.clear()
             gc.collect()
             held.append(engine._memory.held)
-        assert held[-1] == held[7]
+        # By then every block has had a sum that left before the failure, and its buffer is there.
+        assert held[-1] == held[23]
         assert_equal(clean_step(model, engine), clean)
 
 

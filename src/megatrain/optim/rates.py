@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -45,8 +46,7 @@ def update_rates(device: torch.device, threads: int) -> dict[str, float]:
             kernel(operands)
             wait()
             times.append(time.perf_counter() - start)
-        # Not the mean: others on the machine slow some of them down, nothing speeds one up.
-        rates[width] = ELEMENTS / sorted(times)[len(times) // 4]
+        rates[width] = ELEMENTS / statistics.median(times)
     return rates
 
 

@@ -17,6 +17,8 @@ from megatrain.planner.search import Search
 MOST_SUGGESTIONS = 6
 SOME_DISK = "/path/on/nvme"
 """Stands for a directory that the user has."""
+DISK_TIER = False
+"""Whether engines of this version keep states on disk: nobody is sent where they cannot go."""
 RUN_FIELDS = {"batch": "micro_batch", "optimizer_compression": "width"}
 """Names of settings → fields of a run, where they differ."""
 LIMITS = ("max_vram_gb", "max_ram_gb", "offload_dir")
@@ -55,7 +57,7 @@ def refusal(search: Search, limits: Mapping[str, Any]) -> Refusal:
         advice = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
     else:
         advice = f"no setting makes it fit: it takes a machine with {_up(has + short):g} GiB of {tier}"
-        if tier == "ram" and limits["offload_dir"] is None and search.gpu:
+        if DISK_TIER and tier == "ram" and limits["offload_dir"] is None and search.gpu:
             least = _tried(search, limits, {"offload_dir": SOME_DISK}).need(tier)
             advice += f", or {_up(least / GIB):g} GiB with an offload_dir"
     message = (
@@ -130,7 +132,7 @@ def _changes(search: Search, limits: Mapping[str, Any], tier: str) -> Iterator[d
         return {name: step * _largest(lambda value: _tried(search, limits, {name: step * value}).fits(), high)}
 
     yield from _raised(search, limits)
-    if limits["offload_dir"] is None and tier == "ram" and search.gpu:
+    if DISK_TIER and limits["offload_dir"] is None and tier == "ram" and search.gpu:
         yield {"offload_dir": SOME_DISK}
     if run.accumulation > 1 and tier == "ram":
         yield most("accumulation", 1, run.accumulation - 1)

@@ -293,6 +293,8 @@ def _notes(search: Search, decision: Decision) -> Iterator[str]:
             f"true FP32 products run at {rate['fp32'] / 1e12:.0f} TFLOP/s here, BF16 at {rate['bf16'] / 1e12:.0f}; "
             "precision='bf16' keeps the exact FP32 master too"
         )
+    if decision.disk:
+        yield "states on disk are planned as designed; engines of this version do not keep any there"
     if decision.disk and ASSUMED_DISK in search.disks:
         yield "the speed of the disk is assumed, and its free space not known"
     if not search.gpu:

@@ -69,6 +69,9 @@ class WindowSums:
         self._add(slab, place, gradients)
         self._given.setdefault(key, set()).add(seat)
         self._release(key)
+        if key in self._open and not slab.shared and not self._held.get(key) and self._turns.live() <= self._given[key]:
+            # Nobody is to come: it travels while the next block is computed, not only when that one needs the slot.
+            self._send(key)
 
     def left(self) -> None:
         """A micro-batch has finished: what waited for it need not any more."""
