@@ -13,7 +13,7 @@
 #endif
 
 // Raised whenever a signature or a meaning below changes; equal to ABI_VERSION in library.py.
-#define MT_ABI_VERSION 3
+#define MT_ABI_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -74,6 +74,11 @@ MT_API int mt_update(const struct mt_update* what, int threads);
 // The loads and stores of that update without its arithmetic: every stream is read, and all but the gradient written
 // back as they were (whole groups of 256 only). What an update could reach at best; for benchmarks.
 MT_API int mt_touch_streams(const struct mt_update* what, int threads);
+
+// Sums of squares in FP64 of every `chunk` elements of a gradient (`kind` is one of mt_gradient), one per chunk: the
+// second half is added to the first until one number is left. `chunk` is a power of two, at most 65536; the last chunk
+// may be partial and counts as filled up with zeros. As above, the result depends on neither threads nor modes.
+MT_API int mt_square_sums(const void* values, int kind, size_t count, size_t chunk, double* partials, int threads);
 
 // Instruction sets that the kernels were compiled for and that this CPU has, best last. `mt_isa_use` makes every later
 // update use one of them (EINVAL if there is none of that number); the best is used otherwise.

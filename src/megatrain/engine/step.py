@@ -138,8 +138,8 @@ class Step:
     def finished(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
         self._unfinished[block.index] -= 1
-        if self._sums is None:
-            for slab in block.slabs:
+        for slab in block.slabs:
+            if self._sums is None or not self._sums.holds(slab):
                 self._given(slab)
 
     def _given(self, slab: Slab) -> None:

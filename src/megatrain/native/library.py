@@ -17,7 +17,7 @@ import torch
 
 from megatrain.errors import NativeLibraryMissing
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Equal to MT_ABI_VERSION in csrc/megatrain.h."""
 
 FILE_NAME = "libmegatrain.so"
@@ -120,6 +120,25 @@ def update(
     _check(function(ctypes.byref(packed), threads), f"updating {weight.numel()} parameters")
 
 
+def square_sums(values: torch.Tensor, partials: torch.Tensor, *, chunk: int, rounded: bool, threads: int) -> None:
+    """Sums of squares of every `chunk` elements in host memory, into the first of `partials`: one FP64 tree for each.
+
+    `rounded` counts FP32 values as rounded to BF16. See `mt_square_sums` in csrc/megatrain.h.
+    """
+    for tensor, dtypes in ((values, (torch.float32, torch.bfloat16)), (partials, (torch.float64,))):
+        if tensor.dtype not in dtypes or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            strided = "" if tensor.is_contiguous() else "strided "
+            raise ValueError(
+                "only contiguous FP32 or BF16 in host memory can be summed, and only into FP64, "
+                f"not a {strided}{tensor.dtype} tensor on {tensor.device}"
+            )
+    if chunk < 1 or partials.numel() < -(-values.numel() // chunk):
+        raise ValueError(f"{partials.numel()} sums are no room for {values.numel()} elements in chunks of {chunk}")
+    kind = 1 if values.dtype == torch.bfloat16 else (2 if rounded else 0)
+    code = load().mt_square_sums(values.data_ptr(), kind, values.numel(), chunk, partials.data_ptr(), threads)
+    _check(code, f"adding the squares of {values.numel()} elements")
+
+
 def isas() -> list[str]:
     """Instruction sets that the update was compiled for and this CPU has, the best last: the one in use by default."""
     library = load()
@@ -150,6 +169,10 @@ def load() -> ctypes.CDLL:
     library.mt_update.restype = ctypes.c_int
     library.mt_touch_streams.argtypes = [ctypes.POINTER(_Update), ctypes.c_int]
     library.mt_touch_streams.restype = ctypes.c_int
+    library.mt_square_sums.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    ]  # fmt: skip
+    library.mt_square_sums.restype = ctypes.c_int
     library.mt_isa_count.argtypes = []
     library.mt_isa_count.restype = ctypes.c_int
     library.mt_isa_name.argtypes = [ctypes.c_int]

@@ -57,6 +57,8 @@ STREAM = 0.3e-3
 PARK = 0.3e-3
 """The same for an input that is parked or brought back: the host waits for copies, and no longer runs ahead of the GPU.
 Assumed."""
+MERGED = 16
+"""Bytes per parameter that a slab used in two places costs the CPU: its sums are added, and the norm is taken there."""
 STEP = 10e-3
 """Seconds around a step: the norm, and the first launches of the next forward."""
 LATENCY = 20e-6
@@ -199,7 +201,8 @@ class Costs:
 
     def _update(self, block: BlockShape) -> float:
         """Seconds on the CPU, by the bytes that the rule touches relative to AdamW on a split master."""
-        return block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.update[self.run.width]
+        seconds = block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.update[self.run.width]
+        return seconds + (block.trainable * MERGED / self.machine.dram if block.tied else 0.0)
 
     def _gpu_update(self, block: BlockShape) -> float:
         if self.machine.gpu is None:

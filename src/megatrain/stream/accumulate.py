@@ -73,6 +73,12 @@ class WindowSums:
             # Nobody is to come: it travels while the next block is computed, not only when that one needs the slot.
             self._send(key)
 
+    def holds(self, slab: Slab) -> bool:
+        """Whether something of a slab's gradient has not left yet."""
+        return any(
+            index == slab.index for index, _ in [*self._open, *[key for key, kept in self._held.items() if kept]]
+        )
+
     def left(self) -> None:
         """A micro-batch has finished: what waited for it need not any more."""
         for key in list(self._held):

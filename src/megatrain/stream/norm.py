@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from megatrain.native import library as native
 from megatrain.store.slab import Snapshot
 from megatrain.telemetry.notices import announce
 
 CHUNK = 1 << 16
 _BATCH = 256
 """Chunks handled at once: bounds the FP64 temporary to 128 MiB."""
+_NATIVE = (torch.float32, torch.bfloat16)
+"""What the native library sums in host memory."""
+_THREADS = 8
+"""Of that sum, capped by the CPUs that this process may use: it does little but read memory."""
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
@@ -22,8 +27,14 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=flat.device)
     if flat.is_cuda and flat.numel() >= CHUNK and (kernel := _fused_kernel()) is not None:
         return kernel(flat)
-    # Short slabs are padded to a power of two only; the tree still depends on the length alone.
-    chunk = min(CHUNK, 1 << (flat.numel() - 1).bit_length())
+    if _is_native(flat):
+        return _native_square_sum(flat, flat.numel(), rounded=False)
+    return reference_square_sum(flat)
+
+
+def reference_square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """The same tree in PyTorch's own operations, of at least one element of any dtype on any device."""
+    chunk = _chunk_of(flat.numel())
     partials = [_tree(piece, chunk) for piece in flat.split(chunk * _BATCH)]
     return combine(torch.cat(partials))
 
@@ -51,6 +62,10 @@ def gradient_square_sum(gradient: Snapshot) -> torch.Tensor:
     if everything and gradient.flat.is_cuda and gradient.flat.numel() >= CHUNK and (kernel := _fused_kernel()):
         # As it lies, padding (zeros) included: a rounded copy would take as much memory as the gradient, or more.
         return kernel(gradient.flat, gradient.dtype == torch.bfloat16)
+    if everything and _is_native(gradient.flat) and gradient.dtype in _NATIVE:
+        # Without a copy here too.
+        end = gradient.layout.segments[-1].end
+        return _native_square_sum(gradient.flat[:end], gradient.layout.numel, gradient.dtype == torch.bfloat16)
     flat = torch.zeros(gradient.layout.numel, dtype=torch.float32, device=gradient.flat.device)
     for start, end in gradient.layout.runs(sorted(gradient.present)):
         flat[start:end] = gradient.rounded(start, end)
@@ -63,6 +78,23 @@ def total(square_sums: Iterable[float]) -> float:
     for value in square_sums:
         result += value
     return float(result**0.5) if result == result else result
+
+
+def _chunk_of(numel: int) -> int:
+    """Short slabs are padded to a power of two only; the tree still depends on the length alone."""
+    return min(CHUNK, 1 << (numel - 1).bit_length())
+
+
+def _is_native(flat: torch.Tensor) -> bool:
+    return flat.device.type == "cpu" and flat.dtype in _NATIVE and flat.is_contiguous() and flat.numel() > 0
+
+
+def _native_square_sum(flat: torch.Tensor, numel: int, rounded: bool) -> torch.Tensor:
+    """The tree of `numel` elements, of which those behind `flat` are zeros."""
+    chunk = _chunk_of(numel)
+    partials = torch.zeros(-(-numel // chunk), dtype=torch.float64)
+    native.square_sums(flat, partials, chunk=chunk, rounded=rounded, threads=_THREADS)
+    return combine(partials)
 
 
 def _tree(piece: torch.Tensor, chunk: int) -> torch.Tensor:
