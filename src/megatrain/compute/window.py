@@ -56,6 +56,8 @@ class _Baton:
         self._finished: set[int] = set()
         self._turn = 0
         self._device = device
+        self.over = False
+        """Whether everybody is to give up; stays so for a thread that is left behind."""
         self.error: BaseException | None = None
 
     def hand_on(self, number: int, position: int) -> None:
@@ -73,7 +75,7 @@ class _Baton:
     def wait(self, number: int) -> None:
         with self._condition:
             self._condition.wait_for(lambda: self._turn == number)
-        if self.error is not None:
+        if self.over:
             raise WindowAborted("another micro-batch of the window failed.")
 
     def live(self) -> AbstractSet[int]:
@@ -104,7 +106,7 @@ class _Baton:
     def abort(self, error: BaseException) -> None:
         """Whoever gets the baton from now on gives up."""
         with self._condition:
-            self.error = self.error or error
+            self.error, self.over = self.error or error, True
 
     def _pass_on(self) -> None:
         self._turn = min(self._live, key=lambda seat: (self._live[seat], seat), default=-1)
@@ -149,6 +151,12 @@ class Seats:
         """The micro-batch that the calling thread runs."""
         seat = getattr(_seat, "current", None)
         return -1 if seat is None else int(seat[1])
+
+    def check(self) -> None:
+        """Raise in a thread whose window was given up: what it still does is nobody's."""
+        seat = getattr(_seat, "current", None)
+        if seat is not None and seat[0].over:
+            raise WindowAborted("the window of this micro-batch was given up.")
 
     def live(self) -> AbstractSet[int]:
         """Micro-batches that have not finished."""

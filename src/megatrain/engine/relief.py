@@ -56,10 +56,15 @@ class Relief:
 
     policies: Policies
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: Settings, device: torch.device, model: torch.nn.Module) -> None:
         self._device = device
-        self._plan = settings.plan if device.type == "cuda" else None
+        plan = settings.plan if device.type == "cuda" else None
+        # Who decides otherwise than the plan takes another amount.
+        follows = plan is not None and all(getattr(settings, name) == value for name, value in plan.settings().items())
+        self._plan = plan if follows else None
         self._limit = inventory.vram_limit(device, settings.max_vram_gb)
+        self._others = inventory.allocated(device) - inventory.bytes_on(device, model)
+        """Held by this process for something else: a reference model, another engine."""
         self._lifted = False
         self.hold_to_plan()
 
@@ -67,10 +72,17 @@ class Relief:
         """Whether a plan's figure limits GPU memory, or `max_vram_gb` alone, as evaluation and generation may need."""
         if self._plan is None and self._limit is None:
             return
-        limits = [self._plan.total("vram")] if self._plan is not None and held and not self._lifted else []
+        limits: list[int] = []
+        if self._plan is not None and held and not self._lifted:
+            limits.append(self._plan.total("vram") + max(0, self._others))
         limits += [self._limit] if self._limit is not None else []
         inventory.grow_segments()
         inventory.cap_vram(self._device, min(limits, default=None))
+
+    def let_go(self) -> None:
+        """The engine is closed: its limits are nobody else's."""
+        if self._plan is not None or self._limit is not None:
+            inventory.uncap_vram(self._device)
 
     def take(self) -> None:
         """Take what a plan has for activations and workspace, and leave it with the allocator: nobody else can have it.

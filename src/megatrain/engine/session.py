@@ -78,7 +78,7 @@ class Engine:
             self.settings = replace(self.settings, precision=self.settings.precision or kept)
         found = find_blocks(model, hooks)
         announce_unavailable(self.settings)
-        self.relief = Relief(self.settings, self.device)
+        self.relief = Relief(self.settings, self.device, model)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
         self._lanes = _lanes(self.settings.lanes, self.device)
@@ -89,13 +89,15 @@ class Engine:
             # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
             self._adoption.take(found, _weakly(self._deposit), self._run)
             self.slabs = self._adoption.slabs
-            self._placement.check([block.name for block in self._adoption.blocks])
+            # Parameters outside any block lie in slabs that have a name of their own.
+            self._placement.check([b.name for b in self.blocks] + [slab.name for slab in self.slabs])
             self._step = self._build(hooks)
             self.relief.take()
         except BaseException:
             # Refused or interrupted half-way: the user gets the model back whole.
             self._adoption.release()
             self._lanes.close()
+            self.relief.let_go()
             raise
         disable_checkpointing(model)
         compiled = Compiled() if self.settings.compile else None
@@ -187,6 +189,11 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def quiesce(self) -> None:
+        """Wait until every lane has done what it was given: what failed work let go may then be used again."""
+        for lane in (self._lanes.h2d, self._lanes.d2h, self._lanes.vram, self._lanes.update):
+            lane.submit(lambda: None, label="quiesce").wait()
+
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
         """Record what the lanes do inside the block; the timeline is complete when it ends."""
@@ -242,6 +249,7 @@ class Engine:
             self._step.close()
             self._lanes.close()
             self._memory.unpin()
+            self.relief.let_go()
 
     def release(self) -> torch.nn.Module:
         """Close, and give the model back as an ordinary one on the CPU."""
@@ -269,6 +277,7 @@ class Engine:
             self._step.close()
             self._lanes.close(patience=PATIENCE)
             self._memory.unpin()
+            self.relief.let_go()
             return
         self.close()
 

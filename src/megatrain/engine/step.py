@@ -122,16 +122,18 @@ class Step:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
         except torch.OutOfMemoryError as error:
-            error.add_note(
-                f"megatrain: the GPU ran out of memory in the {phase} of {block.name}. No weight was changed: after "
-                "zero_grad() training can go on, with fewer tokens at a time or with policy='offload'."
-            )
+            if not self._updates.moving:
+                error.add_note(
+                    f"megatrain: the GPU ran out of memory in the {phase} of {block.name}. No weight was changed: "
+                    "after zero_grad() training can go on, with fewer tokens at a time or with policy='offload'."
+                )
             raise
         finally:
             self._fetcher.release(lease)
 
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
+        self.seats.check()
         self._updates.refuse_late(slab)
         (self._sums or self._drain).collect(slab, place, gradients)
 

@@ -63,8 +63,12 @@ def headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | Non
                 continue
             fields = words(folder / "memory.stat")
             stat = dict(zip(fields[::2], fields[1::2], strict=False))
-            # Page cache counts as usage but is given back under pressure.
-            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+            # Page cache counts as usage but is given back under pressure; of the active list half is counted, since the
+            # kernel's own estimate is careful with it too.
+            inactive, active = (
+                int(stat.get(f"total_{name}", stat.get(name, "0"))) for name in ("inactive_file", "active_file")
+            )
+            reclaimable = inactive + active // 2
             rooms.append(max(0, int(limit[0]) - int(usage[0]) + reclaimable))
     return min(rooms, default=None)
 

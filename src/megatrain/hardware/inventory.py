@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import psutil
@@ -14,6 +15,10 @@ from megatrain.telemetry.notices import announce
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 960 << 20
 """What the CUDA context, modules and libraries take beside the allocator (0.82 to 0.91 GiB seen on an H200)."""
+
+
+PROCESS_BYTES = 1434 << 20
+"""Interpreter, libraries and the driver's host memory, as planner/memory.py counts them."""
 
 
 def choose_device(asked: str | None) -> torch.device:
@@ -68,11 +73,27 @@ def vram_limit(device: torch.device, max_vram_gb: float | None) -> int | None:
     return min(allowed, total)
 
 
+_caps: dict[torch.device, tuple[float, float]] = {}
+"""Device → the share of its memory that PyTorch was allowed before, and the one that is set here."""
+
+
 def cap_vram(device: torch.device, allowed: int | None) -> None:
-    """Hold PyTorch's allocator to so much of the GPU, what CUDA takes itself included; None: all of it."""
+    """Hold PyTorch's allocator to so much of the GPU, what CUDA takes itself included; None: what it had before."""
     total = torch.cuda.get_device_properties(device).total_memory
     share = 1.0 if allowed is None or allowed >= total else (allowed - CUDA_CONTEXT_BYTES) / total
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    now = torch.cuda.get_per_process_memory_fraction(device)
+    before, ours = _caps.get(device, (now, now))
+    if not math.isclose(now, ours, rel_tol=1e-6):
+        before = now  # the user's, since then
+    _caps[device] = (before, min(share, before))
+    torch.cuda.set_per_process_memory_fraction(min(share, before), device)
+
+
+def uncap_vram(device: torch.device) -> None:
+    """Allow what was allowed before, unless somebody else has changed it since."""
+    before, ours = _caps.pop(device, (1.0, None))
+    if ours is not None and math.isclose(torch.cuda.get_per_process_memory_fraction(device), ours, rel_tol=1e-6):
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def grow_segments() -> None:
@@ -92,17 +113,28 @@ def free_memory(device: torch.device) -> int:
     return max(0, min(free + cached, cap - torch.cuda.memory_allocated(device)))
 
 
-def vram_within_reach(device: torch.device) -> int | None:
-    """Bytes of the GPU that this process has or could have: all but what other processes hold; None without a GPU."""
+def allocated(device: torch.device) -> int:
+    """Bytes of the GPU that tensors of this process hold."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def bytes_on(device: torch.device, model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters that lie on the device."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
+
+
+def vram_within_reach(device: torch.device, model: torch.nn.Module) -> int | None:
+    """Bytes of the GPU that training this model could have: what is free, cached, or its own; None without a GPU."""
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(total, free + cached + bytes_on(device, model) + CUDA_CONTEXT_BYTES)
 
 
-def ram_within_reach() -> int:
-    """Bytes of RAM that this process has or could have."""
-    return available_ram() + own_ram()
+def ram_within_reach(model: torch.nn.Module) -> int:
+    """Bytes of RAM that training this model could have: what is available, its own, and the process's bare needs."""
+    return available_ram() + min(own_ram(), bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
 
 
 def own_ram() -> int:

@@ -7,6 +7,7 @@ losses, callbacks and logging are its own.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ from megatrain import settings as settings_module
 from megatrain.checkpoint import manifest, states, weights
 from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
-from megatrain.errors import CheckpointError, MissingLabels, OutOfRam, SettingsError
+from megatrain.errors import CheckpointError, MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import StepLines
@@ -158,6 +159,10 @@ class MegaMixin:
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         if engine_of(self.model) is not self.engine:
+            # `model_init` made another model: the first one's memory is wanted now.
+            self.engine.close()
+            del self.engine
+            gc.collect()
             self._attach()
         if self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
@@ -202,11 +207,16 @@ class MegaMixin:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.relief.hold_to_plan(False)
         try:
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
             if self.is_in_train:  # type: ignore[attr-defined]
                 self.engine.relief.hold_to_plan()
+        if self.is_in_train:  # type: ignore[attr-defined]
+            try:
                 self.engine.relief.take()
+            except NotEnoughMemory as less:
+                warn(f"after the evaluation: {less}")
+        return found
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""
@@ -235,8 +245,12 @@ class MegaMixin:
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """A step, or one micro-batch of it that comes alone, with a second try if the GPU runs out of memory."""
-        done = twice(self.engine, self._own_optimizer().zero_grad, work)
-        self._most_tokens = max(self._most_tokens, self._tokens())
+        if not self._plain_steps():
+            # Another training step may count its calls, or choose its inputs by them.
+            return work()
+        done, again = twice(self.engine, self._own_optimizer().zero_grad, work)
+        # What was done again had less kept than later steps keep: no size has been through with that.
+        self._most_tokens = 0 if again else max(self._most_tokens, self._tokens())
         return done
 
     def _single(self, step: Callable[..., torch.Tensor], alone: bool, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -7,8 +7,9 @@ started for that; there `megatrain.init(length=...)` says it, or the Trainer's o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -50,9 +51,9 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
             accumulation=args.gradient_accumulation_steps,
             optimizer=kind,
             clipping=bool(args.max_grad_norm),
-            evaluation=args.per_device_eval_batch_size * length if trainer.eval_dataset is not None else 0,
-            max_vram_gb=_least(settings.max_vram_gb, inventory.vram_within_reach(device)),
-            max_ram_gb=_least(settings.max_ram_gb, inventory.ram_within_reach()),
+            evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
+            max_vram_gb=_least(settings.max_vram_gb, inventory.vram_within_reach(device, trainer.model)),
+            max_ram_gb=_least(settings.max_ram_gb, inventory.ram_within_reach(trainer.model)),
             optimizer_compression=settings.optimizer_compression,
             precision=settings.precision,
             compile=settings.compile,
@@ -60,8 +61,15 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     except NothingToStream:
         return None
     except NotEnoughMemory as refusal:
-        refusal.add_note("megatrain: megatrain.init(plan=None) starts without a plan, and streams every block.")
+        refusal.add_note(
+            "megatrain: `batch` is per_device_train_batch_size, `evaluation` per_device_eval_batch_size × length; "
+            "megatrain.init(plan=None) starts without a plan, and streams every block."
+        )
         raise
+
+
+def _evaluates(trainer: Any) -> bool:
+    return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:
@@ -95,7 +103,7 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int] | None:
             return None
         return size, length
     try:
-        with _random_kept():
+        with _random_kept(trainer.data_collator, dataset):
             ids = _collated(trainer, dataset, size)
     except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
         announce(f"nothing is planned: no batch could be made of the dataset to look at ({error!r:.200})")
@@ -122,21 +130,32 @@ def _collated(trainer: Any, dataset: Any, size: int) -> Any:
 
 def _extent(row: Any) -> int:
     """The longest thing in a row."""
-    values = row.values() if isinstance(row, dict) else [row]
-    scalars = (torch.Tensor, numpy.ndarray)
-    sized = [
-        value for value in values if hasattr(value, "__len__") and not (isinstance(value, scalars) and not value.ndim)
-    ]
-    return max(map(len, sized), default=0)
+    values = row.values() if isinstance(row, Mapping) else [row]
+    arrays = (torch.Tensor, numpy.ndarray)
+    sized = [value for value in values if hasattr(value, "__len__")]
+    return max((max(v.shape, default=0) if isinstance(v, arrays) else len(v) for v in sized), default=0)
 
 
 @contextmanager
-def _random_kept() -> Iterator[None]:
-    """Rows and collators may draw random numbers; training must draw the same afterwards."""
+def _random_kept(*owners: Any) -> Iterator[None]:
+    """Rows and collators may draw random numbers, also from a generator of their own; training must draw the same."""
     cpu, python, numbers = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    attributes = [(vars(owner), dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
+    own: list[Callable[[], Any]] = []
+    for value in (value for _, before in attributes for value in before.values()):
+        if isinstance(value, torch.Generator):
+            own.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            own.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, numpy.random.Generator):
+            own.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
     try:
         yield
     finally:
         torch.set_rng_state(cpu)
         random.setstate(python)
         numpy.random.set_state(numbers)
+        for take_back in own:
+            take_back()
+        for now, before in attributes:
+            now.update(before)  # a generator that is made at first use is made again

@@ -39,8 +39,9 @@ class Beginning:
             return "gradients of earlier micro-batches had been summed already"
         if self._versions != [slab.version for slab in self._engine.slabs]:
             return "updates had started in its backward, so that some weights have moved"
+        now = dict(self._engine.model.named_buffers())
         for name, buffer, version in self._buffers:
-            if buffer._version != version:
+            if now.get(name) is not buffer or buffer._version != version:
                 return f"its forward had changed the buffer {name}"
         if self._engine.relief.leanest:
             return "blocks already keep nothing on the GPU for their backward; use fewer tokens at a time"
@@ -55,16 +56,21 @@ class Beginning:
         numpy.random.set_state(self._numpy)
 
 
-def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> Result:
-    """Do the work of a step; if the GPU runs out of memory, take it back and do it once more with less."""
+def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, bool]:
+    """Do the work of a step; if the GPU runs out of memory, take it back and do it once more with less.
+
+    Its result, and whether it took the second time.
+    """
     beginning = Beginning(engine, zero_grad)
     try:
-        return work()
+        return work(), False
     except torch.OutOfMemoryError as error:
         obstacle = beginning.obstacle()
         if obstacle is not None:
             error.add_note(f"megatrain: the step could not be done again, since {obstacle}.")
             raise
+        # Copies under way still write to memory that goes with the error.
+        engine.quiesce()
         said = str(error).split(". ")[0]
     # Here the error is gone, and with it the frames that held the failed step's tensors.
     beginning.restore()
@@ -76,7 +82,7 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
         "the result but takes longer; use fewer tokens at a time if this goes on"
     )
     with engine.relief.lean():
-        return work()
+        return work(), True
 
 
 class RamStop(TrainerCallback):

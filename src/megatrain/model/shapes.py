@@ -333,7 +333,10 @@ def _is_routed(name: str) -> bool:
 def _first(config: Any, *names: str) -> int:
     """The first of several fields that is a number above zero, else 0."""
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # transformers refuses fields that differ between layers, by an error of its own
+            continue
         if isinstance(value, int) and value > 0:
             return value
     return 0

@@ -89,6 +89,11 @@ class Updates:
             )
         self._early = _Early(rules, owner)
 
+    @property
+    def moving(self) -> bool:
+        """Whether updates of a step that has not been taken yet have started."""
+        return self._early is not None and bool(self._early.started)
+
     def complete(self, slab: Slab) -> None:
         """All gradients of a slab have been given; its update may start now if that was allowed."""
         early = self._early

@@ -132,6 +132,8 @@ def _changes(search: Search, limits: Mapping[str, Any], tier: str) -> Iterator[d
         return {name: step * _largest(lambda value: _tried(search, limits, {name: step * value}).fits(), high)}
 
     yield from _raised(search, limits)
+    if run.evaluation > 1 and tier == "vram":
+        yield most("evaluation", 1, run.evaluation - 1)
     if DISK_TIER and limits["offload_dir"] is None and tier == "ram" and search.gpu:
         yield {"offload_dir": SOME_DISK}
     if run.accumulation > 1 and tier == "ram":

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.tiny import Stack, engine_of, inputs
+import torch
+from tests.tiny import Stack, engine_of, gradients, inputs
 
 from megatrain.stream.lanes import ThreadLanes
 
@@ -41,3 +42,41 @@ def test_ctrl_c_gets_through_within_five_seconds(window: bool) -> None:
     took = time.monotonic() - begin
     stuck.set()
     assert took < 1.0 + 5.0, f"{took:.1f} s"
+
+
+class Slow(torch.autograd.Function):
+    """Takes its time in the backward, outside any block."""
+
+    release = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Slow.release.wait(10)
+        return gradient
+
+
+def test_a_micro_batch_that_is_left_behind_gives_up() -> None:
+    """It must not put its gradients into a later step."""
+
+    def run(interrupted: bool) -> dict[str, torch.Tensor]:
+        model = Stack()
+        engine = engine_of(model)
+        optimizer = engine.optimizer(lr=0.1)
+        if interrupted:
+            Slow.release.clear()
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                engine.window([lambda k=k: Slow.apply(model(inputs(k))).square().mean().backward() for k in range(2)])
+            optimizer.zero_grad()
+            Slow.release.set()
+            time.sleep(0.5)
+            assert not any(slab.grad.present for slab in engine.slabs)
+        model(inputs(2)).square().mean().backward()
+        return {name: gradient.clone() for name, gradient in gradients(model).items()}
+
+    plain, after = run(False), run(True)
+    assert all(torch.equal(plain[name], after[name]) for name in plain)

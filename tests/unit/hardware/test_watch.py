@@ -91,6 +91,11 @@ def test_against_a_cgroup_that_fills_up(tmp_path: Path) -> None:
     # Page cache can be reclaimed, so that 4.5 of 4 GiB in use are not too much yet.
     (tmp_path / "memory.current").write_text(str(4 * GIB + GIB // 2))
     looking.check()
+    # A limit that is reached because files were read, most of them lately, is no shortage.
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file 1000\nactive_file {2 * GIB}\n")
+    (tmp_path / "memory.current").write_text(str(4 * GIB))
+    looking.check()
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\n")
     (tmp_path / "memory.current").write_text(str(5 * GIB - (8 << 20)))
     with pytest.raises(OutOfRam):
         looking.check()

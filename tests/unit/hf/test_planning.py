@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests import small
 from torch.utils.data import IterableDataset
+from transformers import BatchEncoding
 
 import megatrain as mt
 from megatrain.errors import NotEnoughMemory
@@ -150,7 +151,7 @@ def test_a_refusal_says_what_would_help_and_how_to_go_without(tmp_path: Path) ->
 
 
 def test_what_other_processes_hold_is_not_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.hardware.inventory.ram_within_reach", lambda: 1 << 20)
+    monkeypatch.setattr("megatrain.hardware.inventory.available_ram", lambda: 1 << 20)
     with pytest.raises(NotEnoughMemory, match="of ram it needs"):
         made(tmp_path)
 
@@ -170,3 +171,58 @@ def test_data_that_cannot_be_collated_is_left_to_the_run(tmp_path: Path, said: p
 
     assert made(tmp_path, data_collator=broken).engine.settings.plan is None
     assert any("no batch could be made" in line and "pixel_values" in line for line in said.messages)
+
+
+def test_rows_of_a_tokenizer_are_measured(tmp_path: Path) -> None:
+    ids = [row["input_ids"] for row in small.rows(8, length=24)]
+    rows = [BatchEncoding({"input_ids": row[:4], "attention_mask": torch.ones(4)}) for row in ids]
+    rows[5] = BatchEncoding({"input_ids": ids[5][:21], "attention_mask": torch.ones(21)})
+    assert shape(made(tmp_path, rows)) == (2, 21, 1)
+
+
+class Masking:
+    """A collator with random numbers of its own, one generator made at once and one at first use."""
+
+    def __init__(self) -> None:
+        self.first = torch.Generator().manual_seed(1)
+        self.later: torch.Generator | None = None
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        self.later = self.later or torch.Generator().manual_seed(2)
+        ids = torch.stack([row["input_ids"] for row in rows])
+        for generator in (self.first, self.later):
+            ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, 1, ids)
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_a_collators_own_random_numbers_are_left_alone(tmp_path: Path) -> None:
+    runs = []
+    for plan in ("auto", None):
+        trainer = made(tmp_path, settings={"plan": plan}, data_collator=Masking())
+        assert trainer.data_collator.later is None
+        trainer.train()
+        runs.append(small.losses(trainer))
+    assert runs[0] == runs[1]
+
+
+def test_a_parameter_outside_any_block_does_not_stop_it(tmp_path: Path) -> None:
+    mt.init(machine=MACHINE)
+    model = small.llama()
+    model.register_parameter("gain", torch.nn.Parameter(torch.ones(4)))
+    trainer = mt.Trainer(model=model, args=small.arguments(tmp_path), train_dataset=small.rows())
+    assert trainer.engine.settings.plan is not None
+    trainer.train()
+
+
+def test_an_evaluation_that_is_not_asked_for_is_not_planned(tmp_path: Path) -> None:
+    trainer = made(tmp_path, eval_dataset=small.rows(4), per_device_eval_batch_size=1 << 20)
+    assert trainer.engine.settings.plan.run.evaluation == 0
+
+
+def test_a_refused_evaluation_names_its_batch(tmp_path: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match="evaluation=") as refusal:
+        made(
+            tmp_path, settings={"machine": "rtx4090-64gb"}, eval_dataset=small.rows(4), eval_strategy="steps",
+            per_device_eval_batch_size=1 << 24,
+        )  # fmt: skip
+    assert any("per_device_eval_batch_size" in note for note in refusal.value.__notes__)

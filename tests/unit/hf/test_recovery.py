@@ -123,6 +123,43 @@ def test_a_changed_buffer_cannot_be_taken_back(tmp_path: Path) -> None:
     assert any("buffer seen" in note for note in error.value.__notes__)
 
 
+def test_a_replaced_buffer_cannot_be_taken_back(tmp_path: Path) -> None:
+    model = small.llama()
+    model.register_buffer("seen", torch.zeros(()))
+    model.model.layers[0].register_forward_pre_hook(lambda *_: setattr(model, "seen", model.seen + 1))
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trained(tmp_path, lambda model: Fails(model, {1}, "forward"), model=model)
+    assert any("buffer seen" in note for note in error.value.__notes__)
+
+
+def test_a_training_step_of_somebody_else_is_not_done_again(tmp_path: Path) -> None:
+    class Counting(transformers.Trainer):  # type: ignore[misc]
+        calls = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().training_step(*args, **kwargs)
+
+    mt.init(policy="store")
+    model = small.llama()
+    trainer = type("Mixed", (mt.MegaMixin, Counting), {})(
+        model=model, args=small.arguments(tmp_path), train_dataset=small.rows()
+    )
+    Fails(model, {2}, "forward")
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert trainer.calls == 2
+
+
+def test_a_size_that_took_the_second_time_is_not_tried(tmp_path: Path) -> None:
+    """Later steps keep more again, and without clipping could not be taken back."""
+    trainer = trained(
+        tmp_path, lambda model: Fails(model, {1, 4}, "backward", layer=0), max_grad_norm=0.0,
+        model=small.llama(num_hidden_layers=8),
+    )  # fmt: skip
+    assert trainer.state.global_step == 3
+
+
 def test_python_and_numpy_random_numbers_are_taken_back(tmp_path: Path) -> None:
     drawn: list[tuple[float, float]] = []
 
