@@ -162,6 +162,7 @@ class MegaMixin:
             # `model_init` made another model: the first one's memory is wanted now.
             self.engine.close()
             del self.engine
+            self.callback_handler.model = self.model  # type: ignore[attr-defined]
             gc.collect()
             self._attach()
         if self.optimizer is None:
@@ -195,7 +196,8 @@ class MegaMixin:
             result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         finally:
             # Whatever comes now (generating, say) was not planned.
-            self.engine.relief.hold_to_plan(False)
+            if hasattr(self, "engine"):
+                self.engine.relief.hold_to_plan(False)
         if self._ram_stop.reason is not None:
             folder = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             raise OutOfRam(

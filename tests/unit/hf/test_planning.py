@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,3 +228,14 @@ def test_a_refused_evaluation_names_its_batch(tmp_path: Path) -> None:
             per_device_eval_batch_size=1 << 24,
         )  # fmt: skip
     assert any("per_device_eval_batch_size" in note for note in refusal.value.__notes__)
+
+
+def test_a_model_made_by_the_trainer_is_planned_again_and_the_first_one_let_go(tmp_path: Path) -> None:
+    mt.init(machine=MACHINE)
+    trainer = mt.Trainer(model_init=lambda: small.llama(), args=small.arguments(tmp_path), train_dataset=small.rows())
+    first, model = weakref.ref(trainer.engine), weakref.ref(trainer.model)
+    trainer.train()
+    assert trainer.engine.settings.plan is not None
+    gc.collect()
+    assert first() is None
+    assert model() is None

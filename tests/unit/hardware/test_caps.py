@@ -1,0 +1,93 @@
+"""Caps on GPU memory: they end with their engine, and never allow more than the user did. The driver is a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatrain.errors import NotEnoughMemory
+from megatrain.hardware import inventory
+from megatrain.hardware.inventory import CUDA_CONTEXT_BYTES, GIB
+
+GPU = torch.device("cuda", 0)
+TOTAL = 80 * GIB
+
+
+@pytest.fixture
+def share(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What PyTorch's allocator may have of the GPU."""
+    held = [1.0]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=TOTAL))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: held[0])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, _: held.__setitem__(0, value))
+    monkeypatch.setattr(inventory, "_caps", {})
+    return held
+
+
+def allowed(share: list[float]) -> float:
+    return share[0] * TOTAL + CUDA_CONTEXT_BYTES
+
+
+def test_what_cuda_takes_is_inside_the_cap(share: list[float]) -> None:
+    inventory.cap_vram(GPU, 12 * GIB)
+    assert allowed(share) == pytest.approx(12 * GIB)
+
+
+def test_lowered_lifted_and_ended(share: list[float]) -> None:
+    inventory.cap_vram(GPU, 12 * GIB)
+    inventory.cap_vram(GPU, 40 * GIB)
+    assert allowed(share) == pytest.approx(40 * GIB)
+    inventory.cap_vram(GPU, None)
+    assert share[0] == 1.0
+    inventory.cap_vram(GPU, 12 * GIB)
+    inventory.uncap_vram(GPU)
+    assert share[0] == 1.0
+
+
+def test_the_users_own_cap_stays(share: list[float]) -> None:
+    share[0] = 0.5
+    inventory.cap_vram(GPU, 60 * GIB)
+    assert share[0] == 0.5
+    inventory.cap_vram(GPU, 12 * GIB)
+    assert allowed(share) == pytest.approx(12 * GIB)
+    inventory.uncap_vram(GPU)
+    assert share[0] == 0.5
+
+
+def test_one_that_the_user_sets_later_is_not_taken_back(share: list[float]) -> None:
+    inventory.cap_vram(GPU, 40 * GIB)
+    share[0] = 0.25
+    inventory.cap_vram(GPU, None)
+    assert share[0] == 0.25
+    inventory.cap_vram(GPU, 12 * GIB)
+    share[0] = 0.2
+    inventory.uncap_vram(GPU)
+    assert share[0] == 0.2
+
+
+def test_limits(share: list[float], said: pytest.LogCaptureFixture) -> None:
+    assert inventory.vram_limit(GPU, None) is None
+    assert inventory.vram_limit(GPU, 24) == 24 * GIB
+    assert inventory.vram_limit(GPU, 200) == TOTAL
+    assert any("clamped" in line for line in said.messages)
+    with pytest.raises(NotEnoughMemory, match="leaves nothing beside"):
+        inventory.vram_limit(GPU, 0.5)
+
+
+def test_what_others_of_this_process_hold_is_not_within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 * GIB, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 49 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 45 * GIB)
+    found = inventory.vram_within_reach(GPU, torch.nn.Linear(2, 2))
+    assert found == 30 * GIB + 4 * GIB + CUDA_CONTEXT_BYTES
+
+
+def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "available_ram", lambda: 10 * GIB)
+    monkeypatch.setattr(inventory, "own_ram", lambda: 50 * GIB)
+    model = torch.nn.Linear(1 << 10, 1 << 10, bias=False)
+    assert inventory.ram_within_reach(model) == 10 * GIB + inventory.PROCESS_BYTES + (4 << 20)
+    monkeypatch.setattr(inventory, "own_ram", lambda: 1 << 20)
+    assert inventory.ram_within_reach(model) == 10 * GIB + (1 << 20)
