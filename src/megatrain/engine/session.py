@@ -46,7 +46,7 @@ from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import announce
 
 Result = TypeVar("Result")
-PATIENCE = 4.0
+PATIENCE = 3.0
 """Seconds that lanes get to finish when an engine is left because of an error, or the process ends."""
 MOST_MICRO_BATCHES = 64
 """A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""
