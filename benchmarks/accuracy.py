@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python -m benchmarks.accuracy --shape qwen2.5-7b --max-vram-gb 48 [--compile] [--compression 8bit]
 
-The machine is probed first (once; later rows read the cache). VRAM is total minus free of the device, so nothing else
-may run there; RAM is RssAnon + RssShmem. `--all` runs the rows of the published table, each in a process of its own.
+The machine is probed first (once; later rows read the cache). VRAM is what the driver reports beside PyTorch's
+allocator (total minus free minus reserved, so nothing else may run there) and the most that this has reserved; RAM is
+RssAnon + RssShmem. `--all` runs the rows of the published table, each in a process of its own.
 """
 
 from __future__ import annotations

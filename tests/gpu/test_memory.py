@@ -8,7 +8,7 @@ import transformers
 from tests import small
 
 import megatrain as mt
-from megatrain.hardware import inventory
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -65,7 +65,8 @@ def test_a_trainers_step_is_done_again_with_fewer_graphs(tmp_path, deterministic
     assert most - least > GIB // 2
     limited, _ = trained(tmp_path / "c", policy="store", most=(2 * least + most) // 3 + GIB // 4)
     assert any("the step was taken back" in line for line in said.messages)
-    assert limited.engine.relief.policies.count("store") <= 5, "of 11 blocks half, or half of that if it was not enough"
+    stored_blocks = [b for b in limited.engine.blocks if limited.engine.relief.policies[b.name] == "store"]
+    assert len(stored_blocks) in (5, 2), "of 11 blocks half, or half of that if it was not enough"
     assert small.losses(limited) == small.losses(stored) == small.losses(recomputed)
     assert small.same(small.snapshot(limited.model), small.snapshot(stored.model))
 
@@ -115,7 +116,7 @@ def test_the_cap_is_on_what_the_driver_reports(cap):
         optimizer.zero_grad()
     free, total = torch.cuda.mem_get_info()
     assert total - free <= cap * GIB
-    assert torch.cuda.max_memory_reserved() <= cap * GIB - inventory.CUDA_CONTEXT_BYTES
+    assert torch.cuda.max_memory_reserved() <= cap * GIB - CUDA_CONTEXT_BYTES
     engine.close()
 
 
@@ -123,5 +124,5 @@ def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
     trainer, _ = trained(tmp_path)
     plan = trainer.engine.settings.plan
     assert any("blocks resident" in line for line in said.messages)
-    assert torch.cuda.max_memory_reserved() <= plan.total("vram") - inventory.CUDA_CONTEXT_BYTES
+    assert torch.cuda.max_memory_reserved() <= plan.total("vram") - CUDA_CONTEXT_BYTES
     assert all(slab.resident for slab in trainer.engine.slabs)

@@ -13,6 +13,7 @@ import torch
 
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES
 from megatrain.settings import Settings
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
@@ -31,9 +32,6 @@ class Policies:
 
     def __getitem__(self, block: str) -> str:
         return self._of[block]
-
-    def count(self, policy: str) -> int:
-        return sum(found == policy for found in self._of.values())
 
     @property
     def least(self) -> bool:
@@ -92,7 +90,7 @@ class Relief:
         if self._plan is None or self._lifted:
             return
         roles = self._plan.memory["vram"]
-        nbytes = roles["activations"] + roles["workspace"] - inventory.CUDA_CONTEXT_BYTES
+        nbytes = roles["activations"] + roles["workspace"] - CUDA_CONTEXT_BYTES
         torch.cuda.empty_cache()
         try:
             torch.empty(nbytes, dtype=torch.uint8, device=self._device)

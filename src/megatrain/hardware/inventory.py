@@ -10,15 +10,10 @@ import torch
 
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
 from megatrain.hardware import cgroups
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES
 from megatrain.telemetry.notices import announce
 
 GIB = 1 << 30
-CUDA_CONTEXT_BYTES = 960 << 20
-"""What the CUDA context, modules and libraries take beside the allocator (0.82 to 0.91 GiB seen on an H200)."""
-
-
-PROCESS_BYTES = 1434 << 20
-"""Interpreter, libraries and the driver's host memory, as planner/memory.py counts them."""
 
 
 def choose_device(asked: str | None) -> torch.device:

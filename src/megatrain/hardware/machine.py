@@ -20,6 +20,13 @@ KINDS = ("bf16", "tf32", "fp32")
 TOUCHED = {"fp32": 26.0, "bf16": 18.0, "8bit": 14.1, "4bit": 12.1}
 """Width of the optimizer's states → bytes that AdamW reads and writes per parameter (split master, BF16 gradient)."""
 
+CUDA_CONTEXT_BYTES = 960 << 20
+"""GPU memory that the CUDA context, modules and libraries take beside PyTorch's allocator: 0.82 to 0.91 GiB seen on an
+H200 (benchmarks/results/2026-11-15-h200.md)."""
+PROCESS_BYTES = 1434 << 20
+"""RAM of the interpreter, PyTorch, transformers and the driver: 1.02 to 1.17 GiB beside their state in nineteen runs
+there."""
+
 _SHIPPED = Path(__file__).parent / "machines"
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import accumulate
 
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner.activations import BLAS_BYTES, evaluation_bytes, graph_bytes, input_bytes, workspace_bytes
 from megatrain.planner.run import Run
@@ -25,16 +26,10 @@ ROLES = ("weights", "residuals", "moments", "gradients", "activations", "workspa
 
 PAGE = 4096
 """Slabs are padded to whole pages, as in store/layout.py."""
-CONTEXT_BYTES = 960 << 20
-"""The CUDA context, modules and libraries, outside PyTorch's allocator: 0.82 to 0.91 GiB on an H200; what
-hardware/inventory.py subtracts from a cap."""
 SLACK_BYTES = 13 * GIB // 8
 SLACK_SHARE = 0.005
 """What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments: 1.3 to 2.2 GiB in
 most runs, whatever the size. Where less is left it gives back what it has cached, and takes it again when it must."""
-HOST_BYTES = 1434 << 20
-"""Interpreter, PyTorch, transformers and the driver's host memory: seven runs had 1.02 to 1.10 GiB beside their
-state."""
 STAGING = 2
 """Gradients on their way into a sum, in the tier of their slab, when micro-batches come one by one."""
 FLOWING = 2
@@ -197,17 +192,17 @@ class Ledger:
         staged, staging = self._staging(rest, layers) if several and window == 1 else (0, 0)
         gradients = here[3] + self._grad_slots(decision.grad_slots) + staged
         vram = [here[0] + slots, here[1], here[2], gradients, on_device, work]
-        host = HOST_BYTES + min(decision.disk, STAGES) * largest
+        host = PROCESS_BYTES + min(decision.disk, STAGES) * largest
         ram = [there[0], there[1] - gone_residuals, there[2] - gone_moments, there[3] + staging, parked, host]
         if self.gpu:
-            vram[5] += CONTEXT_BYTES + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
+            vram[5] += CUDA_CONTEXT_BYTES + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
         else:
             vram, ram = [0] * 6, [a + b for a, b in zip(ram, vram, strict=True)]
         return Account(tuple(vram), tuple(ram), (0, gone_residuals, gone_moments, 0, 0, 0))
 
     def allocated(self, decision: Decision) -> int:
         """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
-        whole = self.account(decision).total("vram") - CONTEXT_BYTES - SLACK_BYTES
+        whole = self.account(decision).total("vram") - CUDA_CONTEXT_BYTES - SLACK_BYTES
         return int(whole / (1 + SLACK_SHARE))
 
     def stored_limit(self, decision: Decision, room: int) -> int:

@@ -114,7 +114,7 @@ class CudaLanes:
 
     def __init__(self, device: torch.device) -> None:
         # Compute and the lanes are threads of one interpreter, and each holds it for microseconds: waiting 5 ms
-        # (Python's default) for another to let go made steps of a small model 15% longer.
+        # (Python's default) for another to let go made steps of a small model longer (docs/log.md).
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self.device = device
         self.timeline = Timeline(device)

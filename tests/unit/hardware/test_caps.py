@@ -9,7 +9,8 @@ import torch
 
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
-from megatrain.hardware.inventory import CUDA_CONTEXT_BYTES, GIB
+from megatrain.hardware.inventory import GIB
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES
 
 GPU = torch.device("cuda", 0)
 TOTAL = 80 * GIB
@@ -88,6 +89,6 @@ def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest
     monkeypatch.setattr(inventory, "available_ram", lambda: 10 * GIB)
     monkeypatch.setattr(inventory, "own_ram", lambda: 50 * GIB)
     model = torch.nn.Linear(1 << 10, 1 << 10, bias=False)
-    assert inventory.ram_within_reach(model) == 10 * GIB + inventory.PROCESS_BYTES + (4 << 20)
+    assert inventory.ram_within_reach(model) == 10 * GIB + PROCESS_BYTES + (4 << 20)
     monkeypatch.setattr(inventory, "own_ram", lambda: 1 << 20)
     assert inventory.ram_within_reach(model) == 10 * GIB + (1 << 20)

@@ -236,7 +236,7 @@ def test_in_an_own_loop_it_raises_and_zero_grad_is_enough(where: str, policy: st
 
 
 def test_a_run_short_of_ram_is_saved_and_ended_and_goes_on_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     left = [1 << 40]
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=4), train_dataset=small.rows())
