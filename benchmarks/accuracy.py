@@ -109,6 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     # The most that the driver saw: what is outside PyTorch's allocator, and the most that this reserved.
     outside = driver_vram() - torch.cuda.memory_reserved() / GIB
     reserved = torch.cuda.max_memory_reserved() / GIB
+    at_end = torch.cuda.memory_reserved() / GIB
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     result = {
         "row": f"{args.shape}, {args.max_vram_gb or 'no'} cap{', compiled' if args.compile else ''}",
@@ -117,7 +118,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "policy": plan._policies(),
         "seconds": [plan.step.seconds, measured, measured / plan.step.seconds - 1],
         "vram_gib": [plan.total("vram") / GIB, outside + reserved, torch.cuda.max_memory_allocated() / GIB],
-        "vram_detail": {"outside": outside, "reserved": reserved, "retries": retries},
+        "vram_detail": {"outside": outside, "reserved": reserved, "retries": retries, "at_end": at_end},
         "vram_planned": {role: round(nbytes / GIB, 3) for role, nbytes in plan.memory["vram"].items()},
         "ram_gib": [plan.total("ram") / GIB, max(ram["stepped"], ram["end"])],
         "ram_detail": ram,

@@ -23,6 +23,7 @@ def clean():
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.memory_allocated() < GIB // 4, "only what cuBLAS keeps is left"
 
 
 def rows(count=16, length=1024):

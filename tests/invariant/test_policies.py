@@ -299,6 +299,29 @@ def test_forwards_without_backward_hold_nothing(policy: str, lanes: str):
         assert differences(got, gradients(fresh)) == []
 
 
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("when", ["forward", "between", "backward"])
+@pytest.mark.parametrize("policy", ["recompute", *OTHERS])
+def test_a_graph_that_no_backward_uses_is_freed(policy: str, when: str):
+    """Also one whose nodes save what they made (a norm's rsqrt, a softmax): what hooks keep must not hold its node."""
+    model = zoo.build("llama")
+    with engine_of(model, policy=policy):
+        two_micro_batches(model, 0)
+        counts = []
+        for _ in range(3):
+            broken = contextlib.nullcontext() if when == "between" else failing(layers_of(model)[1], when)
+            with contextlib.suppress(ZeroDivisionError), broken:
+                interrupted(model, when)
+            for parameter in model.parameters():
+                parameter.grad = None
+            counts.append(tensors_alive())
+        assert counts[-1] == counts[0]
+
+
 @pytest.mark.parametrize("policy", OTHERS)
 def test_lengths_that_vary_do_not_pile_up(policy: str):
     """Whatever fits where a longer input was parked goes there: memory is that of the longest batch, not the sum of all

@@ -44,7 +44,9 @@ class Rebinder:
     def _pack(self, tensor: torch.Tensor) -> Any:
         slab = self._slabs.get(tensor.untyped_storage().data_ptr())
         if slab is None:
-            return tensor
+            # Without its own history: a node that saves what it made would hold itself, and a graph that no backward
+            # uses (one that ran out of memory, say) would never be freed.
+            return tensor.detach()
         return _Handle(slab, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]

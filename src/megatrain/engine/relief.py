@@ -5,8 +5,9 @@ Nothing here changes bits: `store`, `recompute` and `offload` give the same grad
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 
 import torch
@@ -18,6 +19,11 @@ from megatrain.settings import Settings
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
 """Policy → the next one, which takes less of the device."""
+GRANULARITY = 32 << 20
+"""The allocator takes memory from the driver in pieces of 2 or 20 MiB; what is taken beforehand stops short of one."""
+FILLS = 8
+SETTLED = 2
+"""Steps after which all streams have what they keep."""
 
 
 class Policies:
@@ -72,7 +78,7 @@ class Relief:
             return
         limits: list[int] = []
         if self._plan is not None and held and not self._lifted:
-            limits.append(self._plan.total("vram") + max(0, self._others))
+            limits.append(self._planned())
         limits += [self._limit] if self._limit is not None else []
         inventory.grow_segments()
         inventory.cap_vram(self._device, min(limits, default=None))
@@ -83,23 +89,46 @@ class Relief:
             inventory.uncap_vram(self._device)
 
     def take(self) -> None:
-        """Take what a plan has for activations and workspace, and leave it with the allocator: nobody else can have it.
+        """Take all that a plan has and nobody holds yet, and leave it with the allocator: no one else can have it.
 
-        A run that could not get it fails here and not after a day, and no step has to ask the driver for memory.
+        A run that could not get it fails here and not after a day, and the driver reports what the plan says.
         """
         if self._plan is None or self._lifted:
             return
-        roles = self._plan.memory["vram"]
-        nbytes = roles["activations"] + roles["workspace"] - CUDA_CONTEXT_BYTES
         torch.cuda.empty_cache()
         try:
-            torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._fill()
         except torch.OutOfMemoryError as error:
-            free = inventory.free_memory(self._device)
+            wanted, free = self._missing(), inventory.free_memory(self._device)
             raise NotEnoughMemory(
-                f"the plan has {nbytes / inventory.GIB:.2f} GiB of GPU memory for activations and workspace, but only "
-                f"{free / inventory.GIB:.2f} GiB are free; end what else runs on the GPU, or plan again."
+                f"the plan has {wanted / inventory.GIB:.2f} GiB of GPU memory for gradients, activations and "
+                f"workspace, but only {free / inventory.GIB:.2f} GiB are free; end what else runs on the GPU, or plan "
+                "again."
             ) from error
+
+    def stepped(self, steps: int) -> None:
+        """After a step. What other streams keep came in the first ones, for which the allocator gave back what had
+        been taken; then it is taken again, once."""
+        if steps == SETTLED and self._plan is not None and not self._lifted:
+            with suppress(torch.OutOfMemoryError):
+                self._fill()
+
+    def _fill(self) -> None:
+        held: list[torch.Tensor] = []
+        # What is asked for may lie partly in memory that is there already: then some is still missing.
+        while (missing := self._missing()) > 0 and len(held) < FILLS:
+            held.append(torch.empty(missing, dtype=torch.uint8, device=self._device))
+
+    def _missing(self) -> int:
+        """Bytes of the plan that the allocator has not taken from the driver."""
+        wanted = min(self._planned(), self._limit or sys.maxsize) - CUDA_CONTEXT_BYTES
+        return wanted - torch.cuda.memory_reserved(self._device) - GRANULARITY
+
+    def _planned(self) -> int:
+        """What the driver may report by the plan, with what this process holds for something else."""
+        assert self._plan is not None
+        planned: int = self._plan.total("vram")
+        return planned + max(0, self._others)
 
     @property
     def leanest(self) -> bool:

@@ -301,6 +301,7 @@ class Engine:
             activations=Activations(self.device, self._lanes, transfers[1], transfers[0], self._memory),
             policy=lambda block: policies[block.name],
             watch=self._placement.watch.check,
+            stepped=self.relief.stepped,
         )
 
     def _lazy_head(self, hooks: transformers_hooks.Hooks) -> LazyHead | None:

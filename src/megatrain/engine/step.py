@@ -59,11 +59,14 @@ class Step:
         activations: Activations,
         policy: Callable[[Block], str],
         watch: Callable[[], None],
+        stepped: Callable[[int], None],
     ) -> None:
         self.activations = activations
         self.policy = policy
         self._watch = watch
         """Raises when RAM runs out."""
+        self._stepped = stepped
+        """Told how many steps there were."""
         self.device = device
         self.slabs = slabs
         self.blocks: list[Block] = []
@@ -201,6 +204,7 @@ class Step:
         self._lanes.timeline.cut()
         self._predictor.record(BOUNDARY)
         self._fetcher.prefetch(self._ahead(), keep=())
+        self._stepped(self._steps)
         return outcome
 
     @contextmanager
