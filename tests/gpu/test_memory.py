@@ -62,7 +62,7 @@ def limit_after_first_step(trainer, most):
 def test_a_trainers_step_is_done_again_with_fewer_graphs(tmp_path, deterministic, said):
     """A real one: after the first step the allocator gets less than the stored graphs take."""
     stored, most = trained(tmp_path / "a", policy="store")
-    recomputed, least = trained(tmp_path / "b", policy="recompute")
+    recomputed, least = trained(tmp_path / "b", policy="recompute", plan=None)
     assert most - least > GIB // 2
     limited, _ = trained(tmp_path / "c", policy="store", most=(2 * least + most) // 3 + GIB // 4)
     assert any("the step was taken back" in line for line in said.messages)
@@ -122,8 +122,11 @@ def test_the_cap_is_on_what_the_driver_reports(cap):
 
 
 def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
+    # What cuBLAS keeps for the threads of earlier tests is not the plan's.
+    others = torch.cuda.memory_allocated()
     trainer, _ = trained(tmp_path)
     plan = trainer.engine.settings.plan
     assert any("blocks resident" in line for line in said.messages)
-    assert torch.cuda.max_memory_reserved() <= plan.total("vram") - CUDA_CONTEXT_BYTES
+    planned = plan.total("vram") - CUDA_CONTEXT_BYTES + others
+    assert planned - GIB // 8 <= torch.cuda.max_memory_reserved() <= planned + (8 << 20)
     assert all(slab.resident for slab in trainer.engine.slabs)
