@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -66,8 +67,11 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("max_vram_gb", "max_ram_gb"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
                 raise SettingsError(f"{name} must be a positive number of GiB or None, not {value!r}.")
+        if isinstance(self.plan, str) and self.plan != "auto":
+            raise SettingsError(f"plan must be 'auto', None or a Plan of megatrain.plan, not {self.plan!r}.")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
         if self.optimizer_compression not in COMPRESSIONS:

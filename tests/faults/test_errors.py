@@ -300,6 +300,8 @@ def test_a_transformers_whose_hooks_are_gone(monkeypatch: pytest.MonkeyPatch, mo
         ("max_vram_gb", "80", "positive number of GiB"),
         ("max_vram_gb", True, "positive number of GiB"),
         ("max_ram_gb", float("nan"), "positive number of GiB"),
+        ("max_vram_gb", float("inf"), "positive number of GiB"),
+        ("plan", "yes", "megatrain.plan"),
         ("precision", "fp16", "bf16, fp32"),
         ("optimizer_compression", "2bit", "'4bit'"),
         ("slots", 0, "at least 1"),
@@ -320,6 +322,13 @@ def test_bad_settings(setting: str, value: Any, message: str) -> None:
     assert settings_module.current() == settings_module.Settings()
     assert small.same(small.snapshot(model), small.snapshot(small.llama()))
     assert not any(isinstance(parameter, StoreTensor) for parameter in model.parameters())
+
+
+def test_a_machine_that_is_not_there() -> None:
+    for asked in ("h200-128g", "/nowhere.json", 5):
+        with pytest.raises(errors.SettingsError, match="h200-128gb"):
+            mt.init(machine=asked)
+    assert settings_module.current() == settings_module.Settings()
 
 
 def test_cuda_lanes_on_the_cpu() -> None:

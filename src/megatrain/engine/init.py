@@ -6,6 +6,7 @@ from typing import Any
 
 from megatrain import settings as settings_module
 from megatrain.hardware import inventory
+from megatrain.hardware.machine import Machine
 from megatrain.settings import Settings
 
 
@@ -21,6 +22,8 @@ def init(
     settings = Settings().override(
         offload_dir=offload_dir, max_vram_gb=max_vram_gb, optimizer_compression=optimizer_compression, **more
     )
+    if settings.machine is not None and not isinstance(settings.machine, Machine):
+        Machine.load(settings.machine)  # a name that is not there is refused now, not after the model has been loaded
     inventory.choose_device(settings.device)
     settings_module.store(settings)
     return settings

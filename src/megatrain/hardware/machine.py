@@ -128,6 +128,11 @@ class Machine:
     @staticmethod
     def load(name_or_path: str | os.PathLike[str]) -> Machine:
         """A shipped description by its name, or one in a JSON file by its path."""
+        if not isinstance(name_or_path, str | os.PathLike):
+            raise SettingsError(
+                f"a machine is a name ({', '.join(Machine.shipped())}), the path of a description or a Machine, not "
+                f"{type(name_or_path).__name__}."
+            )
         asked = os.fspath(name_or_path)
         is_name = asked in Machine.shipped()
         path = _SHIPPED / f"{asked}.json" if is_name else Path(asked).expanduser()

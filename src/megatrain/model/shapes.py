@@ -147,13 +147,19 @@ def _skeleton(config: Any) -> torch.nn.Module:
 
     asked = next(iter(getattr(config, "architectures", None) or ()), None)
     cls: Any = getattr(transformers, asked, None) if asked else None
-    with torch.device("meta"):
-        if cls is not None and hasattr(cls, "_from_config"):
-            skeleton: torch.nn.Module = cls._from_config(config)
-        else:
-            pairs = getattr(config, "is_encoder_decoder", False)
-            auto = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
-            skeleton = auto.from_config(config)
+    pairs = getattr(config, "is_encoder_decoder", False)
+    auto = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            named = cls is not None and hasattr(cls, "_from_config")
+            skeleton: torch.nn.Module = cls._from_config(config) if named else auto.from_config(config)
+    except Exception as error:
+        # Whatever a model's constructor makes of a field that is missing.
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise SettingsError(
+            f"transformers cannot build a model from this {type(config).__name__} ({type(error).__name__}: {said}); "
+            "complete the config, or plan with a model."
+        ) from error
     return skeleton
 
 

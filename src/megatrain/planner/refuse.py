@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain.errors import NotEnoughMemory
 from megatrain.planner.memory import GIB
-from megatrain.planner.run import WIDTHS, Run
+from megatrain.planner.run import ASKED, WIDTHS, Run
 from megatrain.planner.search import Search
 
 MOST_SUGGESTIONS = 6
@@ -19,8 +19,7 @@ SOME_DISK = "/path/on/nvme"
 """Stands for a directory that the user has."""
 DISK_TIER = False
 """Whether engines of this version keep states on disk: nobody is sent where they cannot go."""
-RUN_FIELDS = {"batch": "micro_batch", "optimizer_compression": "width"}
-"""Names of settings → fields of a run, where they differ."""
+RUN_FIELDS = {asked: name for name, asked in ASKED.items()}
 LIMITS = ("max_vram_gb", "max_ram_gb", "offload_dir")
 
 

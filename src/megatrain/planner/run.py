@@ -9,6 +9,8 @@ from megatrain.errors import SettingsError
 PRECISIONS = ("bf16", "fp32", "bf16-sr")
 WIDTHS = ("fp32", "bf16", "8bit", "4bit")
 KINDS = ("adamw", "lion", "sgd")
+ASKED = {"micro_batch": "batch", "width": "optimizer_compression", "kind": "optimizer"}
+"""Fields of a run that users know by another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +42,13 @@ class Run:
         for name in ("micro_batch", "length", "accumulation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
+                raise SettingsError(f"{ASKED.get(name, name)} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.evaluation, bool) or not isinstance(self.evaluation, int) or self.evaluation < 0:
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
         for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):
-            if getattr(self, name) not in known:
-                raise SettingsError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+            value = getattr(self, name)
+            if value not in known:
+                raise SettingsError(f"{ASKED.get(name, name)} must be one of {', '.join(known)}, not {value!r}.")
 
     @property
     def micro_tokens(self) -> int:

@@ -8,6 +8,7 @@ been faster, so a machine with more memory, which only adds decisions, never get
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -263,7 +264,7 @@ def _capped(name: str, there: int, asked: float | None) -> int:
     usable = int(there * USABLE)
     if asked is None:
         return usable
-    if isinstance(asked, bool) or not asked > 0:
+    if isinstance(asked, bool) or not 0 < asked < math.inf:
         raise SettingsError(f"{name} must be a positive number of GiB or None, not {asked!r}.")
     return min(usable, int(asked * GIB))
 

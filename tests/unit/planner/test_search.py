@@ -193,7 +193,13 @@ def test_what_is_asked_is_checked():
         plan(dense_shape(8, 8), machine="h200-128gb", max_vram_gb=-1)
     with pytest.raises(SettingsError, match="precision"):
         plan(dense_shape(8, 8), machine="h200-128gb", precision="int3")
-    with pytest.raises(SettingsError, match="micro_batch"):
+    with pytest.raises(SettingsError, match=r"^batch must be"):
         plan(dense_shape(8, 8), machine="h200-128gb", batch=0)
     with pytest.raises(SettingsError, match="optimizer_compression"):
         plan(dense_shape(8, 8), machine="h200-128gb", optimizer_compression="2bit")
+    with pytest.raises(SettingsError, match=r"^optimizer must be"):
+        plan(dense_shape(8, 8), machine="h200-128gb", optimizer="adam")
+    with pytest.raises(SettingsError, match="positive number of GiB"):
+        plan(dense_shape(8, 8), machine="h200-128gb", max_ram_gb=float("inf"))
+    with pytest.raises(SettingsError, match="a Machine, not int"):
+        plan(dense_shape(8, 8), machine=5)

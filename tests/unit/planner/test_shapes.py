@@ -102,6 +102,10 @@ def test_what_is_neither_is_refused():
         describe(7)
     with pytest.raises(SettingsError, match="no config"):
         describe("/nowhere/at/all")
+    config = AutoConfig.for_model("llama")
+    config.hidden_act = "none of these"
+    with pytest.raises(SettingsError, match=r"LlamaConfig \(KeyError.*complete the config"):
+        describe(config)
 
 
 def test_large_configs_are_described_at_once():
