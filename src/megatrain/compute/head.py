@@ -8,6 +8,7 @@ cross-entropy chunk by chunk, each chunk differentiated at once; any other use c
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,25 +50,27 @@ class LazyLogits(torch.Tensor):
         features: int,
         dtype: torch.dtype,
         chain: tuple[Pointwise, ...] = (),
+        graph: bool = True,
     ) -> LazyLogits:
         shape = (*hidden.shape[:-1], features)
-        logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=True)
+        logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=graph)
         logits.whole, logits.hidden, logits.chain, logits._computed = whole, hidden, chain, None
         return logits
 
     def compute(self) -> torch.Tensor:
-        """The logits. Kept if they carry a graph, so that two uses share one."""
+        """The logits. Kept, so that two uses share them; without the graph that they should have they are not."""
         if self._computed is not None:
             return self._computed
         logits = self.whole()
         for operation in self.chain:
             logits = operation(logits)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self.requires_grad:
             self._computed = logits
         return logits
 
     def then(self, operation: Pointwise, dtype: torch.dtype | None = None) -> LazyLogits:
-        return LazyLogits(self.whole, self.hidden, self.shape[-1], dtype or self.dtype, (*self.chain, operation))
+        chain = (*self.chain, operation)
+        return LazyLogits(self.whole, self.hidden, self.shape[-1], dtype or self.dtype, chain, self.requires_grad)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, operations={len(self.chain)})"
@@ -120,7 +123,7 @@ def _only_looks(func: Any) -> bool:
 def _record(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
     """A pointwise operation that means the same on every chunk of tokens; None if it is anything else."""
     name = getattr(func, "__name__", "")
-    if kwargs or not torch.is_grad_enabled():
+    if kwargs or (logits.requires_grad and not torch.is_grad_enabled()):
         return None
     if name in _BINARY and len(args) == 1 and _is_constant(args[0], logits.shape[-1]):
         operation, other = _BINARY[name], args[0]
@@ -158,6 +161,7 @@ class ChunkedHead:
     def lazy(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
         """Logits to be computed; `whole` computes them at once, under the autocast of this moment."""
         ambient = Ambient.capture(self.flow.device)
+        graph = torch.is_grad_enabled()
         versions = [slab.version for slab in self.block.slabs]
 
         def compute() -> torch.Tensor:
@@ -166,10 +170,10 @@ class ChunkedHead:
                     "logits of a training forward are computed when they are looked at, and the weights have changed "
                     "since; look at them before optimizer.step(), or set head_chunk=0 to have them at once."
                 )
-            with ambient.autocasting():
+            with ambient.autocasting(), nullcontext() if graph else torch.no_grad():
                 return whole()
 
-        return LazyLogits(compute, hidden, self.features, ambient.cast_dtype or hidden.dtype)
+        return LazyLogits(compute, hidden, self.features, ambient.cast_dtype or hidden.dtype, graph=graph)
 
     def loss(self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int) -> torch.Tensor:
         """Cross-entropy summed over the targets that count, divided by `items` (None: their number)."""
@@ -179,11 +183,21 @@ class ChunkedHead:
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(hidden.device)
         task = _Task(self, logits.chain, targets, divisor, ignore_index)
-        if torch.is_grad_enabled():
-            task.place = self.flow.place(self.block)
+        if not torch.is_grad_enabled():
+            return self._evaluate(task, hidden)
+        task.place = self.flow.place(self.block)
         anchor = torch.zeros((), requires_grad=True)
         loss: torch.Tensor = _ChunkedLoss.apply(task, anchor, hidden)  # type: ignore[no-untyped-call]
         return loss
+
+    def _evaluate(self, task: _Task, hidden: torch.Tensor) -> torch.Tensor:
+        """The loss alone: the same sums as in training, no gradients."""
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with self.flow.weights(self.block, "inference") as views:
+            weights = self.block.bind(views, leaves=False)
+            for start in range(0, hidden.shape[0], self.tokens):
+                total += task.chunk(weights, hidden[start : start + self.tokens], start)
+        return total
 
 
 @dataclass

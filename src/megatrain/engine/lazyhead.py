@@ -18,7 +18,10 @@ CHECKED_TOKENS = 64
 
 
 class LazyHead:
-    """Returns lazy logits from the head while training, and takes them in the model's loss function."""
+    """Returns lazy logits from the head while training, and takes them in the model's loss function.
+
+    In evaluation logits are computed at once, unless somebody has said that only the loss is wanted (`loss_only`).
+    """
 
     def __init__(self, model: Any, step: Step, block: Block, own_loss: Callable[..., Any], tokens: int | None) -> None:
         features = model.get_output_embeddings().weight.shape[0]
@@ -29,16 +32,14 @@ class LazyHead:
         self._own_loss = own_loss
         self._checked = False
         self.enabled = True
+        self.loss_only = False
 
     @classmethod
     def fits(cls, model: Any, blocks: list[Block], causal_loss: Any) -> Block | None:
         """The head's block, if the model is a causal LM whose loss is transformers' own."""
-        if not hasattr(model, "get_output_embeddings"):
+        if not can_be_lazy(model, causal_loss):
             return None
         head = model.get_output_embeddings()
-        weight = getattr(head, "weight", None)
-        if weight is None or weight.ndim != 2 or not _uses(model, head, causal_loss):
-            return None
         return next((block for block in blocks if block.module is head), None)
 
     def attach(self) -> None:
@@ -50,11 +51,12 @@ class LazyHead:
 
     def takes(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call of a block is one that can be lazy."""
-        return (
-            self.enabled and block is self.block and torch.is_grad_enabled() and not kwargs
-            and len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
-            and (block.trainable or args[0].requires_grad)
-        )  # fmt: skip
+        if not self.enabled or block is not self.block or kwargs or len(args) != 1:
+            return False
+        hidden = args[0]
+        if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
+            return False
+        return block.trainable or hidden.requires_grad if torch.is_grad_enabled() else self.loss_only
 
     def logits(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
         return self.head.lazy(hidden, whole)
@@ -101,7 +103,9 @@ class LazyHead:
         hidden = logits.hidden[row : row + 1, first : first + CHECKED_TOKENS].detach()
         labels = given[row : row + 1, first : first + CHECKED_TOKENS].to(hidden.device)
         with torch.no_grad():
+            wanted, self.loss_only = self.loss_only, False
             piece = self.block.module(hidden)
+            self.loss_only = wanted
             for operation in logits.chain:
                 piece = operation(piece)
             own = self._own_loss(piece, labels, vocab_size, ignore_index=ignore)
@@ -115,6 +119,13 @@ class LazyHead:
                 f"the chunked loss ({ours.item():.6g}) is not this model's own ({own.item():.6g}): "
                 "logits are computed whole"
             )
+
+
+def can_be_lazy(model: Any, causal_loss: Any) -> bool:
+    """Whether a model is a causal LM whose loss is transformers' own."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    return head is not None and weight is not None and weight.ndim == 2 and _uses(model, head, causal_loss)
 
 
 def _uses(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:

@@ -20,8 +20,9 @@ def plan(model_or_config: Any, *, machine: Machine | str | os.PathLike[str] | No
 
     On this machine, which is measured if it has not been, or on a described one: a name of `Machine.shipped()`, the
     path of a description, or a `Machine`. `options`: `batch`, `length`, `accumulation`, `optimizer`, `clipping`,
-    `compile`, `evaluation` (tokens in a batch of it), and `max_vram_gb`, `max_ram_gb`, `offload_dir`,
-    `optimizer_compression`, `precision` as in `mt.init`. Raises `NotEnoughMemory` with what would make it fit.
+    `compile`, `evaluation` (tokens in a batch of it), `predictions` (whether its logits are looked at), and
+    `max_vram_gb`, `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision` as in `mt.init`. Raises
+    `NotEnoughMemory` with what would make it fit.
     """
     here = machine if machine is not None else probe(offload_dir=options.get("offload_dir"))
     return solve(model_or_config, machine=here, **options)

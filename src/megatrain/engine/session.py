@@ -195,6 +195,18 @@ class Engine:
             lane.submit(lambda: None, label="quiesce").wait()
 
     @contextmanager
+    def loss_only(self) -> Iterator[None]:
+        """Forwards without gradients inside are for their loss: logits stay uncomputed until somebody looks at them."""
+        if self._lazy is None:
+            yield
+            return
+        self._lazy.loss_only = True
+        try:
+            yield
+        finally:
+            self._lazy.loss_only = False
+
+    @contextmanager
     def trace(self) -> Iterator[Timeline]:
         """Record what the lanes do inside the block; the timeline is complete when it ends."""
         self.synchronize()

@@ -220,6 +220,11 @@ class MegaMixin:
                 warn(f"after the evaluation: {less}")
         return found
 
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """Nobody looks at logits if only the loss is asked for: then no more than a chunk of them is computed."""
+        with self.engine.loss_only() if prediction_loss_only else nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""
         own_loss = type(self).compute_loss is not _stock_compute_loss() or self.compute_loss_func is not None  # type: ignore[attr-defined]

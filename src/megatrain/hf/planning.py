@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy
 import torch
+import transformers
 from torch.utils.data import IterableDataset
 
+from megatrain.engine.lazyhead import can_be_lazy
 from megatrain.engine.planning import plan
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.hardware import inventory
+from megatrain.model.hooks import load
 from megatrain.planner import Plan
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
@@ -52,6 +55,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
             optimizer=kind,
             clipping=bool(args.max_grad_norm),
             evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
+            predictions=_looks_at_logits(trainer, settings),
             max_vram_gb=_least(settings.max_vram_gb, inventory.vram_within_reach(device, trainer.model)),
             max_ram_gb=_least(settings.max_ram_gb, inventory.ram_within_reach(trainer.model)),
             optimizer_compression=settings.optimizer_compression,
@@ -70,6 +74,14 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
 
 def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
+
+
+def _looks_at_logits(trainer: Any, settings: Settings) -> bool:
+    """Whether evaluations compute logits whole: for metrics, or for a loss that is not transformers' own."""
+    metrics = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
+    own_loss = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    own_loss = own_loss or type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    return metrics or own_loss or settings.head_chunk == 0 or not can_be_lazy(trainer.model, load().causal_loss)
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:

@@ -32,6 +32,7 @@ def plan(
     optimizer: str = "adamw",
     clipping: bool = True,
     evaluation: int = 0,
+    predictions: bool = True,
     max_vram_gb: float | None = None,
     max_ram_gb: float | None = None,
     offload_dir: OffloadDir | None = None,
@@ -42,8 +43,8 @@ def plan(
     """The fastest plan for a model, a config or a name, on a machine (its name, a path, or a `Machine`).
 
     `batch` × `length` tokens are a micro-batch, `accumulation` of them a step, `evaluation` tokens a batch of the
-    evaluation (0: none); the other settings mean what they mean in `mt.init`. Raises `NotEnoughMemory` with what would
-    make it fit.
+    evaluation (0: none), of which logits (`predictions`) or the loss alone are looked at; the other settings mean what
+    they mean in `mt.init`. Raises `NotEnoughMemory` with what would make it fit.
     """
     if machine is None:
         raise SettingsError(
@@ -60,6 +61,6 @@ def plan(
     run = Run(
         micro_batch=batch, length=length, accumulation=accumulation, precision=precision or shape.precision,
         width=settings.moment_width, kind=optimizer, compile=compile, clipping=clipping,
-        evaluation=evaluation,
+        evaluation=evaluation, predictions=predictions,
     )  # fmt: skip
     return solve(shape, machine, run, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, offload_dir=offload_dir)

@@ -124,10 +124,21 @@ def head_bytes(block: BlockShape, run: Run, vocabulary: int, trains: bool) -> in
     return peak + 2 * input_bytes(block, run)
 
 
-def evaluation_bytes(shape: ModelShape, run: Run) -> int:
-    """Peak of an evaluation batch beside weights: logits as they are, in FP32, and their log-softmax."""
+def evaluation_bytes(shape: ModelShape, run: Run, attention: str) -> int:
+    """Peak of an evaluation batch beside weights: logits as they are, in FP32, and their log-softmax; or a layer."""
+    if not run.evaluation:
+        return 0
     widest = max((block.hidden_size for block in shape.blocks), default=0)
-    return run.evaluation * (shape.vocab_size * (run.itemsize + 8) + 4 * widest * run.itemsize)
+    vocabulary = max(1, shape.vocab_size)
+    tokens = run.evaluation if run.predictions else min(run.evaluation, chunk_tokens(vocabulary))
+    head = tokens * vocabulary * (run.itemsize + 8) + 4 * run.evaluation * widest * run.itemsize
+    return max(head, *(run.evaluation * _forward_bytes(block, run, attention) for block in shape.blocks))
+
+
+def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
+    """Peak per token of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
+    scores = SCORE_BYTES * block.heads * run.length if attention == "eager" else 0
+    return (3 * block.intermediate_size + 4 * block.hidden_size) * run.itemsize + scores
 
 
 def workspace_bytes(shape: ModelShape, run: Run, attention: str, stored: int) -> int:

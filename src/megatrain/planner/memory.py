@@ -156,7 +156,7 @@ class Ledger:
             True: self.graphs,
         }
         """What the graphs of the first layers take above their inputs; above nothing, if those are offloaded."""
-        self._evaluation = evaluation_bytes(shape, run)
+        self._evaluation = evaluation_bytes(shape, run, self.attention)
         self._work = lru_cache(maxsize=None)(lambda s: workspace_bytes(shape, run, self.attention, s))
         self._rings = lru_cache(maxsize=None)(self._weight_rings)
         self._role_sums = lru_cache(maxsize=None)(self._sum_roles)

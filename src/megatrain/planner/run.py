@@ -34,7 +34,9 @@ class Run:
     clipping: bool = True
     """Whether the gradient norm is clipped: updates then wait for the whole backward."""
     evaluation: int = 0
-    """Tokens in a batch of an evaluation between steps, whose logits are computed whole; 0: there is none."""
+    """Tokens in a batch of an evaluation between steps; 0: there is none."""
+    predictions: bool = True
+    """Whether an evaluation looks at its logits, which are then computed whole; else at its loss alone."""
     attention: str | None = None
     """"sdpa", "eager"...; None: what transformers chose for the model."""
 

@@ -489,6 +489,83 @@ def test_saved_with_torch(tmp_path: Path):
         torch.testing.assert_close(again.detach(), (out.logits + 0).detach(), rtol=0, atol=0)
 
 
+# ---- evaluation for the loss alone
+
+
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gptj"])
+def test_a_loss_without_logits(family: str, inference: Any):
+    """The bits of the loss in training, and no more than a chunk of logits; also before any training."""
+    model = build(family).eval()
+    with engine_of(model, head_chunk=7) as engine:
+        with inference(), engine.loss_only():
+            model(**batch())
+            with LargestLogits(zoo.VOCAB, zoo.HIDDEN) as seen:
+                out = model(**batch(1))
+        assert seen.rows == 7
+        assert not out.loss.requires_grad
+        assert torch.equal(out.loss, model(**batch(1)).loss.detach())
+        with torch.no_grad():
+            expected = model(**batch(1))
+        assert type(expected.logits) is torch.Tensor, "said outside, it is over"
+        torch.testing.assert_close(out.loss, expected.loss, rtol=ROUNDING, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_logits_that_are_looked_at_all_the_same(precision: str):
+    model = build("gemma2").eval()
+    with engine_of(model, head_chunk=7, precision=precision) as engine:
+        with torch.no_grad():
+            expected = model(**batch()).logits
+            with engine.loss_only():
+                out = model(**batch())
+        assert isinstance(out.logits, LazyLogits)
+        assert not out.logits.requires_grad
+        assert isinstance(out.logits.float(), LazyLogits)
+        assert not (out.logits * 2).requires_grad
+        assert torch.equal(out.logits.float() + 0, expected.float())
+        assert torch.equal(out.logits.detach(), expected)
+        assert not out.logits.argmax(-1).requires_grad
+
+
+def test_a_failing_forward_ends_it():
+    model = build("llama").eval()
+    with engine_of(model, head_chunk=7) as engine:
+        with pytest.raises(ValueError, match="inside"), engine.loss_only():
+            raise ValueError("inside")
+        with torch.no_grad():
+            assert type(model(**batch()).logits) is torch.Tensor
+
+
+def test_training_inside_is_training():
+    model = build("llama")
+    with engine_of(model, head_chunk=7) as engine, engine.loss_only():
+        model(**batch()).loss.backward()
+        assert any(gradient is not None for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_trainers_evaluation(tmp_path: Path, metrics: bool, bf16: bool):
+    """Stock's loss and stock's metrics; logits exist whole only where metrics look at them."""
+    found, rows = [], []
+    for kind in (mt.Trainer, transformers.Trainer):
+        mt.init(head_chunk=5)
+        trainer = kind(
+            model=small.llama(), args=small.arguments(tmp_path, per_device_eval_batch_size=4, bf16=bf16),
+            train_dataset=small.rows(), eval_dataset=small.rows(8),
+            compute_metrics=(lambda seen: {"sum": float(seen.predictions.sum())}) if metrics else None,
+        )  # fmt: skip
+        trainer.evaluate()  # the check of the first batch
+        with LargestLogits(trainer.model.config.vocab_size, trainer.model.config.hidden_size) as seen:
+            found.append(trainer.evaluate())
+        rows.append(seen.rows)
+    tolerance = 1e-2 if bf16 else ROUNDING
+    for name in ("eval_loss", *(["eval_sum"] if metrics else [])):
+        assert found[0][name] == pytest.approx(found[1][name], rel=tolerance, abs=tolerance)
+    assert rows[0] == rows[1] if metrics else rows[0] == 5 < rows[1]
+
+
 # ---- through Trainer
 
 

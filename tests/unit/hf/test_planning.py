@@ -25,8 +25,9 @@ MACHINE = "h200-128gb"
 
 def made(directory: Path, data: Any = None, settings: dict[str, Any] | None = None, **changes: Any) -> Any:
     mt.init(**({"machine": MACHINE} | (settings or {})))
-    extra = {name: changes.pop(name) for name in ("data_collator", "eval_dataset") if name in changes}
-    return mt.Trainer(
+    own = ("data_collator", "eval_dataset", "compute_metrics", "compute_loss_func")
+    extra = {name: changes.pop(name) for name in own if name in changes}
+    return changes.pop("kind", mt.Trainer)(
         model=small.llama(),
         args=small.arguments(directory, **changes),
         train_dataset=small.rows() if data is None else data,
@@ -158,13 +159,34 @@ def test_what_other_processes_hold_is_not_planned_with(tmp_path: Path, monkeypat
         made(tmp_path)
 
 
-def test_room_for_the_logits_of_an_evaluation(tmp_path: Path) -> None:
+class OwnLoss(mt.Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("whole", "changes"),
+    [
+        (False, {}),
+        (True, {"compute_metrics": lambda seen: {}}),
+        (False, {"compute_metrics": lambda seen: {}, "prediction_loss_only": True}),
+        (True, {"label_smoothing_factor": 0.1}),
+        (True, {"settings": {"head_chunk": 0}}),
+        (True, {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}),
+        (True, {"kind": OwnLoss}),
+    ],
+)
+def test_room_for_the_logits_of_an_evaluation(tmp_path: Path, whole: bool, changes: dict[str, Any]) -> None:
     plain = made(tmp_path).engine.settings.plan
     evaluated = made(
-        tmp_path, eval_dataset=small.rows(4), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1 << 16
-    ).engine.settings.plan
-    logits = (1 << 16) * small.LENGTH * small.VOCAB * 12
-    assert evaluated.total("vram") - plain.total("vram") > 0.9 * logits
+        tmp_path, eval_dataset=small.rows(4), eval_strategy="steps", eval_steps=2,
+        per_device_eval_batch_size=1 << 20, **changes,
+    ).engine.settings.plan  # fmt: skip
+    assert evaluated.run.predictions == whole
+    more = evaluated.total("vram") - plain.total("vram")
+    # Whole logits in three forms and the stream; or a layer of all tokens (gate, up, product, stream), in FP32.
+    logits, layer = (per_token * (1 << 20) * small.LENGTH for per_token in (small.VOCAB * 12 + 512, 7 * 32 * 4))
+    assert more > 0.95 * logits if whole else 0.95 * layer < more < 0.8 * logits
 
 
 def test_data_that_cannot_be_collated_is_left_to_the_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,7 @@ def runs(draw: st.DrawFn) -> Run:
         length=draw(st.sampled_from([64, 512, 2048, 8192])),
         accumulation=draw(st.sampled_from([1, 1, 2, 3, 8, 100])),
         evaluation=draw(st.sampled_from([0, 0, 2048, 16384, 131072])),
+        predictions=draw(st.booleans()),
         precision=draw(st.sampled_from(["bf16", "bf16", "fp32", "bf16-sr"])),
         width=draw(st.sampled_from(["fp32", "bf16", "8bit", "4bit"])),
         compile=draw(st.booleans()),
