@@ -104,6 +104,8 @@ class ModelShape:
     """"bf16" or "fp32": what it was loaded in, or what its config says ("bf16" if it says nothing)."""
     attention: str
     """The attention that transformers chose: "sdpa", "eager"..."""
+    positions: int = 0
+    """Tokens in the longest sequence that its config names; 0: it names none."""
 
     @cached_property
     def parameters(self) -> int:
@@ -180,6 +182,7 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision="fp32" if loaded == torch.float32 else "bf16",
         attention=str(getattr(text, "_attn_implementation", None) or "sdpa"),
+        positions=int(getattr(text, "max_position_embeddings", 0) or 0),
     )
 
 

@@ -288,6 +288,9 @@ def _lossy(run: Run) -> tuple[str, ...]:
 
 
 def _notes(search: Search, decision: Decision) -> Iterator[str]:
+    positions, length = search.shape.positions, search.run.length
+    if 0 < positions < length:
+        yield f"sequences of {length:,} tokens are longer than the {positions:,} positions of the model's config"
     if search.gpu and search.run.precision == "fp32":
         rate = search.machine.matmul
         yield (

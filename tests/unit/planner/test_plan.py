@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from tests.unit.planner.made_up import shape_of
+from transformers import AutoConfig
 
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Machine
@@ -84,3 +85,13 @@ def test_largest_model():
     family = [shape_of(name) for name in ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")]
     assert largest_model(H200, Run(), family).value == shape_of("qwen2.5-7b").parameters
     assert largest_model(Machine.load("rtx4090-64gb"), Run(), family).value == shape_of("qwen2.5-3b").parameters
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bart"])
+def test_a_length_beyond_the_models_positions_is_said(kind):
+    config = AutoConfig.for_model(kind)
+    longest = config.max_position_embeddings
+    assert not any("positions" in note for note in plan(config, machine=H200, length=longest).notes)
+    told = [note for note in plan(config, machine=H200, length=longest + 1).notes if "positions" in note]
+    assert len(told) == 1
+    assert f"{longest:,}" in told[0]
