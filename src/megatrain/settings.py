@@ -70,7 +70,7 @@ class Settings:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
                 raise SettingsError(f"{name} must be a positive number of GiB or None, not {value!r}.")
-        if isinstance(self.plan, str) and self.plan != "auto":
+        if isinstance(self.plan, str | bool | int | float) and self.plan != "auto":
             raise SettingsError(f"plan must be 'auto', None or a Plan of megatrain.plan, not {self.plan!r}.")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")

@@ -46,6 +46,13 @@ except mt.errors.OutOfRam as stopped:
 """
 
 
+def set_limit(setting: Path) -> None:
+    try:
+        setting.write_text(str(LIMIT))
+    except OSError as error:
+        pytest.skip(f"no limit can be set: {error}")
+
+
 @contextlib.contextmanager
 def limited() -> Iterator[Path]:
     for root, name in ROOTS:
@@ -55,13 +62,10 @@ def limited() -> Iterator[Path]:
         except OSError:
             continue
         try:
-            if not (group / name).exists():
-                continue
-            (group / name).write_text(str(LIMIT))
-            yield group
-            return
-        except OSError as error:
-            pytest.skip(f"no limit can be set: {error}")
+            if (group / name).exists():
+                set_limit(group / name)
+                yield group
+                return
         finally:
             with contextlib.suppress(OSError):
                 group.rmdir()

@@ -302,6 +302,7 @@ def test_a_transformers_whose_hooks_are_gone(monkeypatch: pytest.MonkeyPatch, mo
         ("max_ram_gb", float("nan"), "positive number of GiB"),
         ("max_vram_gb", float("inf"), "positive number of GiB"),
         ("plan", "yes", "megatrain.plan"),
+        ("plan", True, "megatrain.plan"),
         ("precision", "fp16", "bf16, fp32"),
         ("optimizer_compression", "2bit", "'4bit'"),
         ("slots", 0, "at least 1"),

@@ -299,6 +299,31 @@ def test_forwards_without_backward_hold_nothing(policy: str, lanes: str):
         assert differences(got, gradients(fresh)) == []
 
 
+class Overwriting(nn.Module):
+    """Writes to what a gradient needs, after it was used."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raised = x.exp()
+        result: torch.Tensor = self.own(raised)
+        raised.mul_(2)
+        return result
+
+
+@pytest.mark.parametrize("policy", ["recompute", *OTHERS])
+def test_a_saved_tensor_that_is_overwritten_is_refused(policy: str):
+    """As autograd refuses it: hooks on saved tensors take its check away."""
+    model = zoo.build("llama")
+    layers_of(model)[1].mlp.up_proj = Overwriting(layers_of(model)[1].mlp.up_proj)
+    with engine_of(model, policy=policy):
+        loss = model(**zoo.batch("llama", 0, length=LENGTH)).loss
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def tensors_alive() -> int:
     gc.collect()
     return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())

@@ -167,8 +167,8 @@ class ChunkedHead:
         def compute() -> torch.Tensor:
             if versions != [slab.version for slab in self.block.slabs]:
                 raise UnsupportedCall(
-                    "logits of a training forward are computed when they are looked at, and the weights have changed "
-                    "since; look at them before optimizer.step(), or set head_chunk=0 to have them at once."
+                    "these logits are computed when they are looked at, and the weights have changed since; look at "
+                    "them before optimizer.step(), or set head_chunk=0 to have them at once."
                 )
             with ambient.autocasting(), nullcontext() if graph else torch.no_grad():
                 return whole()
@@ -183,7 +183,7 @@ class ChunkedHead:
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(hidden.device)
         task = _Task(self, logits.chain, targets, divisor, ignore_index)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not logits.requires_grad:
             return self._evaluate(task, hidden)
         task.place = self.flow.place(self.block)
         anchor = torch.zeros((), requires_grad=True)
@@ -193,7 +193,7 @@ class ChunkedHead:
     def _evaluate(self, task: _Task, hidden: torch.Tensor) -> torch.Tensor:
         """The loss alone: the same sums as in training, no gradients."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with self.flow.weights(self.block, "inference") as views:
+        with torch.no_grad(), self.flow.weights(self.block, "inference") as views:
             weights = self.block.bind(views, leaves=False)
             for start in range(0, hidden.shape[0], self.tokens):
                 total += task.chunk(weights, hidden[start : start + self.tokens], start)

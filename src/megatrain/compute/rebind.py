@@ -23,6 +23,14 @@ class _Handle:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Any other saved tensor, and how often it had been written to."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class Rebinder:
     """Saved-tensor hooks for one call of a block."""
 
@@ -46,12 +54,18 @@ class Rebinder:
         if slab is None:
             # Without its own history: a node that saves what it made would hold itself, and a graph that no backward
             # uses (one that ran out of memory, say) would never be freed.
-            return tensor.detach()
+            return _Kept(tensor.detach(), tensor._version)
         return _Handle(slab, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Handle):
-            return packed  # type: ignore[no-any-return]
+        if isinstance(packed, _Kept):
+            # Autograd does not look at versions where hooks are set.
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    "a tensor needed for a gradient was modified by an inplace operation after it had been saved "
+                    f"(version {packed.tensor._version}, expected {packed.version}); use a copy for one of the two."
+                )
+            return packed.tensor
         # A slot is a storage of its own, so offsets in it are the same in every slot.
         return self._views[packed.slab].as_strided(packed.size, packed.stride, packed.offset)

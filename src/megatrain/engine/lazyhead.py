@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,15 @@ class LazyHead:
     def detach(self) -> None:
         if self.model.__dict__.get("_loss_function") == self.loss:
             del self.model._loss_function
+
+    @contextmanager
+    def wanting(self, loss_only: bool) -> Iterator[None]:
+        """Whether forwards without gradients inside are for their loss alone."""
+        before, self.loss_only = self.loss_only, loss_only
+        try:
+            yield
+        finally:
+            self.loss_only = before
 
     def takes(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call of a block is one that can be lazy."""
@@ -102,10 +112,8 @@ class LazyHead:
         row, first = counted[0].tolist()
         hidden = logits.hidden[row : row + 1, first : first + CHECKED_TOKENS].detach()
         labels = given[row : row + 1, first : first + CHECKED_TOKENS].to(hidden.device)
-        with torch.no_grad():
-            wanted, self.loss_only = self.loss_only, False
+        with torch.no_grad(), self.wanting(loss_only=False):
             piece = self.block.module(hidden)
-            self.loss_only = wanted
             for operation in logits.chain:
                 piece = operation(piece)
             own = self._own_loss(piece, labels, vocab_size, ignore_index=ignore)

@@ -5,7 +5,6 @@ Nothing here changes bits: `store`, `recompute` and `offload` give the same grad
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -21,7 +20,6 @@ LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
 """Policy → the next one, which takes less of the device."""
 GRANULARITY = 32 << 20
 """The allocator takes memory from the driver in pieces of 2 or 20 MiB; what is taken beforehand stops short of one."""
-FILLS = 8
 SETTLED = 2
 """Steps after which all streams have what they keep."""
 
@@ -69,7 +67,7 @@ class Relief:
         self._limit = inventory.vram_limit(device, settings.max_vram_gb)
         self._others = inventory.allocated(device) - inventory.bytes_on(device, model)
         """Held by this process for something else: a reference model, another engine."""
-        self._lifted = False
+        self._lifted = self._grows = False
         self.hold_to_plan()
 
     def hold_to_plan(self, held: bool = True) -> None:
@@ -80,13 +78,15 @@ class Relief:
         if self._plan is not None and held and not self._lifted:
             limits.append(self._planned())
         limits += [self._limit] if self._limit is not None else []
-        inventory.grow_segments()
+        self._grows = inventory.grow_segments()
         inventory.cap_vram(self._device, min(limits, default=None))
 
     def let_go(self) -> None:
         """The engine is closed: its limits are nobody else's."""
         if self._plan is not None or self._limit is not None:
             inventory.uncap_vram(self._device)
+        if self._plan is not None:
+            torch.cuda.empty_cache()  # what was taken ahead
 
     def take(self) -> None:
         """Take all that a plan has and nobody holds yet, and leave it with the allocator: no one else can have it.
@@ -101,28 +101,38 @@ class Relief:
         except torch.OutOfMemoryError as error:
             wanted, free = self._missing(), inventory.free_memory(self._device)
             raise NotEnoughMemory(
-                f"the plan has {wanted / inventory.GIB:.2f} GiB of GPU memory for gradients, activations and "
-                f"workspace, but only {free / inventory.GIB:.2f} GiB are free; end what else runs on the GPU, or plan "
+                f"the plan has {wanted / inventory.GIB:.2f} GiB more of GPU memory (moments, gradients, activations, "
+                f"workspace), but only {free / inventory.GIB:.2f} GiB are free; end what else runs on the GPU, or plan "
                 "again."
             ) from error
 
     def stepped(self, steps: int) -> None:
         """After a step. What other streams keep came in the first ones, for which the allocator gave back what had
         been taken; then it is taken again, once."""
-        if steps == SETTLED and self._plan is not None and not self._lifted:
+        if steps == SETTLED and self._grows and self._plan is not None and not self._lifted:
             with suppress(torch.OutOfMemoryError):
                 self._fill()
 
     def _fill(self) -> None:
         held: list[torch.Tensor] = []
-        # What is asked for may lie partly in memory that is there already: then some is still missing.
-        while (missing := self._missing()) > 0 and len(held) < FILLS:
+        # What is asked for may lie in memory that is there already: then it is still missing, and asked for again.
+        while (missing := self._missing()) > GRANULARITY:
             held.append(torch.empty(missing, dtype=torch.uint8, device=self._device))
+            if not self._grows:
+                break
 
     def _missing(self) -> int:
-        """Bytes of the plan that the allocator has not taken from the driver."""
-        wanted = min(self._planned(), self._limit or sys.maxsize) - CUDA_CONTEXT_BYTES
-        return wanted - torch.cuda.memory_reserved(self._device) - GRANULARITY
+        """Bytes of the plan that the allocator could take from the driver, as far as it may."""
+        assert self._plan is not None
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
+        wanted = min(self._planned() - CUDA_CONTEXT_BYTES, allowed)
+        missing: int = wanted - torch.cuda.memory_reserved(self._device) - GRANULARITY
+        if self._grows:
+            return missing
+        # A segment that does not grow is one stream's for good, and what stays on the GPU is another's.
+        roles: dict[str, int] = self._plan.memory["vram"]
+        return min(missing, roles["activations"] + roles["workspace"] - CUDA_CONTEXT_BYTES)
 
     def _planned(self) -> int:
         """What the driver may report by the plan, with what this process holds for something else."""

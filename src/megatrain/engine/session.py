@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -194,17 +194,9 @@ class Engine:
         for lane in (self._lanes.h2d, self._lanes.d2h, self._lanes.vram, self._lanes.update):
             lane.submit(lambda: None, label="quiesce").wait()
 
-    @contextmanager
-    def loss_only(self) -> Iterator[None]:
+    def loss_only(self) -> AbstractContextManager[None]:
         """Forwards without gradients inside are for their loss: logits stay uncomputed until somebody looks at them."""
-        if self._lazy is None:
-            yield
-            return
-        self._lazy.loss_only = True
-        try:
-            yield
-        finally:
-            self._lazy.loss_only = False
+        return nullcontext() if self._lazy is None else self._lazy.wanting(loss_only=True)
 
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
@@ -262,6 +254,8 @@ class Engine:
             self._lanes.close()
             self._memory.unpin()
             self.relief.let_go()
+            if self._lazy is not None:
+                self._lazy.detach()
 
     def release(self) -> torch.nn.Module:
         """Close, and give the model back as an ordinary one on the CPU."""
@@ -269,8 +263,6 @@ class Engine:
         if engine_of(self.model) is self:
             self._adoption.release()
             self._surface.remove()
-            if self._lazy is not None:
-                self._lazy.detach()
         return self.model
 
     def __deepcopy__(self, memo: Any) -> Engine:
@@ -290,6 +282,8 @@ class Engine:
             self._lanes.close(patience=PATIENCE)
             self._memory.unpin()
             self.relief.let_go()
+            if self._lazy is not None:
+                self._lazy.detach()
             return
         self.close()
 

@@ -76,12 +76,16 @@ def cap_vram(device: torch.device, allowed: int | None) -> None:
     """Hold PyTorch's allocator to so much of the GPU, what CUDA takes itself included; None: what it had before."""
     total = torch.cuda.get_device_properties(device).total_memory
     share = 1.0 if allowed is None or allowed >= total else (allowed - CUDA_CONTEXT_BYTES) / total
-    now = torch.cuda.get_per_process_memory_fraction(device)
-    before, ours = _caps.get(device, (now, now))
-    if not math.isclose(now, ours, rel_tol=1e-6):
-        before = now  # the user's, since then
+    before = _users_share(device)
     _caps[device] = (before, min(share, before))
     torch.cuda.set_per_process_memory_fraction(min(share, before), device)
+
+
+def _users_share(device: torch.device) -> float:
+    """The share of the GPU's memory that PyTorch was allowed before any cap of ours, or by the user since then."""
+    now = torch.cuda.get_per_process_memory_fraction(device)
+    before, ours = _caps.get(device, (now, now))
+    return before if math.isclose(now, ours, rel_tol=1e-6) else now
 
 
 def uncap_vram(device: torch.device) -> None:
@@ -91,11 +95,16 @@ def uncap_vram(device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-def grow_segments() -> None:
-    """Segments that grow keep what is reserved close to what is allocated; one who configured the allocator knows."""
-    if os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
-        return
+def grow_segments() -> bool:
+    """Segments that grow keep what is reserved close to what is allocated; one who configured the allocator knows.
+
+    Whether they do.
+    """
+    configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if configured:
+        return "expandable_segments:true" in configured.lower().replace(" ", "")
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
 
 
 def free_memory(device: torch.device) -> int:
@@ -103,9 +112,13 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cpu":
         return available_ram()
     free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(0, min(free + cached, cap - torch.cuda.memory_allocated(device)))
+    return max(0, min(free + cached(device), cap - torch.cuda.memory_allocated(device)))
+
+
+def cached(device: torch.device) -> int:
+    """Bytes of the GPU that PyTorch's allocator holds and no tensor does."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def allocated(device: torch.device) -> int:
@@ -123,8 +136,9 @@ def vram_within_reach(device: torch.device, model: torch.nn.Module) -> int | Non
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(total, free + cached + bytes_on(device, model) + CUDA_CONTEXT_BYTES)
+    # Of what CUDA takes about half is there already; the rest comes with its libraries, and out of what is free now.
+    reach = free + cached(device) + bytes_on(device, model) + CUDA_CONTEXT_BYTES // 2
+    return min(total, reach, int(_users_share(device) * total) + CUDA_CONTEXT_BYTES)
 
 
 def ram_within_reach(model: torch.nn.Module) -> int:

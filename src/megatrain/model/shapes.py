@@ -155,6 +155,8 @@ def _skeleton(config: Any) -> torch.nn.Module:
         with torch.device("meta"):
             named = cls is not None and hasattr(cls, "_from_config")
             skeleton: torch.nn.Module = cls._from_config(config) if named else auto.from_config(config)
+    except ImportError:
+        raise  # it names the package that is missing
     except Exception as error:
         # Whatever a model's constructor makes of a field that is missing.
         said = (str(error).strip().splitlines() or [""])[0]

@@ -132,13 +132,15 @@ def evaluation_bytes(shape: ModelShape, run: Run, attention: str) -> int:
     vocabulary = max(1, shape.vocab_size)
     tokens = run.evaluation if run.predictions else min(run.evaluation, chunk_tokens(vocabulary))
     head = tokens * vocabulary * (run.itemsize + 8) + 4 * run.evaluation * widest * run.itemsize
-    return max(head, *(run.evaluation * _forward_bytes(block, run, attention) for block in shape.blocks))
+    return max([head, *(run.evaluation * _forward_bytes(block, run, attention) for block in shape.blocks)])
 
 
 def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """Peak per token of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
     scores = SCORE_BYTES * block.heads * run.length if attention == "eager" else 0
-    return (3 * block.intermediate_size + 4 * block.hidden_size) * run.itemsize + scores
+    # Experts are given rows of their own, and give as many.
+    rows = 2 * block.experts_per_token * block.hidden_size
+    return (3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores
 
 
 def workspace_bytes(shape: ModelShape, run: Run, attention: str, stored: int) -> int:

@@ -528,6 +528,24 @@ def test_logits_that_are_looked_at_all_the_same(precision: str):
         assert not out.logits.argmax(-1).requires_grad
 
 
+def test_a_loss_of_logits_without_a_graph_has_none():
+    model = build("llama").eval()
+    with engine_of(model, head_chunk=7) as engine:
+        with torch.no_grad(), engine.loss_only():
+            out = model(**batch())
+        loss = model.loss_function(out.logits, batch()["labels"], zoo.VOCAB)
+        assert torch.equal(loss, out.loss)
+        assert not loss.requires_grad
+
+
+def test_it_can_be_said_twice(chunked: list[int]):
+    model = build("llama").eval()
+    with engine_of(model, head_chunk=7) as engine, torch.no_grad(), engine.loss_only():
+        with engine.loss_only():
+            model(**batch())
+        assert isinstance(model(**batch()).logits, LazyLogits)
+
+
 def test_a_failing_forward_ends_it():
     model = build("llama").eval()
     with engine_of(model, head_chunk=7) as engine:

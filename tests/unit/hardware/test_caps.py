@@ -77,12 +77,29 @@ def test_limits(share: list[float], said: pytest.LogCaptureFixture) -> None:
         inventory.vram_limit(GPU, 0.5)
 
 
-def test_what_others_of_this_process_hold_is_not_within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_of_this_process_hold_is_not_within_reach(
+    share: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 * GIB, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 49 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 45 * GIB)
     found = inventory.vram_within_reach(GPU, torch.nn.Linear(2, 2))
-    assert found == 30 * GIB + 4 * GIB + CUDA_CONTEXT_BYTES
+    assert found == 30 * GIB + 4 * GIB + CUDA_CONTEXT_BYTES // 2
+    share[0] = 0.25
+    assert inventory.vram_within_reach(GPU, torch.nn.Linear(2, 2)) == TOTAL // 4 + CUDA_CONTEXT_BYTES
+    # A cap of ours is no limit for the next engine, the user's own is.
+    inventory.cap_vram(GPU, 12 * GIB)
+    assert inventory.vram_within_reach(GPU, torch.nn.Linear(2, 2)) == TOTAL // 4 + CUDA_CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("configured", "grows"),
+    [("expandable_segments:True", True), ("max_split_size_mb:64, expandable_segments: true", True),
+     ("garbage_collection_threshold:0.8", False), ("expandable_segments:False", False)],
+)  # fmt: skip
+def test_whose_segments_grow(configured: str, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
+    assert inventory.grow_segments() == grows
 
 
 def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:

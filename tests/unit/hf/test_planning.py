@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import peft
 import pytest
 import torch
 from tests import small
@@ -164,6 +165,11 @@ class OwnLoss(mt.Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class OwnStep(mt.Trainer):
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs).loss, None, None
+
+
 @pytest.mark.parametrize(
     ("whole", "changes"),
     [
@@ -174,6 +180,7 @@ class OwnLoss(mt.Trainer):
         (True, {"settings": {"head_chunk": 0}}),
         (True, {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}),
         (True, {"kind": OwnLoss}),
+        (True, {"kind": OwnStep}),
     ],
 )
 def test_room_for_the_logits_of_an_evaluation(tmp_path: Path, whole: bool, changes: dict[str, Any]) -> None:
@@ -187,6 +194,30 @@ def test_room_for_the_logits_of_an_evaluation(tmp_path: Path, whole: bool, chang
     # Whole logits in three forms and the stream; or a layer of all tokens (gate, up, product, stream), in FP32.
     logits, layer = (per_token * (1 << 20) * small.LENGTH for per_token in (small.VOCAB * 12 + 512, 7 * 32 * 4))
     assert more > 0.95 * logits if whole else 0.95 * layer < more < 0.8 * logits
+
+
+@pytest.mark.parametrize("adapted", ["q_proj", "lm_head"])
+def test_a_head_with_an_adapter_is_not_lazy(tmp_path: Path, adapted: str) -> None:
+    mt.init(machine=MACHINE)
+    model = peft.get_peft_model(small.llama(), peft.LoraConfig(target_modules=[adapted], task_type="CAUSAL_LM"))
+    trainer = mt.Trainer(
+        model=model, args=small.arguments(tmp_path, eval_strategy="steps", eval_steps=2),
+        train_dataset=small.rows(), eval_dataset=small.rows(4),
+    )  # fmt: skip
+    assert trainer.engine.settings.plan.run.predictions == (trainer.engine._lazy is None) == (adapted == "lm_head")
+
+
+def test_a_second_trainer_on_a_closed_engines_model(tmp_path: Path) -> None:
+    evaluated = {"eval_dataset": small.rows(4), "eval_strategy": "steps", "eval_steps": 2}
+    first = made(tmp_path, **evaluated)
+    first.engine.close()
+    second = mt.Trainer(
+        model=first.model, args=small.arguments(tmp_path, eval_strategy="steps", eval_steps=2),
+        train_dataset=small.rows(), eval_dataset=small.rows(4),
+    )  # fmt: skip
+    assert not first.engine.settings.plan.run.predictions
+    assert not second.engine.settings.plan.run.predictions
+    assert second.engine._lazy is not None
 
 
 def test_data_that_cannot_be_collated_is_left_to_the_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

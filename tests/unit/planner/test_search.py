@@ -201,5 +201,7 @@ def test_what_is_asked_is_checked():
         plan(dense_shape(8, 8), machine="h200-128gb", optimizer="adam")
     with pytest.raises(SettingsError, match="positive number of GiB"):
         plan(dense_shape(8, 8), machine="h200-128gb", max_ram_gb=float("inf"))
+    with pytest.raises(SettingsError, match="predictions must be"):
+        plan(dense_shape(8, 8), machine="h200-128gb", predictions="no")
     with pytest.raises(SettingsError, match="a Machine, not int"):
         plan(dense_shape(8, 8), machine=5)

@@ -1,0 +1,146 @@
+"""A plan's GPU memory is taken ahead: all of it, no more than may be, and not twice. The allocator is a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests import small
+
+from megatrain.engine.relief import GRANULARITY, SETTLED, Relief
+from megatrain.errors import NotEnoughMemory
+from megatrain.hardware import inventory
+from megatrain.hardware.inventory import GIB
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, Machine
+from megatrain.planner import plan
+from megatrain.settings import Settings
+
+GPU = torch.device("cuda", 0)
+TOTAL = 140 * GIB
+
+
+class Allocator:
+    """PyTorch's, as far as it matters here: memory is reserved from the driver, held by tensors, cached, given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = TOTAL) -> None:
+        self.share, self.free = 1.0, free
+        self.reserved = self.held = self.peak = self.asked = 0
+        monkeypatch.setattr(inventory, "_caps", {})
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        for name, stand_in in {
+            "get_device_properties": lambda _: SimpleNamespace(total_memory=TOTAL),
+            "get_per_process_memory_fraction": lambda _: self.share,
+            "set_per_process_memory_fraction": lambda value, _: setattr(self, "share", value),
+            "memory_reserved": lambda _: self.reserved,
+            "memory_allocated": lambda _: self.held,
+            "mem_get_info": lambda _: (self.free - self.reserved, TOTAL),
+            "empty_cache": self.empty_cache,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        real = torch.empty
+
+        def empty(*args: Any, **more: Any) -> Any:
+            return self.empty(*args) if more.get("device") == GPU else real(*args, **more)
+
+        monkeypatch.setattr(torch, "empty", empty)
+
+    def empty_cache(self) -> None:
+        self.reserved = self.held
+
+    def empty(self, nbytes: int) -> Any:
+        self.asked += 1
+        more = max(0, self.held + nbytes - self.reserved)
+        if self.reserved + more > min(self.share * TOTAL, self.free):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.reserved, self.held = self.reserved + more, self.held + nbytes
+        self.peak = max(self.peak, self.reserved)
+        return Block(self, nbytes)
+
+
+class Block:
+    def __init__(self, owner: Allocator, nbytes: int) -> None:
+        self._owner, self._nbytes = owner, nbytes
+
+    def __del__(self) -> None:
+        self._owner.held -= self._nbytes
+
+
+def relief_of(**settings: Any) -> tuple[Relief, int]:
+    """For a plan of a made-up model, and what the allocator may have of it."""
+    decided = plan(small.llama(), machine=Machine.load("h200-1.5tb"), batch=64, length=8192)
+    followed = Settings(plan=decided, **decided.settings(), **settings)
+    return Relief(followed, GPU, small.llama()), decided.total("vram") - CUDA_CONTEXT_BYTES
+
+
+def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    relief, planned = relief_of()
+    relief.take()
+    assert allocator.held == 0
+    assert planned - 2 * GRANULARITY <= allocator.reserved <= planned
+
+
+def test_it_is_taken_again_once_whatever_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    relief, planned = relief_of()
+    for steps in range(1, 6):
+        # Given back but for a tenth, nine times what is missing of it cached.
+        allocator.reserved = planned - planned // 10
+        relief.stepped(steps)
+        whole = planned - 2 * GRANULARITY <= allocator.reserved <= planned
+        assert whole == (steps == SETTLED)
+    assert allocator.peak <= planned
+
+
+def test_what_the_user_allows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    _, planned = relief_of()
+    allocator.share = planned / 2 / TOTAL
+    relief, _ = relief_of()
+    relief.take()
+    assert planned // 2 - 2 * GRANULARITY <= allocator.reserved <= planned // 2
+
+
+def test_a_gpu_that_is_full_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Allocator(monkeypatch, free=GIB)
+    relief, _ = relief_of()
+    with pytest.raises(NotEnoughMemory, match=r"but only 1\.00 GiB are free; end what else"):
+        relief.take()
+    relief.stepped(SETTLED)
+
+
+def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
+    relief, planned = relief_of()
+    relief.take()
+    assert allocator.asked == 1
+    roles = relief._plan.memory["vram"]  # type: ignore[union-attr]
+    assert allocator.reserved == min(
+        planned - GRANULARITY, roles["activations"] + roles["workspace"] - CUDA_CONTEXT_BYTES
+    )
+    allocator.empty_cache()
+    relief.stepped(SETTLED)
+    assert allocator.asked == 1
+
+
+def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    relief, planned = relief_of()
+    relief.take()
+    assert allocator.share == pytest.approx(planned / TOTAL)
+    relief.let_go()
+    assert (allocator.reserved, allocator.share) == (0, 1.0)
+
+
+def test_after_it_ran_out_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    relief, _ = relief_of()
+    relief.policies = SimpleNamespace(lean=torch.no_grad)  # type: ignore[assignment]
+    with relief.lean():
+        pass
+    relief.take()
+    relief.stepped(SETTLED)
+    assert allocator.reserved == 0
