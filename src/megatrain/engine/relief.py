@@ -86,7 +86,9 @@ class Relief:
         if self._plan is not None or self._limit is not None:
             inventory.uncap_vram(self._device)
         if self._plan is not None:
-            torch.cuda.empty_cache()  # what was taken ahead
+            # What was taken ahead; a GPU that has failed has raised already what the user should see.
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     def take(self) -> None:
         """Take all that a plan has and nobody holds yet, and leave it with the allocator: no one else can have it.

@@ -249,13 +249,16 @@ class Engine:
         try:
             self.synchronize()
         finally:
-            self._closed = True
-            self._step.close()
-            self._lanes.close()
-            self._memory.unpin()
-            self.relief.let_go()
-            if self._lazy is not None:
-                self._lazy.detach()
+            self._end()
+
+    def _end(self, patience: float | None = None) -> None:
+        self._closed = True
+        self._step.close()
+        self._lanes.close(patience=patience)
+        self._memory.unpin()
+        self.relief.let_go()
+        if self._lazy is not None:
+            self._lazy.detach()
 
     def release(self) -> torch.nn.Module:
         """Close, and give the model back as an ordinary one on the CPU."""
@@ -277,13 +280,7 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self._closed:
             # Whatever went wrong must reach the user, also when it left a lane that will never finish.
-            self._closed = True
-            self._step.close()
-            self._lanes.close(patience=PATIENCE)
-            self._memory.unpin()
-            self.relief.let_go()
-            if self._lazy is not None:
-                self._lazy.detach()
+            self._end(PATIENCE)
             return
         self.close()
 
