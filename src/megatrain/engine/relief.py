@@ -5,7 +5,7 @@ Nothing here changes bits: `store`, `recompute` and `offload` give the same grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 
@@ -90,13 +90,15 @@ class Relief:
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
-    def take(self) -> None:
+    def take(self, quiet: Callable[[], None]) -> None:
         """Take all that a plan has and nobody holds yet, and leave it with the allocator: no one else can have it.
 
-        A run that could not get it fails here and not after a day, and the driver reports what the plan says.
+        A run that could not get it fails here and not after a day, and the driver reports what the plan says. `quiet`
+        waits for the lanes: while this holds all there is, work of theirs that needs memory would fail.
         """
         if self._plan is None or self._lifted:
             return
+        quiet()
         torch.cuda.empty_cache()
         try:
             self._fill()
@@ -108,10 +110,11 @@ class Relief:
                 "again."
             ) from error
 
-    def stepped(self, steps: int) -> None:
+    def stepped(self, steps: int, quiet: Callable[[], None]) -> None:
         """After a step. What other streams keep came in the first ones, for which the allocator gave back what had
         been taken; then it is taken again, once."""
         if steps == SETTLED and self._grows and self._plan is not None and not self._lifted:
+            quiet()
             with suppress(torch.OutOfMemoryError):
                 self._fill()
 

@@ -92,7 +92,7 @@ class Engine:
             # Parameters outside any block lie in slabs that have a name of their own.
             self._placement.check([b.name for b in self.blocks] + [slab.name for slab in self.slabs])
             self._step = self._build(hooks)
-            self.relief.take()
+            self.relief.take(self.quiesce)
         except BaseException:
             # Refused or interrupted half-way: the user gets the model back whole.
             self._adoption.release()
@@ -190,7 +190,7 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def quiesce(self) -> None:
-        """Wait until every lane has done what it was given: what failed work let go may then be used again."""
+        """Wait until every lane has done what it was given: nothing of it uses or asks for memory then."""
         for lane in (self._lanes.h2d, self._lanes.d2h, self._lanes.vram, self._lanes.update):
             lane.submit(lambda: None, label="quiesce").wait()
 
@@ -304,7 +304,7 @@ class Engine:
             activations=Activations(self.device, self._lanes, transfers[1], transfers[0], self._memory),
             policy=lambda block: policies[block.name],
             watch=self._placement.watch.check,
-            stepped=self.relief.stepped,
+            stepped=lambda steps: self.relief.stepped(steps, self.quiesce),
         )
 
     def _lazy_head(self, hooks: transformers_hooks.Hooks) -> LazyHead | None:

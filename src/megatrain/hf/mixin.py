@@ -215,7 +215,7 @@ class MegaMixin:
                 self.engine.relief.hold_to_plan()
         if self.is_in_train:  # type: ignore[attr-defined]
             try:
-                self.engine.relief.take()
+                self.engine.relief.take(self.engine.quiesce)
             except NotEnoughMemory as less:
                 warn(f"after the evaluation: {less}")
         return found
@@ -227,7 +227,7 @@ class MegaMixin:
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""
-        own_loss = type(self).compute_loss is not _stock_compute_loss() or self.compute_loss_func is not None  # type: ignore[attr-defined]
+        own_loss = not self._stock_method("compute_loss") or self.compute_loss_func is not None  # type: ignore[attr-defined]
         if not own_loss and isinstance(inputs, dict) and not any(name in inputs for name in self.label_names):  # type: ignore[attr-defined]
             raise MissingLabels(
                 f"the batch has {', '.join(sorted(inputs))} but none of {', '.join(self.label_names) or 'labels'}, "  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ class MegaMixin:
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """A step, or one micro-batch of it that comes alone, with a second try if the GPU runs out of memory."""
-        if not self._plain_steps():
+        if not self._stock_method("training_step"):
             # Another training step may count its calls, or choose its inputs by them.
             return work()
         done, again = twice(self.engine, self._own_optimizer().zero_grad, work)
@@ -285,13 +285,15 @@ class MegaMixin:
         optimizer = self._own_optimizer()
         # A size that has not been through may run out of memory, and a step that has begun to update stays begun.
         untried = self._tokens() > self._most_tokens
-        if looks or untried or optimizer._optimizer_step_pre_hooks or not self._plain_steps():
+        if looks or untried or optimizer._optimizer_step_pre_hooks or not self._stock_method("training_step"):
+            # Another training step may look at gradients, or do several backwards.
             return nullcontext()
         return optimizer.final_backward()
 
-    def _plain_steps(self) -> bool:
-        """Whether a training step is transformers' own: another may look at gradients, or do several backwards."""
-        return [c for c in type(self).__mro__ if "training_step" in vars(c)] == [MegaMixin, transformers.Trainer]
+    def _stock_method(self, method: str) -> bool:
+        """Whether a method is transformers' own, but for what is put around it here."""
+        owners = [c for c in type(self).__mro__ if method in vars(c) and c is not MegaMixin]
+        return owners == [transformers.Trainer]
 
     def _clip_grad_norm(self, model: Any) -> float:
         # The clip factor is applied inside the update, from this same norm.
@@ -387,9 +389,3 @@ def _overrides(callback: Any, event: str) -> bool:
 def _is_stock(path: Path) -> bool:
     """Whether a stock Trainer wrote this checkpoint."""
     return not (path / manifest.FOLDER).exists() and (path / STOCK_OPTIMIZER_FILE).exists()
-
-
-def _stock_compute_loss() -> Any:
-    from transformers import Trainer
-
-    return Trainer.compute_loss

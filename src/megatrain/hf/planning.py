@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy
 import torch
-import transformers
 from torch.utils.data import IterableDataset
 
 from megatrain.engine.lazyhead import can_be_lazy
 from megatrain.engine.planning import plan
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.hardware import inventory
+from megatrain.model import hooks
 from megatrain.model.blocks import find_blocks
-from megatrain.model.hooks import load
 from megatrain.planner import Plan
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
@@ -81,19 +80,17 @@ def _looks_at_logits(trainer: Any, settings: Settings) -> bool:
     """Whether evaluations compute logits whole: for metrics, or for a step or a loss that is not transformers' own."""
     metrics = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
     own_loss = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    own_loss = own_loss or type(trainer).compute_loss is not transformers.Trainer.compute_loss
-    steps = [c.__module__ for c in type(trainer).__mro__ if "prediction_step" in vars(c)]
-    own_step = steps != ["megatrain.hf.mixin", transformers.Trainer.__module__]
-    return metrics or own_loss or own_step or settings.head_chunk == 0 or not _lazy(trainer.model)
+    stock = trainer._stock_method("compute_loss") and trainer._stock_method("prediction_step")
+    return metrics or own_loss or not stock or settings.head_chunk == 0 or not _lazy(trainer.model)
 
 
 def _lazy(model: torch.nn.Module) -> bool:
     """Whether an engine would compute the head's logits lazily."""
-    hooks = load()
-    if not can_be_lazy(model, hooks.causal_loss):
+    known = hooks.load()
+    if not can_be_lazy(model, known.causal_loss):
         return False
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return any(found.module is head for found in find_blocks(model, hooks))
+    return any(found.module is head for found in find_blocks(model, known))
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:

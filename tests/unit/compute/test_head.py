@@ -538,7 +538,7 @@ def test_a_loss_of_logits_without_a_graph_has_none():
         assert not loss.requires_grad
 
 
-def test_it_can_be_said_twice(chunked: list[int]):
+def test_it_can_be_said_twice():
     model = build("llama").eval()
     with engine_of(model, head_chunk=7) as engine, torch.no_grad(), engine.loss_only():
         with engine.loss_only():

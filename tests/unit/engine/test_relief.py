@@ -26,7 +26,7 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = TOTAL) -> None:
         self.share, self.free = 1.0, free
-        self.reserved = self.held = self.peak = self.asked = 0
+        self.reserved = self.held = self.peak = self.asked = self.quieted = 0
         monkeypatch.setattr(inventory, "_caps", {})
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         for name, stand_in in {
@@ -45,6 +45,10 @@ class Allocator:
             return self.empty(*args) if more.get("device") == GPU else real(*args, **more)
 
         monkeypatch.setattr(torch, "empty", empty)
+
+    def quiet(self) -> None:
+        assert self.held == 0, "lanes may still ask for memory"
+        self.quieted += 1
 
     def empty_cache(self) -> None:
         self.reserved = self.held
@@ -77,8 +81,8 @@ def relief_of(**settings: Any) -> tuple[Relief, int]:
 def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     relief, planned = relief_of()
-    relief.take()
-    assert allocator.held == 0
+    relief.take(allocator.quiet)
+    assert (allocator.held, allocator.quieted) == (0, 1)
     assert planned - 2 * GRANULARITY <= allocator.reserved <= planned
 
 
@@ -88,9 +92,10 @@ def test_it_is_taken_again_once_whatever_is_cached(monkeypatch: pytest.MonkeyPat
     for steps in range(1, 6):
         # Given back but for a tenth, nine times what is missing of it cached.
         allocator.reserved = planned - planned // 10
-        relief.stepped(steps)
+        relief.stepped(steps, allocator.quiet)
         whole = planned - 2 * GRANULARITY <= allocator.reserved <= planned
         assert whole == (steps == SETTLED)
+        assert allocator.quieted == (steps >= SETTLED), "once, before anything is held"
     assert allocator.peak <= planned
 
 
@@ -99,37 +104,37 @@ def test_what_the_user_allows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None
     _, planned = relief_of()
     allocator.share = planned / 2 / TOTAL
     relief, _ = relief_of()
-    relief.take()
+    relief.take(allocator.quiet)
     assert planned // 2 - 2 * GRANULARITY <= allocator.reserved <= planned // 2
 
 
 def test_a_gpu_that_is_full_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    Allocator(monkeypatch, free=GIB)
+    allocator = Allocator(monkeypatch, free=GIB)
     relief, _ = relief_of()
     with pytest.raises(NotEnoughMemory, match=r"but only 1\.00 GiB are free; end what else"):
-        relief.take()
-    relief.stepped(SETTLED)
+        relief.take(allocator.quiet)
+    relief.stepped(SETTLED, allocator.quiet)
 
 
 def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
     relief, planned = relief_of()
-    relief.take()
+    relief.take(allocator.quiet)
     assert allocator.asked == 1
     roles = relief._plan.memory["vram"]  # type: ignore[union-attr]
     assert allocator.reserved == min(
         planned - GRANULARITY, roles["activations"] + roles["workspace"] - CUDA_CONTEXT_BYTES
     )
     allocator.empty_cache()
-    relief.stepped(SETTLED)
+    relief.stepped(SETTLED, allocator.quiet)
     assert allocator.asked == 1
 
 
 def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     relief, planned = relief_of()
-    relief.take()
+    relief.take(allocator.quiet)
     assert allocator.share == pytest.approx(planned / TOTAL)
     relief.let_go()
     assert (allocator.reserved, allocator.share) == (0, 1.0)
@@ -141,6 +146,6 @@ def test_after_it_ran_out_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     relief.policies = SimpleNamespace(lean=torch.no_grad)  # type: ignore[assignment]
     with relief.lean():
         pass
-    relief.take()
-    relief.stepped(SETTLED)
+    relief.take(allocator.quiet)
+    relief.stepped(SETTLED, allocator.quiet)
     assert allocator.reserved == 0
