@@ -50,13 +50,13 @@ step of 1.5B, all of it in VRAM and every graph stored, took 6.4 ms per layer an
 CALL = 0.1e-3
 """Seconds around every call of a block."""
 SWITCH = 0.3e-3
-"""The same in a window, where micro-batches hand over to each other. Ten runs of 1.5B to 14B were planned 6% too slow
-on average with 0.5 ms, which was right before threads changed every 0.1 ms (stream/cuda.py)."""
+"""The same in a window, where micro-batches hand over to each other."""
 STREAM = 0.1e-3
 """The same for a block whose weights are fetched: slots, events, and a launch that waits."""
 PARK = 0.1e-3
-"""The same for an input that is parked or brought back. Neither shows: compute took 0.56 s in a step of 1.5B with 28
-streamed layers and parked inputs, 0.57 s with 13 and none."""
+"""The same for an input that is parked or brought back. With 0.5, 0.3 and 0.3 ms for these three, ten rows of
+`benchmarks/accuracy.py` were planned 6% too slow on average (H200, 2026-11-15); in them compute took 0.56 s of a step
+of 1.5B with 28 streamed blocks and parked inputs, and 0.57 s with 13 and none."""
 MERGED = 16
 """Bytes per parameter that a slab used in two places costs the CPU: its sums are added, and the norm is taken there."""
 STEP = 10e-3

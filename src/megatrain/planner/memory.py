@@ -28,8 +28,9 @@ PAGE = 4096
 """Slabs are padded to whole pages, as in store/layout.py."""
 SLACK_BYTES = 13 * GIB // 8
 SLACK_SHARE = 0.005
-"""What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments: 1.3 to 2.2 GiB in
-most runs, whatever the size. Where less is left it gives back what it has cached, and takes it again when it must."""
+"""What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments: 0.9 to 2.2 GiB in
+ten runs held to their plans, whatever the size (benchmarks/results/2026-11-15-h200.md). Where less is left it gives back
+what it has cached, and takes it again when it must."""
 STAGING = 2
 """Gradients on their way into a sum, in the tier of their slab, when micro-batches come one by one."""
 FLOWING = 2
