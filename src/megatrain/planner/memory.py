@@ -29,8 +29,8 @@ PAGE = 4096
 SLACK_BYTES = 13 * GIB // 8
 SLACK_SHARE = 0.005
 """What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments: 0.9 to 2.2 GiB in
-ten runs held to their plans, whatever the size (benchmarks/results/2026-11-15-h200.md). Where less is left it gives back
-what it has cached, and takes it again when it must."""
+ten runs held to their plans, whatever the size (benchmarks/results/2026-11-15-h200.md). Where less is left it gives
+back what it has cached, and takes it again when it must."""
 STAGING = 2
 """Gradients on their way into a sum, in the tier of their slab, when micro-batches come one by one."""
 FLOWING = 2
