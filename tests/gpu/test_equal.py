@@ -160,12 +160,13 @@ def test_exact_pinning_and_release():
 
 def test_vram_cap_is_enforced():
     model = random_model("tiny", torch.bfloat16).train()
-    try:
-        mt.Engine(model, device="cuda", max_vram_gb=1.0)
+    # Freed, and still there as far as the driver knows.
+    torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+    with mt.Engine(model, device="cuda", max_vram_gb=2.0):
+        free, total = torch.cuda.mem_get_info()
+        assert total - free < 2 << 30
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
 
 
 def test_generate_and_parameters_on_the_device():

@@ -64,9 +64,9 @@ class Relief:
         # Who decides otherwise than the plan takes another amount.
         follows = plan is not None and all(getattr(settings, name) == value for name, value in plan.settings().items())
         self._plan = plan if follows else None
-        self._limit = inventory.vram_limit(device, settings.max_vram_gb)
-        self._others = inventory.allocated(device) - inventory.bytes_on(device, model)
+        self._others = inventory.held_beside(device, model)
         """Held by this process for something else: a reference model, another engine."""
+        self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._others)
         self._lifted = self._grows = False
         self.hold_to_plan()
 
@@ -96,10 +96,13 @@ class Relief:
         A run that could not get it fails here and not after a day, and the driver reports what the plan says. `quiet`
         waits for the lanes: while this holds all there is, work of theirs that needs memory would fail.
         """
-        if self._plan is None or self._lifted:
+        if self._plan is None and self._limit is None:
             return
         quiet()
+        # What was cached before there was a limit, the driver counts as well.
         torch.cuda.empty_cache()
+        if self._plan is None or self._lifted:
+            return
         try:
             self._fill()
         except torch.OutOfMemoryError as error:
@@ -143,7 +146,7 @@ class Relief:
         """What the driver may report by the plan, with what this process holds for something else."""
         assert self._plan is not None
         planned: int = self._plan.total("vram")
-        return planned + max(0, self._others)
+        return planned + self._others
 
     @property
     def leanest(self) -> bool:

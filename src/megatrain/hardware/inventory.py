@@ -10,7 +10,7 @@ import torch
 
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
 from megatrain.hardware import cgroups
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
 from megatrain.telemetry.notices import announce
 
 GIB = 1 << 30
@@ -50,7 +50,7 @@ def refuse_distributed() -> None:
         )
 
 
-def vram_limit(device: torch.device, max_vram_gb: float | None) -> int | None:
+def vram_limit(device: torch.device, max_vram_gb: float | None, held: int = 0) -> int | None:
     """What the driver may report for this process at the most (clamped to the hardware, announced); None: no limit."""
     if max_vram_gb is None:
         return None
@@ -62,6 +62,12 @@ def vram_limit(device: torch.device, max_vram_gb: float | None) -> int | None:
         raise NotEnoughMemory(
             f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {CUDA_CONTEXT_BYTES / GIB:.2f} GiB that CUDA "
             "itself takes; raise it to at least 2."
+        )
+    if allowed - CUDA_CONTEXT_BYTES <= held:
+        raise NotEnoughMemory(
+            f"max_vram_gb={max_vram_gb:g} leaves nothing beside the {held / GIB:.2f} GiB that this process holds on "
+            f"the GPU already and the {CUDA_CONTEXT_BYTES / GIB:.2f} that CUDA itself takes; free them, or raise it to "
+            f"at least {math.ceil((held + CUDA_CONTEXT_BYTES) / GIB) + 1}."
         )
     if allowed >= total:
         announce(f"max_vram_gb={max_vram_gb:g} is above the GPU's {total / GIB:.1f} GiB: clamped to what it has")
@@ -121,29 +127,29 @@ def cached(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def allocated(device: torch.device) -> int:
-    """Bytes of the GPU that tensors of this process hold."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def bytes_on(device: torch.device, model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters that lie on the device."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
-
-
-def vram_within_reach(device: torch.device, model: torch.nn.Module) -> int | None:
-    """Bytes of the GPU that training this model could have: what is free, cached, or its own; None without a GPU."""
+def held_beside(device: torch.device, model: torch.nn.Module) -> int:
+    """Bytes of the GPU that tensors of this process hold beside a model: another one, another engine's."""
     if device.type == "cpu":
-        return None
+        return 0
+    return max(0, torch.cuda.memory_allocated(device) - _bytes_on(device, model))
+
+
+def within_reach(device: torch.device, model: torch.nn.Module) -> Reach:
+    """What training this model could have now: what is free, what it has itself, and the process's bare needs."""
+    ram = available_ram() + min(own_ram(), _bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
+    if device.type == "cpu":
+        return Reach(ram=ram)
     free, total = torch.cuda.mem_get_info(device)
     # Of what CUDA takes about half is there already; the rest comes with its libraries, and out of what is free now.
-    reach = free + cached(device) + bytes_on(device, model) + CUDA_CONTEXT_BYTES // 2
-    return min(total, reach, int(_users_share(device) * total) + CUDA_CONTEXT_BYTES)
+    vram = free + cached(device) + _bytes_on(device, model) + CUDA_CONTEXT_BYTES // 2
+    held = held_beside(device, model)
+    share = int(_users_share(device) * total) + CUDA_CONTEXT_BYTES - held
+    return Reach(vram=max(0, min(total, vram, share)), ram=ram, held=held)
 
 
-def ram_within_reach(model: torch.nn.Module) -> int:
-    """Bytes of RAM that training this model could have: what is available, its own, and the process's bare needs."""
-    return available_ram() + min(own_ram(), bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
+def _bytes_on(device: torch.device, model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters that lie on the device."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
 
 
 def own_ram() -> int:

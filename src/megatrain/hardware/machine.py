@@ -30,6 +30,18 @@ there."""
 _SHIPPED = Path(__file__).parent / "machines"
 
 
+@dataclass(frozen=True)
+class Reach:
+    """What a process could have of a machine now, which is less than all of it if others use it as well."""
+
+    vram: int | None = None
+    """Bytes of GPU memory for one model; None: all."""
+    ram: int | None = None
+    """Bytes of host memory for it; None: all."""
+    held: int = 0
+    """Bytes of GPU memory that this process holds for something else; a cap on the process includes them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Disk:
     """A directory that state can be kept in."""

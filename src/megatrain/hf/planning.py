@@ -56,8 +56,9 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
             clipping=bool(args.max_grad_norm),
             evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
             predictions=_looks_at_logits(trainer, settings),
-            max_vram_gb=_least(settings.max_vram_gb, inventory.vram_within_reach(device, trainer.model)),
-            max_ram_gb=_least(settings.max_ram_gb, inventory.ram_within_reach(trainer.model)),
+            max_vram_gb=settings.max_vram_gb,
+            max_ram_gb=settings.max_ram_gb,
+            reach=inventory.within_reach(device, trainer.model),
             optimizer_compression=settings.optimizer_compression,
             precision=settings.precision,
             compile=settings.compile,
@@ -98,11 +99,6 @@ def _wanted(settings: Settings, device: torch.device) -> bool:
     decided = [name for name in OWN if getattr(settings, name) != getattr(defaults, name)]
     # Without a GPU there is one tier, and nothing to decide.
     return not decided and (device.type == "cuda" or settings.machine is not None)
-
-
-def _least(asked: float | None, there: int | None) -> float | None:
-    known = [value for value in (asked, None if there is None else there / inventory.GIB) if value is not None]
-    return min(known, default=None)
 
 
 # ---- what a micro-batch looks like

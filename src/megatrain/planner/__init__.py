@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.hardware.machine import Machine
+from megatrain.hardware.machine import Machine, Reach
 from megatrain.model.shapes import ModelShape, describe
 from megatrain.planner.plan import Plan
 from megatrain.planner.questions import largest_batch, largest_context, largest_model
@@ -39,12 +39,14 @@ def plan(
     optimizer_compression: bool | str = False,
     precision: str | None = None,
     compile: bool = False,
+    reach: Reach | None = None,
 ) -> Plan:
     """The fastest plan for a model, a config or a name, on a machine (its name, a path, or a `Machine`).
 
     `batch` × `length` tokens are a micro-batch, `accumulation` of them a step, `evaluation` tokens a batch of the
     evaluation (0: none), of which logits (`predictions`) or the loss alone are looked at; the other settings mean what
-    they mean in `mt.init`. Raises `NotEnoughMemory` with what would make it fit.
+    they mean in `mt.init`; `reach` is what can be had of the machine now (None: all of it). Raises `NotEnoughMemory`
+    with what would make it fit.
     """
     if machine is None:
         raise SettingsError(
@@ -63,4 +65,6 @@ def plan(
         width=settings.moment_width, kind=optimizer, compile=compile, clipping=clipping,
         evaluation=evaluation, predictions=predictions,
     )  # fmt: skip
-    return solve(shape, machine, run, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, offload_dir=offload_dir)
+    return solve(
+        shape, machine, run, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, offload_dir=offload_dir, reach=reach
+    )

@@ -52,8 +52,13 @@ def refusal(search: Search, limits: Mapping[str, Any]) -> Refusal:
     tier, missing = search.shortfall()
     short, has = missing / GIB, search.capacity[tier] / GIB
     suggestions = tuple(itertools.islice(_suggestions(search, limits, tier), MOST_SUGGESTIONS))
+    alone = _tried(search, {**limits, "reach": None}, {})
+    others = (alone.capacity[tier] - search.capacity[tier]) / GIB
+    in_use = f" ({others:.1f} less than it could: something else is using it)" if others > 0.05 else ""
     if suggestions:
         advice = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
+    elif alone.fits():
+        advice = f"no setting makes it fit beside what else is running: {_up(short):g} GiB more of {tier} must be free"
     else:
         advice = f"no setting makes it fit: it takes a machine with {_up(has + short):g} GiB of {tier}"
         if DISK_TIER and tier == "ram" and limits["offload_dir"] is None and search.gpu:
@@ -61,7 +66,8 @@ def refusal(search: Search, limits: Mapping[str, Any]) -> Refusal:
             advice += f", or {_up(least / GIB):g} GiB with an offload_dir"
     message = (
         f"{search.shape.name} ({search.shape.parameters / 1e9:.1f}B parameters) does not fit on {search.machine.name}: "
-        f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}, short by {short:.1f} GiB; {advice}."
+        f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}{in_use}, short by "
+        f"{short:.1f} GiB; {advice}."
     )
     return Refusal(message, tier, short, suggestions)
 

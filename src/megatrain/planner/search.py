@@ -12,9 +12,10 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.hardware.machine import Disk, Machine
+from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.cost import ASSUMED_DISK, Costs
 from megatrain.planner.memory import GIB, TIERS, Decision, Ledger
@@ -45,13 +46,15 @@ class Search:
         max_vram_gb: float | None = None,
         max_ram_gb: float | None = None,
         offload_dir: OffloadDir | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.shape, self.machine, self.run = shape, machine, run
+        self.reach = reach or Reach()
         self.gpu = machine.gpu is not None
         self.disks = _disks(machine, offload_dir)
         self.capacity = {
-            "vram": _capped("max_vram_gb", machine.vram_bytes, max_vram_gb),
-            "ram": _capped("max_ram_gb", machine.ram_bytes, max_ram_gb),
+            "vram": _capped("max_vram_gb", machine.vram_bytes, max_vram_gb, self.reach.vram, self.reach.held),
+            "ram": _capped("max_ram_gb", machine.ram_bytes, max_ram_gb, self.reach.ram),
             "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN),
         }
         self.ledger = Ledger(shape, run, gpu=self.gpu)
@@ -202,12 +205,15 @@ def solve(
     max_vram_gb: float | None = None,
     max_ram_gb: float | None = None,
     offload_dir: OffloadDir | None = None,
+    reach: Reach | None = None,
 ) -> Plan:
     """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
     from megatrain.planner.refuse import refusal
 
-    limits = {"max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir}
-    search = Search(shape, machine, run, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, offload_dir=offload_dir)
+    limits: dict[str, Any] = {
+        "max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir, "reach": reach
+    }  # fmt: skip
+    search = Search(shape, machine, run, **limits)
     found = search.best()
     if found is None:
         raise refusal(search, limits)
@@ -260,13 +266,14 @@ def _order(decision: Decision) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _capped(name: str, there: int, asked: float | None) -> int:
+def _capped(name: str, there: int, asked: float | None, reach: int | None, held: int = 0) -> int:
+    """Bytes that may be taken: of what there is, by what was asked, within reach, beside what is held already."""
     usable = int(there * USABLE)
-    if asked is None:
-        return usable
-    if isinstance(asked, bool) or not 0 < asked < math.inf:
-        raise SettingsError(f"{name} must be a positive number of GiB or None, not {asked!r}.")
-    return min(usable, int(asked * GIB))
+    if asked is not None:
+        if isinstance(asked, bool) or not 0 < asked < math.inf:
+            raise SettingsError(f"{name} must be a positive number of GiB or None, not {asked!r}.")
+        usable = min(usable, int(asked * GIB))
+    return max(0, usable - held if reach is None else min(usable - held, reach))
 
 
 def _disks(machine: Machine, offload_dir: OffloadDir | None) -> tuple[Disk, ...]:

@@ -131,6 +131,24 @@ def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.
     assert allocator.asked == 1
 
 
+def test_what_was_cached_before_counts_against_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    allocator.reserved = 3 * GIB
+    Relief(Settings(plan=None), GPU, small.llama()).take(allocator.quiet)
+    assert allocator.reserved == 3 * GIB, "without a cap it is nobody's business"
+    Relief(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama()).take(allocator.quiet)
+    assert allocator.reserved == 0
+
+
+def test_what_something_else_holds_is_beside_the_plan_and_inside_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    allocator.reserved = allocator.held = 5 * GIB
+    _, planned = relief_of()
+    assert allocator.share * TOTAL == pytest.approx(planned + 5 * GIB)
+    with pytest.raises(NotEnoughMemory, match=r"the 5\.00 GiB that this process holds on the GPU already"):
+        relief_of(max_vram_gb=5.5)
+
+
 def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     relief, planned = relief_of()

@@ -10,7 +10,7 @@ import torch
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.hardware.inventory import GIB
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
 
 GPU = torch.device("cuda", 0)
 TOTAL = 80 * GIB
@@ -83,13 +83,22 @@ def test_what_others_of_this_process_hold_is_not_within_reach(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 * GIB, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 49 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 45 * GIB)
-    found = inventory.vram_within_reach(GPU, torch.nn.Linear(2, 2))
-    assert found == 30 * GIB + 4 * GIB + CUDA_CONTEXT_BYTES // 2
-    share[0] = 0.25
-    assert inventory.vram_within_reach(GPU, torch.nn.Linear(2, 2)) == TOTAL // 4 + CUDA_CONTEXT_BYTES
+    model = torch.nn.Linear(2, 2)
+    found = inventory.within_reach(GPU, model)
+    assert (found.vram, found.held) == (30 * GIB + 4 * GIB + CUDA_CONTEXT_BYTES // 2, 45 * GIB)
+    share[0] = 0.75
+    assert inventory.within_reach(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
     # A cap of ours is no limit for the next engine, the user's own is.
     inventory.cap_vram(GPU, 12 * GIB)
-    assert inventory.vram_within_reach(GPU, torch.nn.Linear(2, 2)) == TOTAL // 4 + CUDA_CONTEXT_BYTES
+    assert inventory.within_reach(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
+    share[0] = 0.25
+    assert inventory.within_reach(GPU, model).vram == 0
+
+
+def test_a_cap_below_what_the_process_holds_already(share: list[float]) -> None:
+    assert inventory.vram_limit(GPU, 24, held=20 * GIB) == 24 * GIB
+    with pytest.raises(NotEnoughMemory, match=r"the 23\.50 GiB that this process holds .* at least 26"):
+        inventory.vram_limit(GPU, 24, held=47 * GIB // 2)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +115,7 @@ def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest
     monkeypatch.setattr(inventory, "available_ram", lambda: 10 * GIB)
     monkeypatch.setattr(inventory, "own_ram", lambda: 50 * GIB)
     model = torch.nn.Linear(1 << 10, 1 << 10, bias=False)
-    assert inventory.ram_within_reach(model) == 10 * GIB + PROCESS_BYTES + (4 << 20)
+    cpu = torch.device("cpu")
+    assert inventory.within_reach(cpu, model) == Reach(ram=10 * GIB + PROCESS_BYTES + (4 << 20))
     monkeypatch.setattr(inventory, "own_ram", lambda: 1 << 20)
-    assert inventory.ram_within_reach(model) == 10 * GIB + (1 << 20)
+    assert inventory.within_reach(cpu, model).ram == 10 * GIB + (1 << 20)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.planner.made_up import GB, machines, moe, runs, shape_of, shapes
 
 from megatrain.errors import NotEnoughMemory, SettingsError
-from megatrain.hardware.machine import Disk, Machine
+from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.planner import plan
-from megatrain.planner.memory import Decision
+from megatrain.planner.memory import GIB, Decision
 from megatrain.planner.plan import Plan
 from megatrain.planner.questions import dense_shape
 from megatrain.planner.refuse import Refusal
@@ -59,13 +59,16 @@ def test_more_memory_is_never_slower(shape, machine, run, disk, more_vram, more_
 
 
 @settings(max_examples=30, deadline=None)
-@given(shapes(), machines(), runs(), st.sampled_from([None, 3.0, 8.0]), st.sampled_from([None, 16.0]))
-def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb):
+@given(
+    shapes(), machines(), runs(), st.sampled_from([None, 3.0, 8.0]), st.sampled_from([None, 16.0]),
+    st.sampled_from([None, Reach(vram=4 * GIB), Reach(vram=6 * GIB, ram=24 * GIB, held=2 * GIB)]),
+)  # fmt: skip
+def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, reach):
     asked = {
         "machine": machine, "batch": run.micro_batch, "length": run.length, "accumulation": run.accumulation,
         "precision": run.precision, "compile": run.compile, "clipping": run.clipping,
         "optimizer_compression": False if run.width == "fp32" else run.width, "max_vram_gb": max_vram_gb,
-        "max_ram_gb": max_ram_gb,
+        "max_ram_gb": max_ram_gb, "reach": reach,
     }  # fmt: skip
     refused = refusal(shape, asked)
     if refused is None:
@@ -75,6 +78,36 @@ def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb):
     assert f"{refused.shortfall_gb:.1f} GiB" in str(refused)
     for suggestion in refused.suggestions:
         plan(shape, **{**asked, **suggestion.changes})
+
+
+def test_a_plan_is_made_with_what_is_within_reach():
+    """A GPU of 141 GiB with another process on it, and a reference model of 10 GiB in this one."""
+    shape, machine = shape_of("qwen2.5-7b"), "h200-1.5tb"
+    taken = [
+        plan(shape, machine=machine, max_vram_gb=cap, reach=Reach(vram=vram * GIB, held=held * GIB)).total("vram") / GIB
+        for cap, vram, held in ((None, 30, 0), (24, 30, 10), (24, 12, 0), (24, 140, 0))
+    ]
+    for found, most in zip(taken, (30, 14, 12, 24), strict=True):
+        assert most - 3 < found <= most
+
+
+def test_what_something_else_holds_is_named_and_no_cap_is_raised_in_vain():
+    long = {"machine": "h100-512gb", "length": 65536}
+    refused = refusal(shape_of("qwen2.5-7b"), long | {"max_vram_gb": 12, "reach": Reach(vram=6 * GIB)})
+    assert "may take 6.0 (6.0 less than it could: something else is using it)" in str(refused)
+    assert not any("max_vram_gb" in suggestion.changes for suggestion in refused.suggestions)
+    # Two of the 12 are held: what is needed is asked for beside them.
+    raised = [
+        next(s.changes["max_vram_gb"] for s in refusal(shape_of("qwen2.5-7b"), long | limits).suggestions)
+        for limits in ({"max_vram_gb": 8}, {"max_vram_gb": 8, "reach": Reach(held=2 * GIB)})
+    ]
+    assert raised[1] == pytest.approx(raised[0] + 2, abs=0.11)
+
+
+def test_nothing_but_free_memory_helps():
+    full = Reach(vram=GIB)
+    with pytest.raises(Refusal, match=r"no setting makes it fit beside what else is running: .* GiB more of vram must"):
+        plan(dense_shape(16, 8), machine="h100-512gb", reach=full)
 
 
 def refusal(shape, asked):
