@@ -130,3 +130,15 @@ def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
     planned = plan.total("vram") - CUDA_CONTEXT_BYTES + others
     assert planned - GIB // 8 <= torch.cuda.max_memory_reserved() <= planned + (8 << 20)
     assert all(slab.resident for slab in trainer.engine.slabs)
+
+
+def test_what_the_process_holds_for_something_else_is_inside_the_cap(tmp_path):
+    reference = torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+    cap = 8.0
+    trainer, _ = trained(tmp_path, max_vram_gb=cap)
+    planned = trainer.engine.settings.plan.total("vram")
+    assert cap * GIB - reference.nbytes - 2 * GIB < planned <= cap * GIB - reference.nbytes
+    free, total = torch.cuda.mem_get_info()
+    assert total - free <= cap * GIB
+    with pytest.raises(mt.errors.NotEnoughMemory, match="3.* GiB that this process holds on the GPU already"):
+        mt.Engine(small.llama(), device="cuda", max_vram_gb=3.0)
