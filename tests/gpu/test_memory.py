@@ -140,5 +140,5 @@ def test_what_the_process_holds_for_something_else_is_inside_the_cap(tmp_path):
     assert cap * GIB - reference.nbytes - 2 * GIB < planned <= cap * GIB - reference.nbytes
     free, total = torch.cuda.mem_get_info()
     assert total - free <= cap * GIB
-    with pytest.raises(mt.errors.NotEnoughMemory, match="3.* GiB that this process holds on the GPU already"):
+    with pytest.raises(mt.errors.NotEnoughMemory, match="GiB that this process holds on the GPU already"):
         mt.Engine(small.llama(), device="cuda", max_vram_gb=3.0)

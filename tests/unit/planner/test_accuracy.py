@@ -1,4 +1,4 @@
-"""The planner against the runs of `benchmarks/accuracy.py` on three H200 machines, 2026-11-15, each as it was probed."""
+"""The planner against the runs of `benchmarks/accuracy.py` on three H200 machines, each as it was probed."""
 
 import json
 from pathlib import Path
