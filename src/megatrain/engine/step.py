@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from megatrain.compute.window import Seats, park
 from megatrain.errors import UnsupportedCall
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.parameter import StoreTensor
-from megatrain.store.slab import Place, Slab
+from megatrain.store.slab import OUTSIDE, Place, Slab
 from megatrain.stream.accumulate import WindowSums
 from megatrain.stream.activations import Activations
 from megatrain.stream.drain import Drain
@@ -37,8 +38,6 @@ from megatrain.stream.predict import BOUNDARY, Predictor
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Result = TypeVar("Result")
-OUTSIDE: Place = (1 << 30, 0)
-"""The place of gradients that reach a parameter outside any block; after all blocks in the order of places."""
 
 
 class Step:
@@ -81,12 +80,16 @@ class Step:
         self._forward_order: dict[int, None] = {}
         self._unfinished: Counter[int] = Counter()
         """Forwards through each block whose backward has not come yet."""
+        self._open = 0
+        """The same, through all of them together, since the last step or zero_grad."""
         self._owner: dict[int, int] = {}
         """Slab → block, for slabs that only one block uses."""
         self._steps = 0
         self._sums: WindowSums | None = None
         self.seats = Seats(device)
         self._calls = threading.local()
+        self.revisits = False
+        """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
         self.unparked: set[int] = set()
         """Blocks at which a window does not wait: the head, whose logits must not pile up."""
 
@@ -143,6 +146,7 @@ class Step:
     def finished(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
         self._unfinished[block.index] -= 1
+        self._open = max(0, self._open - 1)
         for slab in block.slabs:
             if self._sums is None or not self._sums.holds(slab):
                 self._given(slab)
@@ -158,15 +162,18 @@ class Step:
         self.gradients(slab, OUTSIDE, {index: gradient})
 
     def begin_pass(self) -> None:
-        """A forward of the whole model begins: calls of a block are counted from here."""
+        """A forward begins, of the whole model or of a part of it: calls of a block are counted from here."""
         self._calls.of_block = Counter()
 
     def place(self, block: Block) -> Place:
         """A block, and which call of it in this forward: the order of a sum is by place, whatever the timing."""
-        calls: Counter[int] = getattr(self._calls, "of_block", None) or Counter()
-        self._calls.of_block = calls
+        if self._open == 0:
+            # Of a part of the model that was called by itself nobody said that it begins.
+            self.begin_pass()
+        calls: Counter[int] = self._calls.of_block
         calls[block.index] += 1
         self._unfinished[block.index] += 1
+        self._open += 1
         if calls[block.index] > 1:
             for slab in block.slabs:
                 slab.shared = True
@@ -182,15 +189,20 @@ class Step:
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
         self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole, self.seats, self._given)
         try:
-            results = self.seats.run(tasks, seeds, sums.left)
+            results = self.seats.run([partial(self._begun, task) for task in tasks], seeds, sums.left)
             sums.close()
         except BaseException:
             # Some sums have left already, some replaced what was there: only none at all is a clean state.
             self.zero_grad()
             raise
         finally:
+            self.revisits = self.revisits or sums.revisited
             self._sums = None
         return results
+
+    def _begun(self, task: Callable[[], Result]) -> Result:
+        self.begin_pass()
+        return task()
 
     # ---- step
 
@@ -200,6 +212,7 @@ class Step:
         outcome = self._updates.release(rules, max_norm, self._in_forward_order(), owner)
         self._forward_order = {}
         self._unfinished.clear()
+        self._open = 0
         self._steps += 1
         self._lanes.timeline.cut()
         self._predictor.record(BOUNDARY)
@@ -228,6 +241,8 @@ class Step:
 
     def zero_grad(self) -> None:
         self._updates.abandon()
+        self.activations.forget()
+        self._open = 0
         for slab in self.slabs:
             slab.grad.clear()
 

@@ -126,6 +126,8 @@ class Snapshot:
 
 Place = tuple[int, int]
 """A block, and which call of it in a forward."""
+OUTSIDE: Place = (1 << 30, 0)
+"""The place of gradients that reach a parameter outside any block; after all blocks in the order of places."""
 
 
 class Part:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megatrain.store.slab import Part, Place, Slab
+from megatrain.store.slab import OUTSIDE, Part, Place, Slab
 from megatrain.stream.drain import Drain, Gradients
 from megatrain.stream.gradslots import GradSlot
 from megatrain.stream.transfer import Transfer
@@ -59,10 +59,14 @@ class WindowSums:
         self._whole = whole
         """Whether this window is the whole step: its sums may then be rounded before they travel."""
         self._open: dict[tuple[int, Place], _Sum] = {}
+        self.revisited = False
+        """Whether a micro-batch gave twice to one place: the order is then not that of one after the other."""
 
     def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
         """Add the gradients of the micro-batch that runs now, after those of the earlier ones."""
         key, seat = (slab.index, place), self._turns.current()
+        if place != OUTSIDE and (seat in self._given.get(key, ()) or seat in self._held.get(key, ())):
+            self.revisited = True
         if self._too_early(key, seat) and seat not in self._held.get(key, {}):
             self._held.setdefault(key, {})[seat] = (slab, gradients)
             return

@@ -30,7 +30,6 @@ class Parked:
         self.loan = loan
         self.previous = weakref.ref(previous) if previous is not None else None
         """Parked before this one by the same micro-batch: needed after it in the backward."""
-        self.target: torch.Tensor | None = None
         self.taken = False
 
     @property
@@ -48,6 +47,9 @@ class _Loan:
 
     buffer: HostBuffer
     last: Ticket
+    target: torch.Tensor | None = None
+    """Where its content is on its way to. Nobody comes for it if the backward is given up: it must stay here until
+    compute is ordered behind the copy, or the allocator would hand out memory that is still being written."""
 
 
 class Activations:
@@ -88,12 +90,15 @@ class Activations:
         previous = parked.previous() if parked.previous is not None else None
         if previous is not None and not previous.taken:
             self._bring(previous)
-        # Compute must not read it before it is there.
-        parked.loan.last.order()
-        target = parked.target
+        target = _arrived(parked.loan)
         assert target is not None
-        parked.target, parked.taken = None, True
+        parked.taken = True
         return target
+
+    def forget(self) -> None:
+        """Let go of what was on its way to a backward that was given up."""
+        for loan in self._free:
+            _arrived(loan)
 
     def _borrow(self, nbytes: int) -> _Loan:
         """The smallest free buffer that is large enough; else a new one in place of the largest that is not."""
@@ -101,6 +106,7 @@ class Activations:
         if fitting:
             loan = min(fitting, key=lambda loan: loan.buffer.nbytes)
             self._free.remove(loan)
+            _arrived(loan)
             return loan
         if self._free:
             small = max(self._free, key=lambda loan: loan.buffer.nbytes)
@@ -110,10 +116,10 @@ class Activations:
         return _Loan(self._memory.allocate(nbytes, transferred=True), DONE)
 
     def _bring(self, parked: Parked) -> None:
-        if parked.target is not None or parked.taken:
+        if parked.loan.target is not None or parked.taken:
             return
         target = torch.empty(parked.shape, dtype=parked.dtype, device=parked.device)
-        parked.target = target
+        parked.loan.target = target
         host, pinned = parked.host, parked.loan.buffer.pinned
         # After compute so far: the allocator may have given this memory to work that is still running.
         parked.loan.last = self._lanes.h2d.submit(
@@ -121,3 +127,11 @@ class Activations:
             after=(parked.loan.last, self._lanes.mark()),
             label="activation",
         )
+
+
+def _arrived(loan: _Loan) -> torch.Tensor | None:
+    """What a loan's content came back to, if it did. Compute must not use that memory before the copy has been made."""
+    if loan.target is not None:
+        loan.last.order()
+    target, loan.target = loan.target, None
+    return target

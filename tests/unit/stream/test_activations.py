@@ -1,0 +1,82 @@
+"""Parked inputs: what a backward that is given up leaves on its way is not handed out while it is being written."""
+
+import gc
+import weakref
+
+import torch
+
+from megatrain.store.ram import HostMemory
+from megatrain.stream.activations import Activations
+from megatrain.stream.lanes import SyncLanes
+from megatrain.stream.transfer import Transfer
+
+CPU = torch.device("cpu")
+
+
+class Late:
+    """A copy to the device that is still under way."""
+
+    lane = "h2d"
+
+    def __init__(self, lane):
+        self._lane = lane
+
+    def wait(self):
+        self._lane.seen.append("waited")
+
+    def order(self):
+        self._lane.seen.append("ordered")
+
+
+class LateLane:
+    def __init__(self):
+        self.seen = []
+
+    def submit(self, work, after=(), label=""):
+        work()
+        return Late(self)
+
+
+def made():
+    lanes = SyncLanes()
+    lanes.h2d = LateLane()
+    memory = HostMemory(pin=False, threads=1)
+    return Activations(CPU, lanes, Transfer(CPU, 1), Transfer(CPU, 1), memory), lanes.h2d
+
+
+def test_they_come_back_as_they_left():
+    activations, lane = made()
+    tensors = [torch.randn(4, 8) for _ in range(3)]
+    parked = [activations.park(tensor.clone()) for tensor in tensors]
+    for tensor, one in zip(tensors[::-1], parked[::-1], strict=True):
+        assert torch.equal(activations.take(one), tensor)
+    assert lane.seen == ["ordered"] * 3
+
+
+def given_up(activations):
+    """A backward that took the last input, and was given up with the one before it on its way; where that goes."""
+    parked = [activations.park(torch.randn(4, 8)) for _ in range(3)]
+    activations.take(parked[2])
+    target = weakref.ref(parked[1].loan.target)
+    del parked
+    gc.collect()
+    return target
+
+
+def test_memory_under_a_copy_is_kept_until_compute_is_behind_it():
+    activations, lane = made()
+    target = given_up(activations)
+    assert target() is not None, "the copy may still write it"
+    assert lane.seen == ["ordered"]
+    activations.forget()
+    assert target() is None
+    assert lane.seen == ["ordered"] * 2
+
+
+def test_the_next_forward_may_use_the_buffer_again():
+    activations, lane = made()
+    target = given_up(activations)
+    again = [activations.park(torch.full((4, 8), float(value))) for value in range(3)]
+    assert target() is None
+    assert "ordered" in lane.seen[1:]
+    assert [activations.take(one)[0, 0].item() for one in again[::-1]] == [2.0, 1.0, 0.0]
