@@ -8,7 +8,9 @@ import transformers
 from tests import small
 
 import megatrain as mt
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, cuda_bytes
+from megatrain.planner.memory import outside_allocator
+from megatrain.store.ram import HostMemory
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -127,7 +129,7 @@ def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
     trainer, _ = trained(tmp_path)
     plan = trainer.engine.settings.plan
     assert any("blocks resident" in line for line in said.messages)
-    planned = plan.total("vram") - CUDA_CONTEXT_BYTES + others
+    planned = plan.total("vram") - outside_allocator(plan.memory) + others
     assert planned - GIB // 8 <= torch.cuda.max_memory_reserved() <= planned + (8 << 20)
     assert all(slab.resident for slab in trainer.engine.slabs)
 
@@ -142,3 +144,38 @@ def test_what_the_process_holds_for_something_else_is_inside_the_cap(tmp_path):
     assert total - free <= cap * GIB
     with pytest.raises(mt.errors.NotEnoughMemory, match="GiB that this process holds on the GPU already"):
         mt.Engine(small.llama(), device="cuda", max_vram_gb=3.0)
+
+
+def allowed():
+    total = torch.cuda.get_device_properties(0).total_memory
+    return torch.cuda.get_per_process_memory_fraction(0) * total / GIB
+
+
+def test_a_cap_lasts_as_long_as_its_engine():
+    first = mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=20.0)
+    with mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=30.0):
+        assert 18.5 < allowed() < 19.5
+        first.close()
+        assert 28.5 < allowed() < 29.5, "the second's own"
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(30 * GIB, dtype=torch.uint8, device="cuda")
+    whole = allowed()
+    assert whole > 31
+    with pytest.raises(mt.errors.SettingsError):
+        mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=10.0, lanes="threads")
+    assert allowed() == whole, "refused"
+    mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=10.0)
+    gc.collect()
+    assert allowed() == whole, "nobody has it any more"
+
+
+def test_pinned_memory_takes_what_is_planned_for_it():
+    torch.zeros(1, device="cuda")
+    memory = HostMemory(pin=True, threads=8)
+    before = torch.cuda.mem_get_info()[0]
+    buffers = [memory.allocate(2 * GIB, transferred=True) for _ in range(8)]
+    taken, planned = before - torch.cuda.mem_get_info()[0], cuda_bytes(memory.pinned) - cuda_bytes(0)
+    print(f"16 GiB pinned: {taken >> 20} MiB of the GPU, {planned >> 20} planned")
+    assert taken <= planned + (8 << 20)
+    for buffer in buffers:
+        memory.free(buffer)

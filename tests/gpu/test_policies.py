@@ -67,3 +67,33 @@ def test_offload_makes_memory_independent_of_depth():
     shallow, deep = peak_of(12), peak_of(24)
     print(f"\noffload: 12 layers {shallow / GIB:.3f} GiB, 24 layers {deep / GIB:.3f} GiB ({deep / shallow - 1:+.2%})")
     assert abs(deep - shallow) < 0.02 * shallow
+
+
+def test_what_a_backward_left_on_its_way_overwrites_nothing():
+    """It fails in the middle under `offload`, while the next input is being copied back."""
+    model = random_model(
+        "tiny", torch.bfloat16, hidden_size=2048, intermediate_size=4096, num_attention_heads=16,
+        num_key_value_heads=16, num_hidden_layers=6,
+    ).train()  # fmt: skip
+    with mt.Engine(model, device="cuda", policy="offload") as engine:
+        optimizer = engine.optimizer(lr=1e-3)
+        ids = torch.randint(0, 512, (64, 2048), device="cuda")
+        loss = model(input_ids=ids, labels=ids).loss
+        torch.cuda.synchronize()
+        failing = model.model.layers[3].input_layernorm.register_forward_pre_hook(_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+        failing.remove()
+        del loss
+        others = [torch.full((64, 2048, 2048), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(12)]
+        engine.quiesce()
+        torch.cuda.synchronize()
+        assert all(bool((tensor == 7).all()) for tensor in others)
+        del others
+        optimizer.zero_grad()
+        model(input_ids=ids[:4], labels=ids[:4]).loss.backward()
+        optimizer.step()
+
+
+def _out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory.")

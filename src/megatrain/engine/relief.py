@@ -13,7 +13,9 @@ import torch
 
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES
+from megatrain.hardware.inventory import VramLimit
+from megatrain.hardware.machine import cuda_bytes
+from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
@@ -58,8 +60,14 @@ class Relief:
 
     policies: Policies
 
-    def __init__(self, settings: Settings, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, settings: Settings, device: torch.device, model: torch.nn.Module, pinned: Callable[[], int] = lambda: 0
+    ) -> None:
         self._device = device
+        self._pinned = pinned
+        """Bytes of host memory that the GPU can reach now."""
+        self._owner: object | None = None
+        """Stands for this engine among those that limit the GPU."""
         plan = settings.plan if device.type == "cuda" else None
         # Who decides otherwise than the plan takes another amount.
         follows = plan is not None and all(getattr(settings, name) == value for name, value in plan.settings().items())
@@ -68,23 +76,24 @@ class Relief:
         """Held by this process for something else: a reference model, another engine."""
         self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._others)
         self._lifted = self._grows = False
-        self.hold_to_plan()
 
     def hold_to_plan(self, held: bool = True) -> None:
         """Whether a plan's figure limits GPU memory, or `max_vram_gb` alone, as evaluation and generation may need."""
-        if self._plan is None and self._limit is None:
+        if self._device.type == "cpu":
             return
-        limits: list[int] = []
-        if self._plan is not None and held and not self._lifted:
-            limits.append(self._planned())
-        limits += [self._limit] if self._limit is not None else []
-        self._grows = inventory.grow_segments()
-        inventory.cap_vram(self._device, min(limits, default=None))
+        if self._plan is not None or self._limit is not None:
+            self._grows = inventory.grow_segments()
+        self._owner = self._owner or object()
+        cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned())
+        planned = self._planned() if self._plan is not None and held and not self._lifted else None
+        inventory.limit_vram(self._device, self._owner, VramLimit(cap, planned, self._others))
 
     def let_go(self) -> None:
         """The engine is closed: its limits are nobody else's."""
-        if self._plan is not None or self._limit is not None:
-            inventory.uncap_vram(self._device)
+        if self._owner is None:
+            return
+        inventory.limit_vram(self._device, self._owner, None)
+        self._owner = None
         if self._plan is not None:
             # What was taken ahead; a GPU that has failed has raised already what the user should see.
             with suppress(RuntimeError):
@@ -98,6 +107,8 @@ class Relief:
         """
         if self._plan is None and self._limit is None:
             return
+        # Host memory is pinned now, which takes some of the GPU's.
+        self.hold_to_plan()
         quiet()
         # What was cached before there was a limit, the driver counts as well.
         torch.cuda.empty_cache()
@@ -116,7 +127,11 @@ class Relief:
     def stepped(self, steps: int, quiet: Callable[[], None]) -> None:
         """After a step. What other streams keep came in the first ones, for which the allocator gave back what had
         been taken; then it is taken again, once."""
-        if steps == SETTLED and self._grows and self._plan is not None and not self._lifted:
+        if steps != SETTLED:
+            return
+        # Buffers of gradients are pinned as well by now.
+        self.hold_to_plan()
+        if self._grows and self._plan is not None and not self._lifted:
             quiet()
             with suppress(torch.OutOfMemoryError):
                 self._fill()
@@ -134,19 +149,19 @@ class Relief:
         assert self._plan is not None
         total = torch.cuda.get_device_properties(self._device).total_memory
         allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
-        wanted = min(self._planned() - CUDA_CONTEXT_BYTES, allowed)
+        wanted = min(self._planned() + self._others, allowed)
         missing: int = wanted - torch.cuda.memory_reserved(self._device) - GRANULARITY
         if self._grows:
             return missing
         # A segment that does not grow is one stream's for good, and what stays on the GPU is another's.
         roles: dict[str, int] = self._plan.memory["vram"]
-        return min(missing, roles["activations"] + roles["workspace"] - CUDA_CONTEXT_BYTES)
+        return min(missing, roles["activations"] + roles["workspace"] - outside_allocator(self._plan.memory))
 
     def _planned(self) -> int:
-        """What the driver may report by the plan, with what this process holds for something else."""
+        """What PyTorch's allocator may have by the plan."""
         assert self._plan is not None
         planned: int = self._plan.total("vram")
-        return planned + self._others
+        return planned - outside_allocator(self._plan.memory)
 
     @property
     def leanest(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,14 +78,15 @@ class Engine:
             self.settings = replace(self.settings, precision=self.settings.precision or kept)
         found = find_blocks(model, hooks)
         announce_unavailable(self.settings)
-        self.relief = Relief(self.settings, self.device, model)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
-        self._lanes = _lanes(self.settings.lanes, self.device)
         self._placement = Placement(self.settings, self.device)
-        self._memory = self._placement.ram
+        self._memory = memory = self._placement.ram
+        self.relief = Relief(self.settings, self.device, model, pinned=lambda: memory.pinned)
+        self._lanes = _lanes(self.settings.lanes, self.device)
         self._adoption = Adoption(model, self.device, self.precision, self._memory, self._placement.tier)
         try:
+            self.relief.hold_to_plan()
             # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
             self._adoption.take(found, _weakly(self._deposit), self._run)
             self.slabs = self._adoption.slabs
@@ -107,7 +108,7 @@ class Engine:
         self._lazy = self._lazy_head(hooks)
         self._surface = Surface(model, self, hooks, self._step.begin_pass)
         # Not a method of self: the finalizer must not keep the engine alive.
-        weakref.finalize(self, _stop, self._lanes, self._step.seats)
+        weakref.finalize(self, _stop, self._lanes, self._step.seats, self.relief)
 
     # ---- what users do
 
@@ -353,9 +354,12 @@ def announce_unavailable(settings: Settings) -> None:
         )
 
 
-def _stop(lanes: Lanes, seats: Seats) -> None:
+def _stop(lanes: Lanes, seats: Seats, relief: Relief) -> None:
     seats.close()
     lanes.close(patience=PATIENCE)
+    # Of an engine that was closed nothing is left to let go; at the end of the process CUDA may be gone.
+    with suppress(RuntimeError):
+        relief.let_go()
 
 
 def _weakly(deposit: Deposit) -> Deposit:

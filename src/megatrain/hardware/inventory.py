@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -74,31 +76,50 @@ def vram_limit(device: torch.device, max_vram_gb: float | None, held: int = 0) -
     return min(allowed, total)
 
 
-_caps: dict[torch.device, tuple[float, float]] = {}
+@dataclass(frozen=True)
+class VramLimit:
+    """What one engine lets PyTorch's allocator have of the GPU. All of them are bytes; None: no limit."""
+
+    cap: int | None = None
+    """For the whole process."""
+    planned: int | None = None
+    """For this engine."""
+    others: int = 0
+    """What the process held for something else when the engine came."""
+
+
+_limits: dict[torch.device, dict[Hashable, VramLimit]] = {}
+"""Device → the limits of the engines that are open there."""
+_shares: dict[torch.device, tuple[float, float]] = {}
 """Device → the share of its memory that PyTorch was allowed before, and the one that is set here."""
 
 
-def cap_vram(device: torch.device, allowed: int | None) -> None:
-    """Hold PyTorch's allocator to so much of the GPU, what CUDA takes itself included; None: what it had before."""
+def limit_vram(device: torch.device, owner: Hashable, limit: VramLimit | None) -> None:
+    """Hold PyTorch's allocator to what all engines allow, or to what it had before there was one; None: this one ends.
+
+    A cap is on the process, so the lowest counts. Plans add up, and are no limit beside an engine that has none.
+    """
+    open_here = _limits.setdefault(device, {})
+    open_here.pop(owner, None)
+    if limit is not None:
+        open_here[owner] = limit
+    limits = list(open_here.values())
+    allowed = [each.cap for each in limits if each.cap is not None]
+    plans = [each.planned for each in limits if each.planned is not None]
+    if plans and len(plans) == len(limits):
+        allowed.append(sum(plans) + min(each.others for each in limits))
     total = torch.cuda.get_device_properties(device).total_memory
-    share = 1.0 if allowed is None or allowed >= total else (allowed - CUDA_CONTEXT_BYTES) / total
     before = _users_share(device)
-    _caps[device] = (before, min(share, before))
-    torch.cuda.set_per_process_memory_fraction(min(share, before), device)
+    share = min([before, *[nbytes / total for nbytes in allowed]])
+    _shares[device] = (before, share)
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _users_share(device: torch.device) -> float:
-    """The share of the GPU's memory that PyTorch was allowed before any cap of ours, or by the user since then."""
+    """The share of the GPU's memory that PyTorch was allowed before any limit of ours, or by the user since then."""
     now = torch.cuda.get_per_process_memory_fraction(device)
-    before, ours = _caps.get(device, (now, now))
+    before, ours = _shares.get(device, (now, now))
     return before if math.isclose(now, ours, rel_tol=1e-6) else now
-
-
-def uncap_vram(device: torch.device) -> None:
-    """Allow what was allowed before, unless somebody else has changed it since."""
-    before, ours = _caps.pop(device, (1.0, None))
-    if ours is not None and math.isclose(torch.cuda.get_per_process_memory_fraction(device), ours, rel_tol=1e-6):
-        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def grow_segments() -> bool:

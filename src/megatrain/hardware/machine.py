@@ -23,11 +23,19 @@ TOUCHED = {"fp32": 26.0, "bf16": 18.0, "8bit": 14.1, "4bit": 12.1}
 CUDA_CONTEXT_BYTES = 960 << 20
 """GPU memory that the CUDA context, modules and libraries take beside PyTorch's allocator: 0.82 to 0.91 GiB seen on an
 H200 (benchmarks/results/2026-11-15-h200.md)."""
+PINNED_PER_BYTE = 512
+"""Bytes of host memory that the GPU can reach for each byte of its own that this takes: an entry of 8 bytes per page of
+4 KiB. 50 GiB took 0.09 GiB on an H200."""
 PROCESS_BYTES = 1434 << 20
 """RAM of the interpreter, PyTorch, transformers and the driver: 1.02 to 1.17 GiB beside their state in nineteen runs
 there."""
 
 _SHIPPED = Path(__file__).parent / "machines"
+
+
+def cuda_bytes(pinned: int) -> int:
+    """GPU memory outside PyTorch's allocator in a process that has pinned so much host memory."""
+    return CUDA_CONTEXT_BYTES + pinned // PINNED_PER_BYTE
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import accumulate
 
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES
+from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner.activations import BLAS_BYTES, evaluation_bytes, graph_bytes, input_bytes, workspace_bytes
 from megatrain.planner.run import Run
@@ -139,6 +139,16 @@ class Account:
         return {tier: dict(zip(ROLES, getattr(self, tier), strict=True)) for tier in TIERS}
 
 
+def outside_allocator(memory: Mapping[str, Mapping[str, int]]) -> int:
+    """Of a plan's VRAM, by tier and role, what CUDA takes beside PyTorch's allocator."""
+    return cuda_bytes(_pinned([memory["ram"][role] for role in ROLES]))
+
+
+def _pinned(ram: Sequence[int]) -> int:
+    """Of RAM by role, what takes part in transfers: weights, gradients, parked inputs."""
+    return ram[0] + ram[3] + ram[4]
+
+
 class Ledger:
     """A model and a run, summed up so that the bytes of a decision are a few additions."""
 
@@ -196,14 +206,15 @@ class Ledger:
         host = PROCESS_BYTES + min(decision.disk, STAGES) * largest
         ram = [there[0], there[1] - gone_residuals, there[2] - gone_moments, there[3] + staging, parked, host]
         if self.gpu:
-            vram[5] += CUDA_CONTEXT_BYTES + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
+            vram[5] += cuda_bytes(_pinned(ram)) + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
         else:
             vram, ram = [0] * 6, [a + b for a, b in zip(ram, vram, strict=True)]
         return Account(tuple(vram), tuple(ram), (0, gone_residuals, gone_moments, 0, 0, 0))
 
     def allocated(self, decision: Decision) -> int:
         """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
-        whole = self.account(decision).total("vram") - CUDA_CONTEXT_BYTES - SLACK_BYTES
+        account = self.account(decision)
+        whole = account.total("vram") - cuda_bytes(_pinned(account.ram)) - SLACK_BYTES
         return int(whole / (1 + SLACK_SHARE))
 
     def stored_limit(self, decision: Decision, room: int) -> int:

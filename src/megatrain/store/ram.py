@@ -67,6 +67,11 @@ class HostMemory:
         self.held = 0
         self._buffers: list[HostBuffer] = []
 
+    @property
+    def pinned(self) -> int:
+        """Bytes that the GPU can reach directly."""
+        return sum(buffer.nbytes for buffer in self._buffers if buffer.pinned)
+
     def require(self, nbytes: int, kept: int | None = None) -> None:
         """Refuse now what could not be allocated later: `nbytes` at the most, of which `kept` stay (None: all)."""
         if self._guard is not None:

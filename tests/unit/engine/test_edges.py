@@ -103,3 +103,38 @@ def test_loading_a_state_dict_that_has_to_be_rounded_is_said(said: Any) -> None:
     said.clear()
     optimizer.load_state_dict(theirs.state_dict())
     assert any("rounded to 8bit" in line for line in said.messages), said.messages
+
+
+# ---- parts of a model called by themselves
+
+
+def test_an_inner_module_called_by_itself_takes_no_more_memory_with_every_step() -> None:
+    """Losses of one's own on hidden states: nobody calls the model itself."""
+    model, plain = small.llama(), small.llama()
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer(lr=1e-3)
+    held = []
+    for step in range(4):
+        for seed in range(3):
+            ids = small.batch(seed=seed)["input_ids"]
+            for each in (model, plain):
+                each.model(input_ids=ids).last_hidden_state.square().mean().backward()
+        if step == 0:
+            for (name, ours), theirs in zip(model.model.named_parameters(), plain.model.parameters(), strict=True):
+                assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8), name
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append((engine._memory.held, max(len(slab.grad.parts) for slab in engine.slabs)))
+    assert held == [(held[0][0], 1)] * 4
+
+
+def test_a_forward_that_nobody_differentiates_takes_no_place_for_good() -> None:
+    model = small.llama()
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer(lr=1e-3)
+    for _ in range(5):
+        model.model(input_ids=small.batch()["input_ids"])
+        model(**small.batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(len(slab.grad.parts) for slab in engine.slabs) == 1

@@ -13,8 +13,9 @@ from megatrain.engine.relief import GRANULARITY, SETTLED, Relief
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.hardware.inventory import GIB
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, Machine
+from megatrain.hardware.machine import Machine, cuda_bytes
 from megatrain.planner import plan
+from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
 
 GPU = torch.device("cuda", 0)
@@ -27,7 +28,8 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = TOTAL) -> None:
         self.share, self.free = 1.0, free
         self.reserved = self.held = self.peak = self.asked = self.quieted = 0
-        monkeypatch.setattr(inventory, "_caps", {})
+        monkeypatch.setattr(inventory, "_limits", {})
+        monkeypatch.setattr(inventory, "_shares", {})
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         for name, stand_in in {
             "get_device_properties": lambda _: SimpleNamespace(total_memory=TOTAL),
@@ -75,7 +77,9 @@ def relief_of(**settings: Any) -> tuple[Relief, int]:
     """For a plan of a made-up model, and what the allocator may have of it."""
     decided = plan(small.llama(), machine=Machine.load("h200-1.5tb"), batch=64, length=8192)
     followed = Settings(plan=decided, **decided.settings(), **settings)
-    return Relief(followed, GPU, small.llama()), decided.total("vram") - CUDA_CONTEXT_BYTES
+    relief = Relief(followed, GPU, small.llama())
+    relief.hold_to_plan()
+    return relief, decided.total("vram") - outside_allocator(decided.memory)
 
 
 def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +128,8 @@ def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.
     assert allocator.asked == 1
     roles = relief._plan.memory["vram"]  # type: ignore[union-attr]
     assert allocator.reserved == min(
-        planned - GRANULARITY, roles["activations"] + roles["workspace"] - CUDA_CONTEXT_BYTES
+        planned - GRANULARITY,
+        roles["activations"] + roles["workspace"] - outside_allocator(relief._plan.memory),  # type: ignore[union-attr]
     )
     allocator.empty_cache()
     relief.stepped(SETTLED, allocator.quiet)
@@ -147,6 +152,20 @@ def test_what_something_else_holds_is_beside_the_plan_and_inside_the_cap(monkeyp
     assert allocator.share * TOTAL == pytest.approx(planned + 5 * GIB)
     with pytest.raises(NotEnoughMemory, match=r"the 5\.00 GiB that this process holds on the GPU already"):
         relief_of(max_vram_gb=5.5)
+
+
+def test_what_pinned_memory_takes_of_the_gpu_is_inside_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, pinned = Allocator(monkeypatch), [0]
+    relief = Relief(Settings(plan=None, max_vram_gb=20.0), GPU, small.llama(), pinned=lambda: pinned[0])
+    relief.hold_to_plan()
+    for step, nbytes in enumerate((0, 256 * GIB, 512 * GIB)):
+        pinned[0] = nbytes
+        relief.take(allocator.quiet) if step < SETTLED else relief.stepped(step, allocator.quiet)
+        assert allocator.share * TOTAL == pytest.approx(20 * GIB - cuda_bytes(nbytes))
+    assert cuda_bytes(512 * GIB) - cuda_bytes(0) == GIB
+    relief.let_go()
+    relief.let_go()
+    assert allocator.share == 1.0
 
 
 def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
-from megatrain.hardware.inventory import GIB
+from megatrain.hardware.inventory import GIB, VramLimit
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
 
 GPU = torch.device("cuda", 0)
@@ -23,49 +23,84 @@ def share(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=TOTAL))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: held[0])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, _: held.__setitem__(0, value))
-    monkeypatch.setattr(inventory, "_caps", {})
+    monkeypatch.setattr(inventory, "_limits", {})
+    monkeypatch.setattr(inventory, "_shares", {})
     return held
 
 
 def allowed(share: list[float]) -> float:
-    return share[0] * TOTAL + CUDA_CONTEXT_BYTES
+    return share[0] * TOTAL
 
 
-def test_what_cuda_takes_is_inside_the_cap(share: list[float]) -> None:
-    inventory.cap_vram(GPU, 12 * GIB)
-    assert allowed(share) == pytest.approx(12 * GIB)
+def cap(nbytes: int | None, owner: str = "engine") -> None:
+    inventory.limit_vram(GPU, owner, VramLimit(cap=nbytes))
+
+
+def end(owner: str = "engine") -> None:
+    inventory.limit_vram(GPU, owner, None)
 
 
 def test_lowered_lifted_and_ended(share: list[float]) -> None:
-    inventory.cap_vram(GPU, 12 * GIB)
-    inventory.cap_vram(GPU, 40 * GIB)
+    cap(12 * GIB)
+    assert allowed(share) == pytest.approx(12 * GIB)
+    cap(40 * GIB)
     assert allowed(share) == pytest.approx(40 * GIB)
-    inventory.cap_vram(GPU, None)
+    cap(None)
     assert share[0] == 1.0
-    inventory.cap_vram(GPU, 12 * GIB)
-    inventory.uncap_vram(GPU)
+    cap(12 * GIB)
+    end()
     assert share[0] == 1.0
 
 
 def test_the_users_own_cap_stays(share: list[float]) -> None:
     share[0] = 0.5
-    inventory.cap_vram(GPU, 60 * GIB)
+    cap(60 * GIB)
     assert share[0] == 0.5
-    inventory.cap_vram(GPU, 12 * GIB)
+    cap(12 * GIB)
     assert allowed(share) == pytest.approx(12 * GIB)
-    inventory.uncap_vram(GPU)
+    end()
     assert share[0] == 0.5
 
 
 def test_one_that_the_user_sets_later_is_not_taken_back(share: list[float]) -> None:
-    inventory.cap_vram(GPU, 40 * GIB)
+    cap(40 * GIB)
     share[0] = 0.25
-    inventory.cap_vram(GPU, None)
+    cap(None)
     assert share[0] == 0.25
-    inventory.cap_vram(GPU, 12 * GIB)
+    cap(12 * GIB)
     share[0] = 0.2
-    inventory.uncap_vram(GPU)
+    end()
     assert share[0] == 0.2
+
+
+def test_the_lowest_cap_of_the_engines_that_are_open_counts(share: list[float]) -> None:
+    cap(20 * GIB, "a")
+    cap(30 * GIB, "b")
+    assert allowed(share) == pytest.approx(20 * GIB)
+    end("a")
+    assert allowed(share) == pytest.approx(30 * GIB)
+    cap(None, "c")
+    assert allowed(share) == pytest.approx(30 * GIB)
+    end("b")
+    assert share[0] == 1.0
+    end("c")
+    end("c")
+    assert share[0] == 1.0
+
+
+def test_plans_add_up_and_do_not_limit_who_has_none(share: list[float]) -> None:
+    inventory.limit_vram(GPU, "a", VramLimit(planned=20 * GIB, others=2 * GIB))
+    assert allowed(share) == pytest.approx(22 * GIB)
+    # The second found what the first holds by now.
+    inventory.limit_vram(GPU, "b", VramLimit(planned=10 * GIB, others=17 * GIB))
+    assert allowed(share) == pytest.approx(32 * GIB)
+    cap(None, "c")
+    assert share[0] == 1.0
+    cap(25 * GIB, "c")
+    assert allowed(share) == pytest.approx(25 * GIB)
+    end("c")
+    end("b")
+    assert allowed(share) == pytest.approx(22 * GIB)
 
 
 def test_limits(share: list[float], said: pytest.LogCaptureFixture) -> None:
@@ -89,7 +124,7 @@ def test_what_others_of_this_process_hold_is_not_within_reach(
     share[0] = 0.75
     assert inventory.within_reach(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
     # A cap of ours is no limit for the next engine, the user's own is.
-    inventory.cap_vram(GPU, 12 * GIB)
+    cap(12 * GIB)
     assert inventory.within_reach(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
     share[0] = 0.25
     assert inventory.within_reach(GPU, model).vram == 0
