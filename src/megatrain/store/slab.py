@@ -7,7 +7,7 @@ with; nothing else is locked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -123,9 +123,9 @@ class Snapshot:
         """Elements [start, end) in FP32, after rounding to the gradient dtype."""
         return self.flat[start:end].to(self.dtype).float()
 
-    def piece(self, start: int, end: int) -> torch.Tensor:
-        """A copy of elements [start, end) in FP32, not rounded; zeros where there is no gradient."""
-        return sum_of_parts(self.layout, ((self.flat, self.present),), start, end)
+    @property
+    def parts(self) -> tuple[tuple[torch.Tensor, frozenset[int]], ...]:
+        return ((self.flat, self.present),)
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,9 @@ class Apart:
     @property
     def flat(self) -> torch.Tensor:
         """The whole sum, in memory of its own."""
-        return self.piece(0, self.layout.numel)
-
-    def piece(self, start: int, end: int) -> torch.Tensor:
-        """Elements [start, end) of the sum in FP32, not rounded; zeros where there is no gradient."""
-        return sum_of_parts(self.layout, self.parts, start, end)
+        total = torch.empty(self.layout.numel, dtype=torch.float32, device=self.parts[0][0].device)
+        sum_of_parts(self, total)
+        return total
 
 
 Place = tuple[int, int]
@@ -308,13 +306,10 @@ def add_segments(
         target.copy_(values)
 
 
-def sum_of_parts(
-    layout: Layout, parts: Sequence[tuple[torch.Tensor, frozenset[int]]], start: int, end: int
-) -> torch.Tensor:
-    """Elements [start, end) of the sum of a gradient's parts, in their order, in FP32; zeros where nobody has one."""
-    total = torch.zeros(end - start, dtype=torch.float32, device=parts[0][0].device)
+def sum_of_parts(gradient: Snapshot | Apart, total: torch.Tensor, begin: int = 0) -> None:
+    """Sum of a gradient's parts in their order, from element `begin` on, not rounded; zeros where nobody has one."""
+    total.zero_()
     known: frozenset[int] = frozenset()
-    for flat, present in parts:
-        add_segments(layout, total, flat, present, known, start)
+    for flat, present in gradient.parts:
+        add_segments(gradient.layout, total, flat, present, known, begin)
         known |= present
-    return total

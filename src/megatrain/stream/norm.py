@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatrain.native import library as native
-from megatrain.store.slab import Apart, Snapshot
+from megatrain.store.slab import Apart, Snapshot, sum_of_parts
 from megatrain.telemetry.notices import announce
 
 CHUNK = 1 << 16
@@ -77,9 +77,13 @@ def _piecewise(gradient: Snapshot | Apart) -> torch.Tensor:
     numel = gradient.layout.numel
     if numel == 0:
         return torch.zeros((), dtype=torch.float64)
-    starts = range(0, numel, _PIECE)
-    pieces = (gradient.piece(start, min(start + _PIECE, numel)) for start in starts)
-    return combine(torch.cat([_chunk_sums(piece, _chunk_of(numel), gradient.dtype) for piece in pieces]))
+    room = torch.empty(min(_PIECE, numel), dtype=torch.float32, device=gradient.parts[0][0].device)
+    sums = []
+    for start in range(0, numel, _PIECE):
+        piece = room[: numel - start]
+        sum_of_parts(gradient, piece, start)
+        sums.append(_chunk_sums(piece, _chunk_of(numel), gradient.dtype))
+    return combine(torch.cat(sums))
 
 
 def _chunk_sums(piece: torch.Tensor, chunk: int, dtype: torch.dtype) -> torch.Tensor:
