@@ -10,6 +10,8 @@ from benchmarks.shapes import random_model
 
 import megatrain as mt
 from megatrain.optim.rules import AdamW
+from megatrain.store.layout import lay_out
+from megatrain.store.slab import Apart
 from megatrain.store.split import join, split
 from megatrain.stream import norm
 
@@ -191,3 +193,24 @@ def test_norm_has_the_same_bits_on_both_devices(dtype, numel):
     assert norm.square_sum(flat.cuda()).item() == norm.square_sum(flat).item()
     if numel >= norm.CHUNK:
         assert kernel(flat.cuda(), True).item() == norm.square_sum(flat.bfloat16()).item()
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_norm_in_pieces_has_the_same_bits_on_both_devices(dtype, places):
+    """A tied slab, and one with a parameter that has no gradient: no copy of the whole is made on the device."""
+    layout = lay_out([("a", torch.Size([40_000_001])), ("b", torch.Size([1000])), ("c", torch.Size([500_000]))], dtype)
+    flats = [torch.randn(layout.numel, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(places)]
+    present = [frozenset({0, 2}), frozenset({0})]
+
+    def found(device):
+        parts = tuple((flat.to(device), present[i]) for i, flat in enumerate(flats))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = norm.gradient_square_sum(Apart(layout, parts, dtype)).item()
+        return result, torch.cuda.max_memory_allocated() - before
+
+    (there, taken), (here, _) = found("cuda"), found("cpu")
+    assert there == here
+    assert taken < 20 << 20, "160 MB are the whole in FP32"

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.compute.generators import Generators
+
 
 @dataclass(frozen=True)
 class Ambient:
     """Random number generators and autocast at the moment a block's forward began."""
 
-    cpu_rng: torch.Tensor
-    cuda_rng: torch.Tensor | None
+    generators: Generators
     device: torch.device
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
@@ -23,8 +24,7 @@ class Ambient:
     def capture(cls, device: torch.device) -> Ambient:
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         return cls(
-            cpu_rng=torch.get_rng_state(),
-            cuda_rng=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            generators=Generators.now(device),
             device=device,
             autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
@@ -48,15 +48,10 @@ class Ambient:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Run with the captured state, and put the present one back afterwards."""
-        present_cpu = torch.get_rng_state()
-        present_cuda = torch.cuda.get_rng_state(self.device) if self.cuda_rng is not None else None
+        present = Generators.now(self.device)
         try:
-            torch.set_rng_state(self.cpu_rng)
-            if self.cuda_rng is not None:
-                torch.cuda.set_rng_state(self.cuda_rng, self.device)
+            self.generators.restore()
             with self.autocasting():
                 yield
         finally:
-            torch.set_rng_state(present_cpu)
-            if present_cuda is not None:
-                torch.cuda.set_rng_state(present_cuda, self.device)
+            present.restore()

@@ -2,7 +2,7 @@
 
 Each micro-batch's unchanged training step runs in a thread of its own, but only the thread that holds the baton runs.
 At every block, forward and backward, a thread hands the baton on; the next one brings its own micro-batch to the same
-block, and finds the weights there. Each thread keeps its own stream of random numbers.
+block, and finds the weights there. Each thread keeps its own streams of random numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TypeVar
 
 import torch
 
+from megatrain.compute import generators
+from megatrain.compute.generators import Generators
 from megatrain.compute.replay import Ambient
 from megatrain.errors import MegaTrainError
 
@@ -62,15 +64,15 @@ class _Baton:
 
     def hand_on(self, number: int, position: int) -> None:
         """Give the baton to whoever is least far and wait until it comes back."""
-        cpu, cuda = self._random()
         with self._condition:
             furthest, blocks = self._live[number]
             self._live[number] = (max(furthest, position), blocks + 1)
             self._pass_on()
+            # In here nobody else draws yet.
+            drawn = Generators.now(self._device) if self._turn != number else None
         self.wait(number)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self._device)
+        if drawn is not None:
+            drawn.restore()
 
     def wait(self, number: int) -> None:
         with self._condition:
@@ -111,10 +113,6 @@ class _Baton:
     def _pass_on(self) -> None:
         self._turn = min(self._live, key=lambda seat: (self._live[seat], seat), default=-1)
         self._condition.notify_all()
-
-    def _random(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), cuda
 
 
 class _Worker:
@@ -178,7 +176,7 @@ class Seats:
             try:
                 baton.wait(number)
                 with inherit.applied():
-                    torch.manual_seed(seeds[number])
+                    generators.seed(seeds[number])
                     results[number] = tasks[number]()
                     baton.finish(number)
                     left()
@@ -243,11 +241,8 @@ class _Inherited:
 
 @contextmanager
 def _random_untouched(device: torch.device) -> Iterator[None]:
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    before = Generators.now(device)
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        before.restore()

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch.utils import _pytree as pytree
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain import settings as settings_module
-from megatrain.checkpoint import manifest, states, weights
+from megatrain.checkpoint import manifest
 from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
-from megatrain.errors import CheckpointError, MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
+from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
 from megatrain.hardware import inventory
+from megatrain.hf.checkpoints import Checkpoints, is_stock, last_complete
 from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import StepLines
-from megatrain.hf.recovery import RamStop, twice
+from megatrain.hf.recovery import RamStop, once_more, twice
+from megatrain.hf.tried import Tried
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
-SCHEDULER_FILE = "scheduler.pt"
-STOCK_OPTIMIZER_FILE = "optimizer.pt"
 STOCK_LOGGING_STEPS = 500
 OPTIMIZERS = {
     "adamw_torch": ("adamw", None), "adamw_torch_fused": ("adamw", None),
@@ -43,7 +40,7 @@ OPTIMIZERS = {
 """`TrainingArguments.optim` → kind, and how moments are stored (None: as `megatrain.init` was told)."""
 
 
-class MegaMixin:
+class MegaMixin(Checkpoints):
     """Streams a Trainer's model through a MegaTrain engine.
 
     `class SFT(MegaMixin, trl.SFTTrainer): ...`. The engine is `self.engine`; it is attached when the Trainer is made
@@ -51,19 +48,15 @@ class MegaMixin:
     """
 
     engine: Engine
-    args: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
     accelerator: Any
-    state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         inventory.refuse_distributed()
         self._micro_batches: list[Any] = []
         self._losses: list[torch.Tensor] = []
-        self._most_tokens = 0
-        """In a micro-batch that has been through forward and backward."""
+        self._tried = Tried()
+        self._together = 1
+        """Micro-batches of this step that pass a block together."""
         super().__init__(*args, **kwargs)
         self._attach()
         self._refuse_foreign_optimizer()
@@ -162,7 +155,7 @@ class MegaMixin:
             # `model_init` made another model: the first one's memory is wanted now.
             self.engine.close()
             del self.engine
-            self.callback_handler.model = self.model  # type: ignore[attr-defined]
+            self.callback_handler.model = self.model
             gc.collect()
             self._attach()
         if self.optimizer is None:
@@ -189,7 +182,7 @@ class MegaMixin:
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete(self.args.output_dir)
-        elif resume_from_checkpoint and not _is_stock(Path(resume_from_checkpoint)):
+        elif resume_from_checkpoint and not is_stock(Path(resume_from_checkpoint)):
             manifest.verify(resume_from_checkpoint)
         self.engine.relief.hold_to_plan()
         try:
@@ -198,12 +191,7 @@ class MegaMixin:
             # Whatever comes now (generating, say) was not planned.
             if hasattr(self, "engine"):
                 self.engine.relief.hold_to_plan(False)
-        if self._ram_stop.reason is not None:
-            folder = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            raise OutOfRam(
-                f"{self._ram_stop.reason}, so the run was ended after step {self.state.global_step} and saved in "
-                f"{folder}; free memory, then train(resume_from_checkpoint=True)."
-            )
+        self._ram_stop.check()
         return result
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,52 +215,60 @@ class MegaMixin:
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the first call of a step runs all of its micro-batches, later calls return their losses."""
-        own_loss = not self._stock_method("compute_loss") or self.compute_loss_func is not None  # type: ignore[attr-defined]
-        if not own_loss and isinstance(inputs, dict) and not any(name in inputs for name in self.label_names):  # type: ignore[attr-defined]
-            raise MissingLabels(
-                f"the batch has {', '.join(sorted(inputs))} but none of {', '.join(self.label_names) or 'labels'}, "  # type: ignore[attr-defined]
-                "so the model returns no loss; add labels to the dataset, or use a collator that makes them "
-                "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
-            )
+        names = self.label_names  # type: ignore[attr-defined]
+        if names and isinstance(inputs, Mapping) and not any(name in inputs for name in names) and not self._own_loss:
+            raise _missing_labels(inputs, names)
         step = super().training_step  # type: ignore[misc]
         if len(self._micro_batches) < 2 or not any(inputs is batch for batch in self._micro_batches):
             alone = len(self._micro_batches) == 1 and inputs is self._micro_batches[0]
-            loss: torch.Tensor = self._guarded(lambda: self._single(step, alone, model, inputs, *args, **kwargs))
+            single = functools.partial(self._single, step, alone, model, inputs, *args, **kwargs)
+            loss: torch.Tensor = self._guarded(single, [inputs])
             return loss
         if inputs is self._micro_batches[0]:
             tasks = [functools.partial(step, model, batch, *args, **kwargs) for batch in self._micro_batches]
-            self._losses = self._guarded(lambda: self._run_windows(tasks))
+            self._losses = self._guarded(lambda: self._run_windows(tasks), self._micro_batches)
         position = next(i for i, batch in enumerate(self._micro_batches) if batch is inputs)
         return self._losses[position]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        except ValueError as error:
+            if self._own_loss or not str(error).startswith("The model did not return a loss"):
+                raise
+            # A forward that names no labels may take them all the same, or need none: only its outputs show.
+            raise _missing_labels(inputs, ["labels"]) from error
+
+    @property
+    def _own_loss(self) -> bool:
+        return not self._stock_method("compute_loss") or self.compute_loss_func is not None  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._micro_batches = samples
         return samples, items
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def _guarded(self, work: Callable[[], Any], batches: Sequence[Any]) -> Any:
         """A step, or one micro-batch of it that comes alone, with a second try if the GPU runs out of memory."""
         if not self._stock_method("training_step"):
             # Another training step may count its calls, or choose its inputs by them.
             return work()
         done, again = twice(self.engine, self._own_optimizer().zero_grad, work)
-        # What was done again had less kept than later steps keep: no size has been through with that.
-        self._most_tokens = 0 if again else max(self._most_tokens, self._tokens())
+        if again:
+            # What was done again had less kept than later steps keep: no size has been through with that.
+            self._tried = Tried()
+        else:
+            self._tried.add(batches, self._together)
         return done
 
     def _single(self, step: Callable[..., torch.Tensor], alone: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._together = 1
         with self._final_backward() if alone else nullcontext():
             return step(*args, **kwargs)
 
-    def _tokens(self) -> int:
-        """Of the largest micro-batch of this step."""
-        return max(
-            (leaf.numel() for leaf in pytree.tree_leaves(self._micro_batches) if torch.is_tensor(leaf)), default=0
-        )
-
     def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """The micro-batches of a step, in windows of as many as their boundary activations leave room for."""
-        size = self.engine.window_size(self._micro_batches[0])
+        self._together = size = min(self.engine.window_size(self._micro_batches[0]), len(tasks))
         losses: list[torch.Tensor] = []
         for start in range(0, len(tasks), size):
             with self._final_backward() if start + size >= len(tasks) else nullcontext():
@@ -281,10 +277,10 @@ class MegaMixin:
 
     def _final_backward(self) -> AbstractContextManager[None]:
         """Let updates start in the backward, unless somebody wants to look at the gradients before the step."""
-        looks = [c for c in self.callback_handler.callbacks if _overrides(c, "on_pre_optimizer_step")]  # type: ignore[attr-defined]
+        looks = [c for c in self.callback_handler.callbacks if _overrides(c, "on_pre_optimizer_step")]
         optimizer = self._own_optimizer()
         # A size that has not been through may run out of memory, and a step that has begun to update stays begun.
-        untried = self._tokens() > self._most_tokens
+        untried = not self._tried.covers(self._micro_batches, self._together)
         if looks or untried or optimizer._optimizer_step_pre_hooks or not self._stock_method("training_step"):
             # Another training step may look at gradients, or do several backwards.
             return nullcontext()
@@ -297,95 +293,19 @@ class MegaMixin:
 
     def _clip_grad_norm(self, model: Any) -> float:
         # The clip factor is applied inside the update, from this same norm.
-        return self.engine.grad_norm()
+        return once_more(self.engine, self.engine.grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
-        return self.engine.grad_norm() if grad_norm is None else grad_norm
-
-    # ---- checkpoints
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and not hasattr(self.model, "save_pretrained"):
-            state_dict = weights.without_aliases(self.engine.host_state_dict())
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As ever, then the manifest, and only then are older checkpoints deleted: one complete one is always there."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        finally:
-            self.args.save_total_limit = limit
-        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
-        if not self.args.save_only_model:
-            folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            states.seal(self.model, self._own_optimizer(), folder)
-        rotate_checkpoints(
-            output_dir=run_dir,
-            save_total_limit=limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
-        states.save_optimizer(self.model, self._own_optimizer(), output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        folder = Path(checkpoint)
-        if (folder / manifest.FOLDER).is_dir():
-            states.load_optimizer(self.model, self._own_optimizer(), checkpoint)
-        elif (folder / STOCK_OPTIMIZER_FILE).is_file():
-            announce(f"{checkpoint} was written by a stock Trainer: taking over its AdamW state")
-            stored = torch.load(folder / STOCK_OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-            self._own_optimizer().load_state_dict(stored)
-        else:
-            raise CheckpointError(
-                f"{checkpoint} holds no optimizer state; to start from its weights alone, load the model from it "
-                "and train without resume_from_checkpoint."
-            )
-        if (folder / SCHEDULER_FILE).is_file():
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        weights.load_model(self.model, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        weights.load_model(self.model, self.state.best_model_checkpoint)
-
-    def _own_optimizer(self) -> Optimizer:
-        """The engine's optimizer, from under accelerate's wrapper."""
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        assert isinstance(inner, Optimizer)
-        return inner
-
-
-def last_complete(output_dir: str) -> str:
-    """The newest checkpoint that was written to its end; incomplete ones are skipped, announced."""
-    found = sorted(
-        (path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()),
-        key=lambda path: int(path.name.split("-")[-1]),
-        reverse=True,
-    )
-    for path in found:
-        try:
-            if not _is_stock(path):
-                manifest.verify(path)
-        except (CheckpointError, OSError) as reason:
-            warn(f"{path.name} was skipped: {reason}")
-        else:
-            return str(path)
-    raise CheckpointError(
-        f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint ({len(found)} incomplete)."
-    )
+        return once_more(self.engine, self.engine.grad_norm) if grad_norm is None else grad_norm
 
 
 def _overrides(callback: Any, event: str) -> bool:
     return getattr(type(callback), event) is not getattr(TrainerCallback, event)
 
 
-def _is_stock(path: Path) -> bool:
-    """Whether a stock Trainer wrote this checkpoint."""
-    return not (path / manifest.FOLDER).exists() and (path / STOCK_OPTIMIZER_FILE).exists()
+def _missing_labels(inputs: Any, names: Sequence[str]) -> MissingLabels:
+    return MissingLabels(
+        f"the batch has {', '.join(sorted(inputs))} but none of {', '.join(names)}, so the model returns no loss; add "
+        "labels to the dataset, or use a collator that makes them "
+        "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
+    )

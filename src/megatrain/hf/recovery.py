@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from megatrain.engine.session import Engine
+from megatrain.errors import OutOfRam
 from megatrain.telemetry.notices import warn
 
 Result = TypeVar("Result")
@@ -71,12 +72,10 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
             raise
         # Copies under way still write to memory that goes with the error.
         engine.quiesce()
-        said = str(error).split(". ")[0]
+        said = _first_words(error)
     # Here the error is gone, and with it the frames that held the failed step's tensors.
     beginning.restore()
-    gc.collect()
-    if engine.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _free(engine)
     warn(
         f"{said}: the step was taken back and is done again with less kept for the backward, which changes no bit of "
         "the result but takes longer; use fewer tokens at a time if this goes on"
@@ -85,17 +84,65 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
         return work(), True
 
 
+def once_more(engine: Engine, work: Callable[[], Result]) -> Result:
+    """Take the norm of gradients, which changes nothing; if the GPU runs out of memory, once more with more of it.
+
+    Lanes are quiet then, nothing is kept for later, and a plan's figure is no limit.
+    """
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        engine.quiesce()
+        said = _first_words(error)
+    _free(engine)
+    warn(f"{said}: the norm of the gradients is taken once more, after memory that was kept for later was given back")
+    engine.relief.hold_to_plan(False)
+    try:
+        return work()
+    finally:
+        engine.relief.hold_to_plan()
+
+
+def _first_words(error: torch.OutOfMemoryError) -> str:
+    return str(error).split(". ")[0]
+
+
+def _free(engine: Engine) -> None:
+    gc.collect()
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class RamStop(TrainerCallback):
     """Ends a run at the end of a step, with a checkpoint, when RAM is running out."""
 
     def __init__(self, engine: Callable[[], Engine]) -> None:
         self._engine = engine
         self.reason: str | None = None
+        self.sealed: tuple[int, str] | None = None
+        """The last checkpoint of this run that can be resumed: its step and folder."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.reason = None
+        self.reason = self.sealed = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.reason = self._engine().ram.short()
+        # The last step has nothing after it that would need RAM.
+        if state.global_step < state.max_steps:
+            self.reason = self._engine().ram.short()
         if self.reason is not None:
             control.should_save = control.should_training_stop = True
+
+    def unsaved(self, step: int) -> bool:
+        """Whether the run ends here and what it has come to is on no disk yet."""
+        return self.reason is not None and (self.sealed is None or self.sealed[0] != step)
+
+    def check(self) -> None:
+        """Raise if the run was ended."""
+        if self.reason is None:
+            return
+        assert self.sealed is not None
+        step, folder = self.sealed
+        raise OutOfRam(
+            f"{self.reason}, so the run was ended after step {step} and saved in {folder}; free memory, then "
+            f"train(resume_from_checkpoint={folder!r})."
+        )

@@ -7,7 +7,7 @@ with; nothing else is locked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -123,6 +123,26 @@ class Snapshot:
         """Elements [start, end) in FP32, after rounding to the gradient dtype."""
         return self.flat[start:end].to(self.dtype).float()
 
+    @property
+    def parts(self) -> tuple[tuple[torch.Tensor, frozenset[int]], ...]:
+        return ((self.flat, self.present),)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A slab's gradient in parts that have not been merged, in the order of their places."""
+
+    layout: Layout
+    parts: tuple[tuple[torch.Tensor, frozenset[int]], ...]
+    dtype: torch.dtype
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole sum, in memory of its own."""
+        total = torch.empty(self.layout.numel, dtype=torch.float32, device=self.parts[0][0].device)
+        sum_of_parts(self, total)
+        return total
+
 
 Place = tuple[int, int]
 """A block, and which call of it in a forward."""
@@ -226,19 +246,15 @@ class Gradient:
         part = self.merged()
         return Snapshot(self._slab.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum)
 
-    def look(self) -> Snapshot:
+    def look(self) -> Snapshot | Apart:
         """What the gradient is now, for reading. Parts stay apart: looking must not change the order of a sum."""
         for part in self.parts.values():
             part.landed.wait()
         active = self.active()
         if len(active) < 2:
             return self.snapshot()
-        layout, known = self._slab.layout, active[0].present
-        total = active[0].flat.float().clone()
-        for part in active[1:]:
-            add_segments(layout, total, part.flat, frozenset(part.present), known)
-            known = known | part.present
-        return Snapshot(layout, total, active[0].dtype, frozenset(known), None)
+        parts = tuple((part.flat, frozenset(part.present)) for part in active)
+        return Apart(self._slab.layout, parts, active[0].dtype)
 
     def writable(self) -> torch.Tensor:
         """The flat tensor that holds the present gradients, for the user to write to."""
@@ -268,10 +284,34 @@ class Gradient:
 
 
 def add_segments(
-    layout: Layout, total: torch.Tensor, flat: torch.Tensor, indices: frozenset[int], known: AbstractSet[int]
+    layout: Layout,
+    total: torch.Tensor,
+    flat: torch.Tensor,
+    indices: frozenset[int],
+    known: AbstractSet[int],
+    begin: int = 0,
 ) -> None:
-    """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one."""
-    for start, end in layout.runs(sorted(indices & known)):
-        total[start:end].add_(flat[start:end])
-    for start, end in layout.runs(sorted(indices - known)):
-        total[start:end].copy_(flat[start:end])
+    """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one.
+
+    `total` is the sum from element `begin` on; what lies outside of it is left out.
+    """
+
+    def within(chosen: AbstractSet[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for start, end in layout.runs(sorted(chosen)):
+            start, end = max(start, begin), min(end, begin + total.numel())
+            if start < end:
+                yield total[start - begin : end - begin], flat[start:end]
+
+    for target, values in within(indices & known):
+        target.add_(values)
+    for target, values in within(indices - known):
+        target.copy_(values)
+
+
+def sum_of_parts(gradient: Snapshot | Apart, total: torch.Tensor, begin: int = 0) -> None:
+    """Sum of a gradient's parts in their order, from element `begin` on, not rounded; zeros where nobody has one."""
+    total.zero_()
+    known: frozenset[int] = frozenset()
+    for flat, present in gradient.parts:
+        add_segments(gradient.layout, total, flat, present, known, begin)
+        known |= present

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatrain.native import library as native
-from megatrain.store.slab import Snapshot
+from megatrain.store.slab import Apart, Snapshot, sum_of_parts
 from megatrain.telemetry.notices import announce
 
 CHUNK = 1 << 16
 _BATCH = 256
 """Chunks handled at once: bounds the FP64 temporary to 128 MiB."""
+_PIECE = 64 * CHUNK
+"""Elements that are summed at once of a gradient that does not lie ready: 16 MiB in FP32."""
 _NATIVE = (torch.float32, torch.bfloat16)
 """What the native library sums in host memory."""
 _THREADS = 8
@@ -49,27 +51,48 @@ def combine(partials: torch.Tensor) -> torch.Tensor:
     return partials.reshape(())
 
 
-def snapshot_square_sum(gradient: Snapshot) -> float:
+def snapshot_square_sum(gradient: Snapshot | Apart) -> float:
     """Of a slab's rounded gradient: as computed where it was made, else on the host, absent parameters as zeros."""
-    if gradient.square_sum is not None:
+    if isinstance(gradient, Snapshot) and gradient.square_sum is not None:
         return float(gradient.square_sum)
     return float(gradient_square_sum(gradient))
 
 
-def gradient_square_sum(gradient: Snapshot) -> torch.Tensor:
+def gradient_square_sum(gradient: Snapshot | Apart) -> torch.Tensor:
     """The same as a tensor, computed where the gradient lies."""
-    everything = len(gradient.present) == len(gradient.layout.segments)
-    if everything and gradient.flat.is_cuda and gradient.flat.numel() >= CHUNK and (kernel := _fused_kernel()):
+    if isinstance(gradient, Apart) or len(gradient.present) < len(gradient.layout.segments):
+        return _piecewise(gradient)
+    if gradient.flat.is_cuda and gradient.flat.numel() >= CHUNK and (kernel := _fused_kernel()):
         # As it lies, padding (zeros) included: a rounded copy would take as much memory as the gradient, or more.
         return kernel(gradient.flat, gradient.dtype == torch.bfloat16)
-    if everything and _is_native(gradient.flat) and gradient.dtype in _NATIVE:
+    if _is_native(gradient.flat) and gradient.dtype in _NATIVE:
         # Without a copy here too.
         end = gradient.layout.segments[-1].end
         return _native_square_sum(gradient.flat[:end], gradient.layout.numel, gradient.dtype == torch.bfloat16)
-    flat = torch.zeros(gradient.layout.numel, dtype=torch.float32, device=gradient.flat.device)
-    for start, end in gradient.layout.runs(sorted(gradient.present)):
-        flat[start:end] = gradient.rounded(start, end)
-    return square_sum(flat)
+    return _piecewise(gradient)
+
+
+def _piecewise(gradient: Snapshot | Apart) -> torch.Tensor:
+    """Of parts that are apart or absent: some whole chunks at a time, since there may be no room for a copy of all."""
+    numel = gradient.layout.numel
+    if numel == 0:
+        return torch.zeros((), dtype=torch.float64)
+    room = torch.empty(min(_PIECE, numel), dtype=torch.float32, device=gradient.parts[0][0].device)
+    sums = []
+    for start in range(0, numel, _PIECE):
+        piece = room[: numel - start]
+        sum_of_parts(gradient, piece, start)
+        sums.append(_chunk_sums(piece, _chunk_of(numel), gradient.dtype))
+    return combine(torch.cat(sums))
+
+
+def _chunk_sums(piece: torch.Tensor, chunk: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of squares of every chunk of FP32 values, rounded to `dtype`."""
+    if dtype in _NATIVE and piece.is_cuda and chunk == CHUNK and (kernel := _fused_kernel()) is not None:
+        return kernel(piece, dtype == torch.bfloat16, apart=True)
+    if dtype in _NATIVE and _is_native(piece):
+        return _native_sums(piece, piece.numel(), chunk, dtype == torch.bfloat16)
+    return _tree(piece.to(dtype).float(), chunk)
 
 
 def total(square_sums: Iterable[float]) -> float:
@@ -91,10 +114,13 @@ def _is_native(flat: torch.Tensor) -> bool:
 
 def _native_square_sum(flat: torch.Tensor, numel: int, rounded: bool) -> torch.Tensor:
     """The tree of `numel` elements, of which those behind `flat` are zeros."""
-    chunk = _chunk_of(numel)
-    partials = torch.zeros(-(-numel // chunk), dtype=torch.float64)
-    native.square_sums(flat, partials, chunk=chunk, rounded=rounded, threads=_THREADS)
-    return combine(partials)
+    return combine(_native_sums(flat, numel, _chunk_of(numel), rounded))
+
+
+def _native_sums(flat: torch.Tensor, numel: int, chunk: int, rounded: bool) -> torch.Tensor:
+    sums = torch.zeros(-(-numel // chunk), dtype=torch.float64)
+    native.square_sums(flat, sums, chunk=chunk, rounded=rounded, threads=_THREADS)
+    return sums
 
 
 def _tree(piece: torch.Tensor, chunk: int) -> torch.Tensor:

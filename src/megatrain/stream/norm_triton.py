@@ -95,11 +95,16 @@ def _tree(partials, count):
         count = half
 
 
-def fused_square_sum(flat: torch.Tensor, rounded: bool = False) -> torch.Tensor:
-    """FP64 scalar: the sum of squares of at least one chunk, of its values as they are or rounded to BF16."""
+def fused_square_sum(flat: torch.Tensor, rounded: bool = False, apart: bool = False) -> torch.Tensor:
+    """FP64 scalar: the sum of squares of at least one chunk, of its values as they are or rounded to BF16.
+
+    `apart` gives the sums of the chunks instead, for a tree over more than `flat`.
+    """
     chunks = triton.cdiv(flat.numel(), CHUNK)
     partials = torch.empty(chunks, dtype=torch.float64, device=flat.device)
     _chunks[(chunks,)](flat, partials, flat.numel(), ROUNDED=rounded, num_warps=8)
+    if apart:
+        return partials
     if chunks > 1:
         _tree[(1,)](partials, chunks, num_warps=8)
     return partials[0]

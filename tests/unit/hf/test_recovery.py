@@ -16,6 +16,7 @@ from tests import small
 import megatrain as mt
 from megatrain.errors import OutOfRam
 from megatrain.hardware.watch import SHORT
+from megatrain.hf.checkpoints import last_complete
 
 
 class Fails:
@@ -194,6 +195,67 @@ def test_a_size_that_was_not_tried_does_not_update_in_its_backward(tmp_path: Pat
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_norm_that_ran_out_of_memory_is_taken_once_more(
+    tmp_path: Path,
+    said: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    accumulation: int,
+    max_grad_norm: float,
+) -> None:
+    """Between the backward and the step nothing has moved yet."""
+    changes = {"gradient_accumulation_steps": accumulation, "max_grad_norm": max_grad_norm}
+    expected = trained(tmp_path / "a", **changes)
+    calls = []
+    norm = mt.Engine.grad_norm
+
+    def failing(engine: mt.Engine) -> float:
+        calls.append(engine)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+        return norm(engine)
+
+    monkeypatch.setattr(mt.Engine, "grad_norm", failing)
+    found = trained(tmp_path / "b", **changes)
+    assert len(calls) == 3 + 1
+    assert any("the norm of the gradients is taken once more" in line for line in said.messages)
+    assert small.losses(found) == small.losses(expected)
+    assert small.same(small.snapshot(found.model), small.snapshot(expected.model))
+
+
+def test_a_norm_is_taken_twice_at_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mt.Engine, "grad_norm", lambda engine: Fails._raise())
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(tmp_path)
+
+
+def test_longer_text_beside_a_constant_image_is_not_tried(tmp_path: Path) -> None:
+    """The largest tensor of a batch says nothing about the others."""
+
+    class Seeing(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *args: Any, pixel_values: Any = None, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        ids = torch.stack([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(len(rows), 1000)}
+
+    mt.init(policy="store")
+    model = Seeing(small.llama().config)
+    trainer = mt.Trainer(
+        model=model,
+        args=small.arguments(
+            tmp_path, max_steps=4, max_grad_norm=0.0, train_sampling_strategy="sequential", remove_unused_columns=False
+        ),
+        train_dataset=[{"input_ids": row["input_ids"][:4]} for row in small.rows(4)] + small.rows(4),
+        data_collator=collate,
+    )
+    Fails(model, {3}, "backward", layer=0)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
 # ---- in a loop of one's own
 
 
@@ -259,3 +321,95 @@ def test_a_run_short_of_ram_is_saved_and_ended_and_goes_on_bit_for_bit(
     resumed = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=4), train_dataset=small.rows())
     resumed.train(resume_from_checkpoint=True)
     assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
+
+
+def short_after(trainer: Any, steps: int) -> None:
+    """RAM is short once the given number of steps has been done."""
+    left = [1 << 40]
+    trainer.engine.ram._left = lambda: left[0]
+    little = min(int(SHORT[1] * trainer.engine.ram._limit), SHORT[0]) - 1
+
+    class Hungry(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            left[0] = little if state.global_step == steps - 1 else left[0]
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            left[0] = 1 << 40
+
+    trainer.add_callback(Hungry())
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True}
+"""The loss falls, so that the first step stays the best."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        BEST | {"save_strategy": "best"},
+        BEST | {"save_strategy": "best", "eval_steps": 3},
+        {"save_only_model": True},
+        BEST | {"save_strategy": "best", "save_only_model": True},
+        BEST | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True},
+        {"save_strategy": "epoch"},
+        {"save_strategy": "no", "save_total_limit": 1},
+    ],
+    ids=["best", "best, no evaluation", "only model", "best, only model", "limit", "epoch", "no"],
+)
+@pytest.mark.parametrize("stale", [False, True])
+def test_what_a_run_short_of_ram_names_can_be_resumed(tmp_path: Path, changes: dict[str, Any], stale: bool) -> None:
+    def made(directory: Path, seed: int = 0) -> Any:
+        return mt.Trainer(
+            model=small.llama(seed),
+            args=small.arguments(directory, max_steps=4, **changes),
+            train_dataset=small.rows(),
+            eval_dataset=small.rows(4),
+        )
+
+    if stale:
+        # Of another run, in the same place: it has a complete checkpoint of that step already.
+        old = mt.Trainer(
+            model=small.llama(3),
+            args=small.arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2),
+            train_dataset=small.rows(),
+        )
+        old.train()
+        old.engine.close()
+    trainer = made(tmp_path)
+    short_after(trainer, 2)
+    with pytest.raises(OutOfRam, match=r"ended after step 2 and saved in .*checkpoint-2; ") as error:
+        trainer.train()
+    assert f"resume_from_checkpoint={str(tmp_path / 'checkpoint-2')!r}" in str(error.value)
+    assert trainer.args.save_only_model == changes.get("save_only_model", False)
+    assert trainer.args.save_total_limit == changes.get("save_total_limit")
+    whole = made(tmp_path / "whole")
+    whole.train()
+    resumed = made(tmp_path, seed=5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    if "load_best_model_at_end" not in changes:
+        assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
+
+
+def test_a_run_short_of_ram_in_its_last_step_has_ended_well(tmp_path: Path) -> None:
+    trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=2), train_dataset=small.rows())
+    short_after(trainer, 2)
+    assert trainer.train().global_step == 2
+
+
+def test_an_evaluation_that_runs_out_of_ram_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = mt.Trainer(
+        model=small.llama(), args=small.arguments(tmp_path, max_steps=4, **BEST | {"eval_steps": 2}),
+        train_dataset=small.rows(), eval_dataset=small.rows(4),
+    )  # fmt: skip
+    short_after(trainer, 2)
+
+    def evaluate(*args: Any, **kwargs: Any) -> None:
+        raise OutOfRam("none left")
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    with pytest.raises(OutOfRam, match="none left"):
+        trainer.train()
+    assert last_complete(str(tmp_path)).endswith("checkpoint-2")

@@ -317,6 +317,62 @@ def test_missing_labels(tmp_path: Path) -> None:
     assert len(tiny.losses(trainer)) == 4
 
 
+class Forwarding(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Names none of its inputs, so that transformers finds no labels among them."""
+
+    def forward(self, **kwargs: Any) -> Any:
+        return super().forward(**kwargs)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_labels_of_a_forward_that_names_none(tmp_path: Path, labelled: bool) -> None:
+    def collate(found: Any) -> dict[str, torch.Tensor]:
+        ids = torch.stack([row["input_ids"] for row in found])
+        return {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}
+
+    trainer = mt.Trainer(
+        model=Forwarding(tiny.llama().config),
+        args=tiny.arguments(tmp_path, remove_unused_columns=False),
+        train_dataset=tiny.rows(),
+        data_collator=collate,
+    )
+    assert trainer.label_names == []
+    if labelled:
+        trainer.train()
+        assert len(tiny.losses(trainer)) == 4
+    else:
+        with pytest.raises(MissingLabels, match=r"the batch has input_ids but none of labels"):
+            trainer.train()
+
+
+def test_a_model_that_makes_its_own_labels(tmp_path: Path) -> None:
+    """As models that are trained to fill in what was masked do."""
+
+    class Reading(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            return super().forward(input_ids=input_ids, labels=input_ids)
+
+    trainer = mt.Trainer(
+        model=Reading(tiny.llama().config),
+        args=tiny.arguments(tmp_path),
+        train_dataset=tiny.rows(),
+        data_collator=lambda found: {"input_ids": torch.stack([row["input_ids"] for row in found])},
+    )
+    trainer.train()
+    assert len(tiny.losses(trainer)) == 4
+
+
+def test_missing_labels_in_the_mapping_of_a_tokenizer(tmp_path: Path) -> None:
+    def collate(found: Any) -> Any:
+        return transformers.BatchEncoding({"input_ids": torch.stack([row["input_ids"] for row in found])})
+
+    trainer = mt.Trainer(
+        model=tiny.llama(), args=tiny.arguments(tmp_path), train_dataset=tiny.rows(), data_collator=collate
+    )
+    with pytest.raises(MissingLabels, match=r"the batch has input_ids but none of labels"):
+        trainer.train()
+
+
 # ---- models
 
 

@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatrain.store.layout import lay_out
-from megatrain.store.slab import Snapshot
+from megatrain.store.slab import Apart, Snapshot
+from megatrain.stream import norm
 from megatrain.stream.norm import CHUNK, combine, snapshot_square_sum, square_sum, total
 
 SIZES = [1, 2, 3, 127, 128, 129, 1000, 4095, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 200_000]
@@ -114,3 +117,84 @@ def test_snapshot_is_of_the_rounded_gradient_and_equals_the_one_made_on_the_devi
 def test_snapshot_prefers_what_is_known():
     known = torch.tensor(42.0, dtype=torch.float64)
     assert snapshot_square_sum(snapshot(None, torch.float32, {0}, known)) == 42.0
+
+
+def parts_of(layout, dtypes, presents):
+    """Gradients of several places, NaN where a place has none."""
+    parts = []
+    for number, (dtype, present) in enumerate(zip(dtypes, presents, strict=True)):
+        flat = torch.zeros(layout.numel, dtype=dtype)
+        for index, segment in enumerate(layout.segments):
+            drawn = values(segment.numel + 10 * number)[: segment.numel].to(dtype)
+            flat[segment.offset : segment.end] = drawn if index in present else math.nan
+        parts.append((flat, frozenset(present)))
+    return tuple(parts)
+
+
+def whole_sum(layout, parts, dtype):
+    """The definition: a sum of everything in memory, rounded, and its squares in one tree."""
+    total, known = torch.zeros(layout.numel), set()
+    for flat, present in parts:
+        for index in present:
+            segment = layout.segments[index]
+            run = slice(segment.offset, segment.end)
+            total[run] = total[run] + flat[run].float() if index in known else flat[run].float()
+        known |= present
+    return square_sum(total.to(dtype).float())
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 64])
+@pytest.mark.parametrize(
+    ("dtype", "dtypes", "presents"),
+    [
+        (BF16, [BF16, BF16], [{0, 1, 2}, {0, 1, 2}]),
+        (BF16, [FP32, BF16, FP32], [{0, 1}, {1, 2}, {0, 2}]),
+        (BF16, [BF16, FP32], [{2}, {0}]),
+        (FP32, [FP32, FP32, FP32], [{0, 2}, {0}, {2}]),
+        (BF16, [BF16], [{0, 2}]),
+        (BF16, [FP32], [{1}]),
+        (FP32, [FP32], [{0, 1}]),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(100, 300, 200), (3 * CHUNK + 5, 70_000, 200_000)], ids=["short", "long"])
+@pytest.mark.parametrize("native", [True, False])
+def test_pieces_of_parts_have_the_bits_of_the_whole(monkeypatch, sizes, dtype, dtypes, presents, chunks, native):
+    monkeypatch.setattr(norm, "_PIECE", chunks * CHUNK)
+    if not native:
+        monkeypatch.setattr(norm, "_is_native", lambda flat: False)
+    layout = lay_out([(name, torch.Size([size])) for name, size in zip("abc", sizes, strict=True)], dtype)
+    parts = parts_of(layout, dtypes, presents)
+    expected = whole_sum(layout, parts, dtype)
+    assert math.isfinite(expected)
+    assert torch.equal(norm.gradient_square_sum(Apart(layout, parts, dtype)), expected)
+    if len(parts) == 1:
+        flat, present = parts[0]
+        assert torch.equal(norm.gradient_square_sum(Snapshot(layout, flat, dtype, present, None)), expected)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that is made inside, in bytes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        taken = [a.untyped_storage().data_ptr() for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in taken:
+                self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_no_copy_of_the_whole_is_made(monkeypatch, places):
+    """Of a tied embedding it would be gigabytes that no plan has."""
+    monkeypatch.setattr(norm, "_PIECE", CHUNK)
+    layout = lay_out([("a", torch.Size([10 * CHUNK])), ("b", torch.Size([CHUNK]))], BF16)
+    gradient = Apart(layout, parts_of(layout, [BF16] * places, [{0}] * places), BF16)
+    with Largest() as largest:
+        norm.gradient_square_sum(gradient)
+    assert 0 < largest.nbytes <= 4 * CHUNK

@@ -1,0 +1,110 @@
+"""All global random number generators are taken along: PyTorch's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from numpy.random import mtrand
+
+from megatrain.compute import generators
+from megatrain.compute.generators import Generators
+
+CPU = torch.device("cpu")
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand(3).tolist(),
+    "python": random.random,
+    "python normal": lambda: random.gauss(0, 1),
+    "numpy": numpy.random.rand,
+    "numpy normal": numpy.random.randn,
+}
+"""Normal numbers are made in pairs, and the second one is kept for later."""
+
+
+@pytest.fixture(autouse=True)
+def left_alone() -> Iterator[None]:
+    generator = mtrand.get_bit_generator()
+    python, numpys = random.getstate(), numpy.random.get_state(legacy=False)
+    yield
+    mtrand.set_bit_generator(generator)
+    random.setstate(python)
+    numpy.random.set_state(numpys)
+
+
+def everything() -> list[Any]:
+    return [draw() for draw in DRAWS.values() for _ in range(3)]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 700])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_numbers_come_again(kind: str, before: int) -> None:
+    generators.seed(before)
+    for _ in range(before):
+        DRAWS[kind]()
+    state = Generators.now(CPU)
+    first = everything()
+    assert everything() != first
+    for _ in range(2):
+        state.restore()
+        assert everything() == first
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_single_draw_is_noticed(kind: str) -> None:
+    """Also the second of a pair, which leaves the generator itself where it is."""
+    generators.seed(1)
+    states, found = [], []
+    for _ in range(5):
+        states.append(Generators.now(CPU))
+        found.append(DRAWS[kind]())
+    for state, expected in reversed(list(zip(states, found, strict=True))):
+        state.restore()
+        assert DRAWS[kind]() == expected
+
+
+def test_seeds() -> None:
+    seen = []
+    for number in (0, 1, 2**32 + 2, 2**62 - 1, 0):
+        generators.seed(number)
+        seen.append(everything())
+    assert seen[0] == seen[-1]
+    for one in range(4):
+        for other in range(one):
+            assert not any(a == b for a, b in zip(seen[one], seen[other], strict=True)), (one, other)
+
+
+def test_as_long_as_nobody_draws_numpy_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer to tell than all the others together, and every block would keep a copy."""
+    generators.seed(3)
+    asked = []
+    tell = numpy.random.get_state
+    monkeypatch.setattr(numpy.random, "get_state", lambda **kwargs: asked.append(1) or tell(**kwargs))
+    first = Generators.now(CPU)
+    assert all(Generators.now(CPU).numpy is first.numpy for _ in range(5))
+    assert len(asked) == 1
+    numpy.random.rand()
+    second = Generators.now(CPU)
+    first.restore()
+    assert Generators.now(CPU).numpy is first.numpy
+    second.restore()
+    assert Generators.now(CPU).numpy is second.numpy
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("make", [numpy.random.PCG64, numpy.random.MT19937])
+def test_another_generator_in_numpy(make: Any) -> None:
+    Generators.now(CPU)
+    mtrand.set_bit_generator(make(5))
+    state = Generators.now(CPU)
+    first = numpy.random.rand(3).tolist()
+    state.restore()
+    assert numpy.random.rand(3).tolist() == first
+    seen = []
+    for number in (8, 8, 9):
+        generators.seed(number)
+        seen.append([numpy.random.randn() for _ in range(3)])
+    assert seen[0] == seen[1] != seen[2]
