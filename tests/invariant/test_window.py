@@ -888,3 +888,54 @@ def test_a_window_inside_a_window_is_refused():
         with pytest.raises(mt.errors.MegaTrainError, match="window"):
             engine.window([lambda: engine.window([partial(two_forwards_less, model, 0)]) for _ in range(2)])
         engine.window([partial(two_forwards_less, model, 0)])
+
+
+# ---- losses of one's own
+
+
+class Twice(mt.Trainer):
+    """Two forwards for one loss, as in R-Drop and contrastive losses."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        flipped = {name: value.flip(1) for name, value in inputs.items()}
+        return model(**inputs).loss + 0.5 * model(**flipped).loss
+
+
+class Backwards(mt.Trainer):
+    """A second loss that is differentiated at once."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        model(**{name: value.flip(1) for name, value in inputs.items()}).loss.backward()
+        return model(**inputs).loss
+
+
+class Once(mt.Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 2 * model.lm_head(model.model(input_ids=inputs["input_ids"]).last_hidden_state).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [Twice, Backwards, Once])
+def test_losses_of_ones_own_do_not_depend_on_the_window(kind, precision, tmp_path, said):
+    def run(window):
+        mt.init(window=window, precision=precision)
+        trainer = kind(
+            model=small.llama(),
+            args=small.arguments(tmp_path, max_steps=3, gradient_accumulation_steps=4, per_device_train_batch_size=1),
+            train_dataset=small.rows(),
+        )
+        sizes = []
+        runs = trainer.engine.window
+        trainer.engine.window = lambda tasks, **more: sizes.append(len(tasks)) or runs(tasks, **more)
+        trainer.train()
+        return small.losses(trainer), small.snapshot(trainer.model), sizes
+
+    losses, weights, sizes = run(1)
+    assert sizes == [1] * 12
+    for window in (2, 4):
+        got, other, sizes = run(window)
+        assert got == losses
+        assert small.same(weights, other)
+        looked = [1] * 4
+        assert sizes == looked + ([window] * (8 // window) if kind is Once else [1] * 8)
+    assert any("more than once per micro-batch" in line for line in said.messages) == (kind is not Once)

@@ -176,6 +176,11 @@ class Engine:
         return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
 
     @property
+    def revisits(self) -> bool:
+        """Whether a micro-batch of a window gave a block's gradient twice (two forwards, or two backwards)."""
+        return self._step.revisits
+
+    @property
     def ram(self) -> RamWatch:
         """What is left of RAM under the limits of this process."""
         return self._placement.watch

@@ -55,6 +55,8 @@ class MegaMixin(Checkpoints):
         self._micro_batches: list[Any] = []
         self._losses: list[torch.Tensor] = []
         self._tried = Tried()
+        self._looked = False
+        """Whether a step's micro-batches have been through one by one."""
         self._together = 1
         """Micro-batches of this step that pass a block together."""
         super().__init__(*args, **kwargs)
@@ -268,12 +270,27 @@ class MegaMixin(Checkpoints):
 
     def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """The micro-batches of a step, in windows of as many as their boundary activations leave room for."""
-        self._together = size = min(self.engine.window_size(self._micro_batches[0]), len(tasks))
+        size = 1 if self._in_order() else min(self.engine.window_size(self._micro_batches[0]), len(tasks))
+        self._together = size
         losses: list[torch.Tensor] = []
         for start in range(0, len(tasks), size):
             with self._final_backward() if start + size >= len(tasks) else nullcontext():
                 losses += self.engine.window(tasks[start : start + size], whole=size >= len(tasks))
+        if self._in_order() and self.engine.revisits and not self._looked:
+            announce(
+                "compute_loss passes blocks more than once per micro-batch: micro-batches run one after the other, so "
+                "that gradients are added in order"
+            )
+        self._looked = True
         return losses
+
+    def _in_order(self) -> bool:
+        """Whether micro-batches must run one after the other, whatever there is room for.
+
+        A loss of one's own may pass a block twice, and a window then adds gradients in another order than they come in
+        one by one. The first step shows it; bits must not depend on how much memory is free.
+        """
+        return not self._stock_method("compute_loss") and (self.engine.revisits or not self._looked)
 
     def _final_backward(self) -> AbstractContextManager[None]:
         """Let updates start in the backward, unless somebody wants to look at the gradients before the step."""
