@@ -138,11 +138,12 @@ class RamStop(TrainerCallback):
 
     def check(self) -> None:
         """Raise if the run was ended."""
-        if self.reason is None:
+        reason, self.reason = self.reason, None
+        if reason is None:
             return
         assert self.sealed is not None
         step, folder = self.sealed
         raise OutOfRam(
-            f"{self.reason}, so the run was ended after step {step} and saved in {folder}; free memory, then "
+            f"{reason}, so the run was ended after step {step} and saved in {folder}; free memory, then "
             f"train(resume_from_checkpoint={folder!r})."
         )
