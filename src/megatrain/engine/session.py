@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +169,9 @@ class Engine:
         """How many micro-batches like this one may pass a block together: their inputs to every block must fit."""
         if self.settings.window is not None:
             return self.settings.window
-        tokens = max((t.numel() for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), default=1)
+        # Collators give a mapping of tokenizers' own, which is one leaf to a tree.
+        leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+        tokens = max((t.numel() for t in leaves if isinstance(t, torch.Tensor)), default=1)
         config = getattr(self.model, "config", None)
         hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests import small
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BatchEncoding
 
 import megatrain as mt
 from megatrain.errors import EngineClosed
@@ -415,3 +415,12 @@ def test_adopting_takes_the_model_and_one_block(precision: str) -> None:
     # In BF16, high and low halves together are as large as the FP32 originals.
     assert found["peak"] <= found["model"] + found["block"] + constant
     assert found["after"] <= found["model"] + constant
+
+
+def test_a_window_is_as_large_as_memory_allows_whatever_a_collator_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = mt.Engine(small.llama(), device="cpu")
+    monkeypatch.setattr("megatrain.hardware.inventory.free_memory", lambda _: 4 << 20)
+    batch = small.batch(2)
+    sizes = {engine.window_size(each) for each in (batch, BatchEncoding(batch), [batch], tuple(batch.values()))}
+    assert len(sizes) == 1
+    assert 1 < sizes.pop() < 64
