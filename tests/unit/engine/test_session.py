@@ -419,7 +419,7 @@ def test_adopting_takes_the_model_and_one_block(precision: str) -> None:
 
 def test_a_window_is_as_large_as_memory_allows_whatever_a_collator_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = mt.Engine(small.llama(), device="cpu")
-    monkeypatch.setattr("megatrain.hardware.inventory.free_memory", lambda _: 4 << 20)
+    monkeypatch.setattr("megatrain.hardware.inventory.free_memory", lambda _: 1 << 18)
     batch = small.batch(2)
     sizes = {engine.window_size(each) for each in (batch, BatchEncoding(batch), [batch], tuple(batch.values()))}
     assert len(sizes) == 1
