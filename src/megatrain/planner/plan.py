@@ -166,6 +166,11 @@ class Plan:
         return self.table()
 
 
+def sized(parameters: int) -> str:
+    """A number of parameters in a few characters."""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 5e7 else f"{parameters / 1e6:.1f}M"
+
+
 def _listed(name: str, value: Any) -> tuple[Any, ...]:
     require(isinstance(value, list), name, "must be a list")
     return tuple(value)

@@ -12,6 +12,7 @@ from typing import Any
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware.described import Frozen
 from megatrain.planner.memory import GIB
+from megatrain.planner.plan import sized
 from megatrain.planner.run import ASKED, WIDTHS, Run
 from megatrain.planner.search import USABLE, Search
 
@@ -78,10 +79,8 @@ def refusal(search: Search, limits: Mapping[str, Any]) -> Refusal:
         advice = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
     else:
         advice = _what_it_takes(search, limits)
-    parameters = search.shape.parameters
-    size = f"{parameters / 1e9:.1f}B" if parameters >= 5e7 else f"{parameters / 1e6:.1f}M"
     message = (
-        f"{search.shape.name} ({size} parameters) does not fit on {search.machine.name}: "
+        f"{search.shape.name} ({sized(search.shape.parameters)} parameters) does not fit on {search.machine.name}: "
         f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}{in_use}, short by "
         f"{short:.1f} GiB; {advice}."
     )
