@@ -188,9 +188,10 @@ def _check(plan: Plan) -> None:
         value = getattr(plan, name)
         good = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
         require(good, name, "must be texts")
-    placed = [*plan.resident, *plan.on_disk]
-    once = len(set(placed)) == len(placed) <= plan.blocks
-    require(once, "resident and on_disk", f"must name each of {plan.blocks} blocks once at the most")
+    for name in ("resident", "on_disk"):
+        placed = getattr(plan, name)
+        once = len(set(placed)) == len(placed) <= plan.blocks
+        require(once, name, f"must name each of {plan.blocks} blocks once at the most")
     policy = plan.policy
     good = isinstance(policy, dict) and "*" in policy and all(chosen in POLICIES for chosen in policy.values())
     require(good, "policy", f"must map block names, and '*', to {', '.join(POLICIES)}")

@@ -74,7 +74,7 @@ def test_it_is_frozen_all_through():
     [
         ("window", 0, "window"), ("window", "2", "window"), ("slots", 1.5, "slots"), ("threads", -1, "threads"),
         ("model", 5, "model"), ("parameters", 10**400, "parameters"), ("resident", 5, "resident"),
-        ("resident", [1], "resident"), ("resident", ["a", "a"], "resident and on_disk"), ("notes", "text", "notes"),
+        ("resident", [1], "resident"), ("resident", ["a", "a"], "resident"), ("notes", "text", "notes"),
         ("policy", [], "policy"), ("policy", {"*": "nothing"}, "policy"), ("policy", {}, "policy"),
         ("memory", {}, "memory"), ("memory", {"vram": 1, "ram": 2, "disk": 3}, "memory"),
         ("capacity", None, "capacity"), ("capacity", {"vram": 1, "ram": 2, "disk": -3}, "capacity"),
