@@ -17,6 +17,8 @@ from megatrain.planner.run import ASKED, WIDTHS, Run
 from megatrain.planner.search import USABLE, Search
 
 MOST_SUGGESTIONS = 6
+MOST = 1 << 40
+"""No number that is suggested is above this."""
 SOME_DISK = "/path/on/nvme"
 """Stands for a directory that the user has."""
 DISK_TIER = False
@@ -151,11 +153,13 @@ def _suggestions(search: Search, limits: Mapping[str, Any], tier: str) -> Iterat
 
 def _together(knobs: Sequence[Knob]) -> Iterator[list[Knob]]:
     """All settings at once, each name once with all of its values."""
-    names = dict.fromkeys(knob.name for knob in knobs)
-    merged = [Knob(name, [*itertools.chain(*(k.values for k in knobs if k.name == name))]) for name in names]
-    yield merged
+    merged: dict[str, Knob] = {}
+    for knob in knobs:
+        before = merged.get(knob.name)
+        merged[knob.name] = knob if before is None else Knob(knob.name, [*before.values, *knob.values])
+    yield [*merged.values()]
     # Where experts are narrow, a compiled layer takes more.
-    yield [knob for knob in merged if knob.name != "compile"]
+    yield [knob for knob in merged.values() if knob.name != "compile"]
 
 
 def _strongest(knobs: Sequence[Knob]) -> dict[str, Any]:
@@ -187,15 +191,19 @@ def _mildest(knob: Knob, others: Mapping[str, Any], fits: Callable[[Mapping[str,
 def _knobs(search: Search, limits: Mapping[str, Any]) -> Iterator[Knob]:
     """Settings that may help, those that change least first."""
     run = search.run
+
+    def fewer(name: str, asked: int, step: int = 1) -> Knob:
+        return Knob(name, range((min(asked, MOST) - 1) // step * step, 0, -step))
+
     for name, there in zip(CAPS, (search.machine.vram_bytes, search.machine.ram_bytes), strict=True):
         if limits[name] is not None:
             yield Knob(name, range(int(limits[name] * 10) + 1, 10 * math.ceil(there / GIB) + 1))
-    yield Knob("evaluation", range(run.evaluation - 1, 0, -1))
+    yield fewer("evaluation", run.evaluation)
     if DISK_TIER and limits["offload_dir"] is None and search.gpu:
         yield Knob("offload_dir", [SOME_DISK])
-    yield Knob("accumulation", range(run.accumulation - 1, 0, -1))
-    yield Knob("batch", range(run.micro_batch - 1, 0, -1))
-    yield Knob("length", range((run.length - 1) // 64 * 64, 0, -64))
+    yield fewer("accumulation", run.accumulation)
+    yield fewer("batch", run.micro_batch)
+    yield fewer("length", run.length, 64)
     yield Knob("compile", [] if run.compile else [True])
     yield Knob("precision", ["bf16"] if run.precision == "fp32" else [])
     for width in WIDTHS[2:]:

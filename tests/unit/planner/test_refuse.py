@@ -146,6 +146,15 @@ def test_a_refusal_is_quick_for_a_hundred_layers():
         assert time.process_time() - began < 2
 
 
+@pytest.mark.parametrize("name", ["batch", "length", "evaluation"])
+def test_numbers_without_sense_are_refused_as_quickly(name):
+    asked = {"machine": "h200-1.5tb", name: 10**30}
+    began = time.process_time()
+    suggestion = refusal(dense_shape(8, 8), asked).suggestions[0]
+    assert time.process_time() - began < 2
+    plan(dense_shape(8, 8), **asked | suggestion.changes)
+
+
 def test_a_refusal_can_be_sent_to_another_process():
     refused = refusal(dense_shape(64, 64), {"machine": "h100-512gb"})
     refused.add_note("and a note")
