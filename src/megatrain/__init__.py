@@ -10,6 +10,9 @@ from megatrain._version import __version__
 if TYPE_CHECKING:
     from megatrain import errors as errors
     from megatrain.engine.init import init as init
+    from megatrain.engine.planning import largest_batch as largest_batch
+    from megatrain.engine.planning import largest_context as largest_context
+    from megatrain.engine.planning import largest_model as largest_model
     from megatrain.engine.planning import plan as plan
     from megatrain.engine.probing import probe as probe
     from megatrain.engine.session import Engine as Engine
@@ -27,6 +30,9 @@ _WHERE = {
     "Trainer": "megatrain.hf.trainer",
     "Plan": "megatrain.planner",
     "init": "megatrain.engine.init",
+    "largest_batch": "megatrain.engine.planning",
+    "largest_context": "megatrain.engine.planning",
+    "largest_model": "megatrain.engine.planning",
     "plan": "megatrain.engine.planning",
     "probe": "megatrain.engine.probing",
 }
@@ -41,6 +47,9 @@ __all__ = [
     "__version__",
     "errors",
     "init",
+    "largest_batch",
+    "largest_context",
+    "largest_model",
     "plan",
     "probe",
 ]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
+from megatrain import planner
 from megatrain.engine.probing import probe
 from megatrain.errors import SettingsError
 from megatrain.hardware.machine import Machine
-from megatrain.planner import Plan
-from megatrain.planner import plan as solve
+from megatrain.planner import Answer, Plan, Run
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
 
+MachineLike = Machine | str | os.PathLike[str] | None
 
-def plan(model_or_config: Any, *, machine: Machine | str | os.PathLike[str] | None = None, **options: Any) -> Plan:
+
+def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -> Plan:
     """The fastest plan for a model, a config or a name: where every byte lives, and what a step takes.
 
     On this machine, which is measured if it has not been, or on a described one: a name of `Machine.shipped()`, the
@@ -24,8 +27,35 @@ def plan(model_or_config: Any, *, machine: Machine | str | os.PathLike[str] | No
     `max_vram_gb`, `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision` as in `mt.init`. Raises
     `NotEnoughMemory` with what would make it fit.
     """
-    here = machine if machine is not None else probe(offload_dir=options.get("offload_dir"))
-    return solve(model_or_config, machine=here, **options)
+    return planner.plan(model_or_config, machine=_here(machine, options), **options)
+
+
+def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
+    """The most sequences in a micro-batch that fit, as `value`, and the plan for them, as `plan`.
+
+    For a model, a config or a name, on this machine or another, with the options of `megatrain.plan`; `batch` is what
+    is looked for. Raises `NotEnoughMemory` if not even one fits.
+    """
+    return planner.largest_batch(model_or_config, _here(machine, options), run, **options)
+
+
+def largest_context(
+    model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any
+) -> Answer:
+    """The same for the most tokens in a sequence, in multiples of 64."""
+    return planner.largest_context(model_or_config, _here(machine, options), run, **options)
+
+
+def largest_model(
+    machine: MachineLike = None, run: Run | None = None, family: Iterable[Any] | None = None, **options: Any
+) -> Answer:
+    """The same for the most parameters: of a family (models, configs or names), or of dense decoders made up for it."""
+    return planner.largest_model(_here(machine, options), run, family, **options)
+
+
+def _here(machine: MachineLike, options: dict[str, Any]) -> MachineLike:
+    """The machine that was asked for, or this one as it was measured."""
+    return machine if machine is not None else probe(offload_dir=options.get("offload_dir"))
 
 
 def follow(settings: Settings) -> Settings:

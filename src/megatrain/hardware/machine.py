@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatrain.errors import SettingsError
+from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 
 KINDS = ("bf16", "tf32", "fp32")
 """Arithmetic of matrix products."""
@@ -65,6 +64,9 @@ class Disk:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        require(self.path != "" and "\0" not in self.path, "path", "must be that of a directory")
+        for name in ("read", "write"):
+            require(getattr(self, name) > 0, name, "must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +116,18 @@ class Machine:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        for name in ("matmul", "update", "gpu_update"):
+            object.__setattr__(self, name, Frozen(getattr(self, name)))
         for name in ("ram_bytes", "cores", "dram", "attention"):
-            _require(getattr(self, name) > 0, name, "must be above 0")
+            require(getattr(self, name) > 0, name, "must be above 0")
         needed = KINDS if self.gpu else ("bf16", "fp32")
-        _require(set(self.matmul) == set(needed), "matmul", f"must have exactly {', '.join(needed)}")
-        _require(set(self.update) == set(TOUCHED), "update", f"must have exactly {', '.join(TOUCHED)}")
+        require(set(self.matmul) == set(needed), "matmul", f"must have exactly {', '.join(needed)}")
+        require(set(self.update) == set(TOUCHED), "update", f"must have exactly {', '.join(TOUCHED)}")
         widths = set(TOUCHED) if self.gpu else set()
-        _require(set(self.gpu_update) == widths, "gpu_update", f"must have exactly {', '.join(TOUCHED)} with a GPU")
+        require(set(self.gpu_update) == widths, "gpu_update", f"must have exactly {', '.join(TOUCHED)} with a GPU")
         for name in ("vram_bytes", "h2d", "d2h", "duplex", "pageable_h2d", "dram_under_dma", "hbm", "launches"):
             there = getattr(self, name) > 0
-            _require(there == (self.gpu is not None), name, "must be above 0 with a GPU, and 0 without one")
+            require(there == (self.gpu is not None), name, "must be above 0 with a GPU, and 0 without one")
 
     def to_json(self) -> str:
         """The description as `from_json` reads it."""
@@ -132,15 +136,12 @@ class Machine:
     @classmethod
     def from_json(cls, text: str, where: str = "the machine description") -> Machine:
         """Read a description; `where` is what errors call it. Every field must be there, and no other."""
+        data = read_object(text, where)
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise SettingsError(f"{where} is not JSON: {error}.") from error
-        try:
-            values = _fields(cls, data, "it")
+            values = fields_of(cls, data, "it")
             disks = values["disks"]
-            _require(isinstance(disks, list), "disks", "must be a list")
-            found = tuple(Disk(**_fields(Disk, disk, f"disks[{number}]")) for number, disk in enumerate(disks))
+            require(isinstance(disks, list), "disks", "must be a list")
+            found = tuple(Disk(**fields_of(Disk, disk, f"disks[{number}]")) for number, disk in enumerate(disks))
             return cls(**{**values, "disks": found})
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from error
@@ -148,17 +149,17 @@ class Machine:
     @staticmethod
     def load(name_or_path: str | os.PathLike[str]) -> Machine:
         """A shipped description by its name, or one in a JSON file by its path."""
-        if not isinstance(name_or_path, str | os.PathLike):
+        asked = os.fspath(name_or_path) if isinstance(name_or_path, str | os.PathLike) else None
+        if not isinstance(asked, str):
             raise SettingsError(
                 f"a machine is a name ({', '.join(Machine.shipped())}), the path of a description or a Machine, not "
                 f"{type(name_or_path).__name__}."
             )
-        asked = os.fspath(name_or_path)
         is_name = asked in Machine.shipped()
-        path = _SHIPPED / f"{asked}.json" if is_name else Path(asked).expanduser()
+        path = _SHIPPED / f"{asked}.json" if is_name else Path(os.path.expanduser(asked))
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # a ValueError: not UTF-8, or no path at all
             raise SettingsError(
                 f"the machine {asked!r} is neither a JSON file that can be read ({error}) nor one of "
                 f"{', '.join(Machine.shipped())}."
@@ -171,44 +172,21 @@ class Machine:
         return sorted(path.stem for path in _SHIPPED.glob("*.json"))
 
 
-def _fields(cls: type[Disk] | type[Machine], data: Any, what: str) -> dict[str, Any]:
-    """`data` if it is an object with exactly the fields of `cls`."""
-    if not isinstance(data, dict):
-        raise SettingsError(f"{what} must be an object, not {type(data).__name__}.")
-    names = [field.name for field in dataclasses.fields(cls)]
-    missing = [name for name in names if name not in data]
-    unknown = [name for name in data if name not in names]
-    if missing or unknown:
-        lacks = f"lacks {', '.join(missing)}" if missing else ""
-        has = f"has {', '.join(unknown)}, unknown here" if unknown else ""
-        raise SettingsError(f"{what} {' and '.join(part for part in (lacks, has) if part)}.")
-    return data
-
-
 def _check_types(described: Disk | Machine) -> None:
     """Every field is of the type it is annotated with; numbers are finite and not negative."""
     for field in dataclasses.fields(described):
         value = getattr(described, field.name)
         if field.type == "str":
-            _require(isinstance(value, str), field.name, "must be a text")
+            require(isinstance(value, str), field.name, "must be a text")
         elif field.type == "str | None":
-            _require(value is None or (isinstance(value, str) and value != ""), field.name, "must be a text or null")
+            require(value is None or (isinstance(value, str) and value != ""), field.name, "must be a text or null")
         elif field.type == "int":
-            _require(type(value) is int and value >= 0, field.name, "must be a whole number, not negative")
+            require(is_count(value), field.name, "must be a whole number, not negative")
         elif field.type == "float":
-            _require(_is_rate(value), field.name, "must be a finite number, not negative")
+            require(is_rate(value), field.name, "must be a finite number, not negative")
         elif field.type == "dict[str, float]":
-            good = isinstance(value, dict) and all(_is_rate(rate) and rate > 0 for rate in value.values())
-            _require(good, field.name, "must map names to finite numbers above 0")
+            good = isinstance(value, dict) and all(is_rate(rate) and rate > 0 for rate in value.values())
+            require(good, field.name, "must map names to finite numbers above 0")
         else:
             good = isinstance(value, tuple) and all(isinstance(disk, Disk) for disk in value)
-            _require(good, field.name, "must be a tuple of Disk")
-
-
-def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
-
-
-def _require(holds: bool, name: str, rule: str) -> None:
-    if not holds:
-        raise SettingsError(f"{name} {rule}.")
+            require(good, field.name, "must be a tuple of Disk")

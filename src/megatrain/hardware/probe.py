@@ -10,6 +10,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from megatrain._version import __version__
 from megatrain.errors import NotEnoughMemory, SettingsError
-from megatrain.hardware import inventory, measure
+from megatrain.hardware import described, inventory, measure
 from megatrain.hardware.cgroups import cpu_quota, memory_limit, usable_cores, usable_ram, words
 from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import KINDS, TOUCHED, Disk, Machine
@@ -51,6 +52,8 @@ SECONDS = {
 }
 """What each measurement may take. Products on a GPU come in a burst: an H200 made 797 TFLOP/s over milliseconds and
 690 over half a second of nothing else, and training, which does other work in between, goes by the former."""
+DISKS_SECONDS = 8.0
+"""What reads and writes of all disks together may take, so that a probe of many stays below 20 seconds."""
 
 
 def probe(
@@ -67,15 +70,15 @@ def probe(
     """
     start = time.perf_counter()
     chosen = inventory.choose_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    folders = [_checked(folder) for folder in _as_list(offload_dir)]
+    folders = [_checked(folder) for folder in described.folders(offload_dir)]
     facts = _facts(chosen)
     file = _cache_file(facts)
-    record = None if refresh else _Record.read(file, facts)
+    record = None if refresh or file is None else _Record.read(file, facts)
     before = None if record is None else asdict(record)
     disks = dict(record.disks) if record else {}
-    for folder in folders:
-        if _key(folder) not in disks:
-            disks[_key(folder)] = _measure_disk(folder)
+    unknown = [folder for folder in folders if _key(folder) not in disks]
+    for folder in unknown:
+        disks[_key(folder)] = _measure_disk(folder, min(SECONDS["disk"], DISKS_SECONDS / 2 / len(unknown)))
     machine = record.machine if record else _measure(chosen)
     updates_measured = record is not None and record.updates_measured
     if update_rates is not None and not updates_measured:
@@ -83,7 +86,7 @@ def probe(
         updates_measured = True
     record = _Record(facts=facts, machine=machine, updates_measured=updates_measured, disks=disks)
     if asdict(record) != before:
-        record.write(file)
+        _keep(record, file)
         _announce(machine, f"measured in {time.perf_counter() - start:.1f} s")
     else:
         _announce(machine, "measured before")
@@ -174,7 +177,8 @@ def _with_updates(machine: Machine, device: torch.device, update_rates: UpdateRa
     return replace(machine, update=machine.update | on_cpu, gpu_update=machine.gpu_update | on_gpu, source=source)
 
 
-def _measure_disk(folder: Path) -> Disk:
+def _measure_disk(folder: Path, seconds: float) -> Disk:
+    """Its speed, reading and writing for so long each at the most."""
     free = shutil.disk_usage(folder).free
     nbytes = min(DISK_FILE, free // 2) // measure.CHUNK * measure.CHUNK
     least = measure.IN_FLIGHT * measure.CHUNK
@@ -184,7 +188,7 @@ def _measure_disk(folder: Path) -> Disk:
             "free some space or use another directory."
         )
     try:
-        read, write = measure.disk(folder, nbytes, SECONDS["disk"])
+        read, write = measure.disk(folder, nbytes, seconds)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughMemory(
@@ -197,14 +201,8 @@ def _measure_disk(folder: Path) -> Disk:
     return Disk(path=str(folder), free_bytes=free, read=read, write=write)
 
 
-def _as_list(offload_dir: Folder | Sequence[Folder] | None) -> list[Folder]:
-    if offload_dir is None:
-        return []
-    return [offload_dir] if isinstance(offload_dir, str | os.PathLike) else list(offload_dir)
-
-
-def _checked(folder: Folder) -> Path:
-    path = Path(folder).expanduser().resolve()
+def _checked(folder: str) -> Path:
+    path = Path(folder)
     if not path.is_dir():
         raise SettingsError(f"offload_dir {path} is not a directory; create it first.")
     return path
@@ -243,8 +241,13 @@ def _facts(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def _cache_file(facts: dict[str, Any]) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def _cache_file(facts: dict[str, Any]) -> Path | None:
+    """Where measurements are kept; None if there is no place: no such variable, no HOME, and a user without one."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        base = os.path.expanduser("~/.cache")
+        if base == "~/.cache":
+            return None
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return Path(base) / "megatrain" / f"probe-{fingerprint}.json"
 
@@ -275,14 +278,28 @@ class _Record:
             return None
 
     def write(self, file: Path) -> None:
-        """Whole or not at all; a cache that cannot be written costs a few seconds next time, no more."""
+        """Whole or not at all: nothing is left of what could not be finished."""
         partial = file.with_suffix(f".{os.getpid()}.partial")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(asdict(self), indent=2))
             partial.replace(file)
-        except OSError as error:
-            announce(f"the measurements could not be kept in {file} ({error.strerror}): they are made again next time")
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+
+def _keep(record: _Record, file: Path | None) -> None:
+    """A cache that cannot be written costs a few seconds next time, no more."""
+    again = "they are made again next time"
+    if file is None:
+        announce(f"the measurements are not kept, as there is no home directory: {again}; XDG_CACHE_HOME names a place")
+        return
+    try:
+        record.write(file)
+    except OSError as error:
+        announce(f"the measurements could not be kept in {file} ({error.strerror}): {again}")
 
 
 def _announce(machine: Machine, when: str) -> None:

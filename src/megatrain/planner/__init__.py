@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatrain.errors import SettingsError
 from megatrain.hardware.machine import Machine, Reach
 from megatrain.model.shapes import ModelShape, describe
+from megatrain.planner.asked import machine_of, run_of
 from megatrain.planner.plan import Plan
-from megatrain.planner.questions import largest_batch, largest_context, largest_model
+from megatrain.planner.questions import Answer, largest_batch, largest_context, largest_model
 from megatrain.planner.refuse import Refusal, Suggestion
 from megatrain.planner.run import Run
 from megatrain.planner.search import OffloadDir, solve
 from megatrain.planner.simulate import StepEstimate
-from megatrain.settings import Settings
 
 __all__ = [
-    "ModelShape", "Plan", "Refusal", "Run", "StepEstimate", "Suggestion", "describe", "largest_batch",
+    "Answer", "ModelShape", "Plan", "Refusal", "Run", "StepEstimate", "Suggestion", "describe", "largest_batch",
     "largest_context", "largest_model", "plan", "solve",
 ]  # fmt: skip
 
@@ -48,23 +47,11 @@ def plan(
     they mean in `mt.init`; `reach` is what can be had of the machine now (None: all of it). Raises `NotEnoughMemory`
     with what would make it fit.
     """
-    if machine is None:
-        raise SettingsError(
-            "a plan needs a machine: pass machine=mt.probe() for this one, the path of a description, or one of "
-            f"{', '.join(Machine.shipped())}."
-        )
-    if not isinstance(machine, Machine):
-        machine = Machine.load(machine)
-    # Checked as everywhere else: unknown values are refused by the same sentences.
-    settings = Settings(
-        max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, optimizer_compression=optimizer_compression, precision=precision
-    )
-    shape = describe(model_or_config)
-    run = Run(
-        micro_batch=batch, length=length, accumulation=accumulation, precision=precision or shape.precision,
-        width=settings.moment_width, kind=optimizer, compile=compile, clipping=clipping,
-        evaluation=evaluation, predictions=predictions,
+    where, shape = machine_of(machine), describe(model_or_config)
+    run, limits = run_of(
+        shape.precision, batch=batch, length=length, accumulation=accumulation, optimizer=optimizer, clipping=clipping,
+        evaluation=evaluation, predictions=predictions, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb,
+        offload_dir=offload_dir, optimizer_compression=optimizer_compression, precision=precision, compile=compile,
+        reach=reach,
     )  # fmt: skip
-    return solve(
-        shape, machine, run, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, offload_dir=offload_dir, reach=reach
-    )
+    return solve(shape, where, run, **limits)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import SettingsError
+from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner.memory import GIB, ROLES, TIERS
 from megatrain.planner.run import Run
 from megatrain.planner.simulate import LANES, StepEstimate
+from megatrain.settings import POLICIES
 
 FORMAT = 1
 
@@ -47,6 +49,13 @@ class Plan:
     lossy: tuple[str, ...]
     """States that lose precision."""
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+        step = dataclasses.replace(self.step, busy=Frozen(self.step.busy), waited=Frozen(self.step.waited))
+        object.__setattr__(self, "step", step)
+        for name in ("policy", "memory", "capacity"):
+            object.__setattr__(self, name, Frozen(getattr(self, name)))
 
     # ---- what people ask
 
@@ -84,16 +93,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """Read a plan back. Every field must be there, and no other; what is wrong is named."""
+        data = read_object(text, "the plan")
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise SettingsError(f"this is not a plan of format {FORMAT}; make it again.")
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise SettingsError(f"the plan is not JSON: {error}.") from error
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT or set(data) != names:
-            raise SettingsError("this is not a plan of this version; make it again.")
-        for name in ("resident", "on_disk", "lossy", "notes"):
-            data[name] = tuple(data[name])
-        return cls(**{**data, "run": Run(**data["run"]), "step": StepEstimate(**data["step"])})
+            values = fields_of(cls, data, "it")
+            lists = {name: _listed(name, values[name]) for name in ("resident", "on_disk", "lossy", "notes")}
+            step = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
+            return cls(**{**values, **lists, "run": Run(**fields_of(Run, values["run"], "run")), "step": step})
+        except SettingsError as error:
+            raise SettingsError(f"the plan cannot be read: {error}") from error
 
     def table(self, tokens: float = 1e9) -> str:
         """The plan in plain text; `tokens` is what the days are given for."""
@@ -154,6 +164,68 @@ class Plan:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def sized(parameters: int) -> str:
+    """A number of parameters in a few characters."""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 5e7 else f"{parameters / 1e6:.1f}M"
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    require(isinstance(value, list), name, "must be a list")
+    return tuple(value)
+
+
+def _check(plan: Plan) -> None:
+    """Every field is what the planner makes, so that all that is asked of a plan has an answer."""
+    for name in ("model", "machine"):
+        require(isinstance(getattr(plan, name), str), name, "must be a text")
+    for name in ("parameters", "matmul_parameters"):
+        require(is_count(getattr(plan, name)), name, "must be a whole number, not negative")
+    for name in ("blocks", "window", "slots", "grad_slots", "threads"):
+        require(is_count(getattr(plan, name), 1), name, "must be a whole number of at least 1")
+    for name in ("resident", "on_disk", "lossy", "notes"):
+        value = getattr(plan, name)
+        good = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+        require(good, name, "must be texts")
+    for name in ("resident", "on_disk"):
+        placed = getattr(plan, name)
+        once = len(set(placed)) == len(placed) <= plan.blocks
+        require(once, name, f"must name each of {plan.blocks} blocks once at the most")
+    policy = plan.policy
+    good = isinstance(policy, dict) and "*" in policy and all(chosen in POLICIES for chosen in policy.values())
+    require(good, "policy", f"must map block names, and '*', to {', '.join(POLICIES)}")
+    good = _maps(plan.memory, TIERS) and all(_maps(plan.memory[tier], ROLES) for tier in TIERS)
+    good = good and all(is_count(nbytes) for tier in TIERS for nbytes in plan.memory[tier].values())
+    require(good, "memory", f"must have bytes of {', '.join(ROLES)} in each of {', '.join(TIERS)}")
+    good = _maps(plan.capacity, TIERS) and all(is_count(nbytes) for nbytes in plan.capacity.values())
+    require(good, "capacity", f"must have bytes of {', '.join(TIERS)}")
+    _check_run(plan.run)
+    _check_step(plan.step)
+
+
+def _check_run(run: Any) -> None:
+    require(isinstance(run, Run), "run", "must be a Run")
+    for name in ("micro_batch", "length", "accumulation", "evaluation"):
+        require(is_count(getattr(run, name)), f"run.{name}", "must be a whole number, not negative")
+    for name in ("compile", "clipping"):
+        require(isinstance(getattr(run, name), bool), f"run.{name}", "must be true or false")
+    require(run.attention is None or isinstance(run.attention, str), "run.attention", "must be a text or null")
+
+
+def _check_step(step: Any) -> None:
+    require(isinstance(step, StepEstimate), "step", "must be a StepEstimate")
+    require(is_rate(step.seconds) and step.seconds > 0, "step.seconds", "must be a finite number above 0")
+    for name in ("busy", "waited"):
+        value = getattr(step, name)
+        good = _maps(value, LANES) and all(is_rate(spent) for spent in value.values())
+        require(good, f"step.{name}", f"must have seconds of {', '.join(LANES)}")
+    require(step.bottleneck in LANES, "step.bottleneck", f"must be one of {', '.join(LANES)}")
+
+
+def _maps(value: Any, names: Sequence[str]) -> bool:
+    """Whether it is a mapping from exactly these names."""
+    return isinstance(value, dict) and set(value) == set(names)
 
 
 def _aligned(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:

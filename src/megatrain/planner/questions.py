@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatrain.errors import SettingsError
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape, describe
-from megatrain.planner.plan import Plan
+from megatrain.planner.asked import machine_of, run_or
+from megatrain.planner.plan import Plan, sized
 from megatrain.planner.run import Run
 from megatrain.planner.search import Search, solve
 
 MOST = 1 << 24
 """Where the search for a batch or a length ends."""
+MachineLike = Machine | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -25,33 +29,42 @@ class Answer:
     plan: Plan
 
 
-def largest_batch(shape: ModelShape, machine: Machine, run: Run, **limits: Any) -> Answer:
-    """Most sequences of `run.length` tokens in a micro-batch. Raises `NotEnoughMemory` if not even one fits."""
-    return _largest(shape, machine, lambda value: dataclasses.replace(run, micro_batch=value), limits)
+def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
+    """Most sequences of `length` tokens in a micro-batch. Raises `NotEnoughMemory` if not even one fits.
+
+    Takes what `plan` does, `batch` left alone; or a `Run`, with limits beside it.
+    """
+    return _largest(model_or_config, machine, run, options, lambda value: {"micro_batch": value})
 
 
-def largest_context(shape: ModelShape, machine: Machine, run: Run, **limits: Any) -> Answer:
-    """Most tokens in a sequence of a micro-batch of `run.micro_batch`; in multiples of 64."""
-    found = _largest(shape, machine, lambda value: dataclasses.replace(run, length=64 * value), limits)
+def largest_context(
+    model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any
+) -> Answer:
+    """Most tokens in a sequence, in multiples of 64, with `batch` of them in a micro-batch; takes what `largest_batch`
+    does, `length` left alone."""
+    found = _largest(model_or_config, machine, run, options, lambda value: {"length": 64 * value})
     return Answer(64 * found.value, found.plan)
 
 
-def largest_model(machine: Machine, run: Run, family: Iterable[Any] | None = None, **limits: Any) -> Answer:
-    """Most parameters: of a family (models, configs or shapes), or of dense decoders made up for the question."""
+def largest_model(
+    machine: MachineLike = None, run: Run | None = None, family: Iterable[Any] | None = None, **options: Any
+) -> Answer:
+    """Most parameters: of a family (models, configs, names or shapes), or of dense decoders made up for the question;
+    takes what `largest_batch` does."""
+    machine = machine_of(machine)
+
+    def fits(shape: ModelShape) -> bool:
+        chosen, limits = run_or(run, shape.precision, options)
+        return Search(shape, machine, chosen, **limits).fits()
+
     if family is not None:
-        shapes = sorted((describe(member) for member in family), key=lambda shape: -shape.parameters)
-        for shape in shapes[:-1]:
-            if Search(shape, machine, run, **limits).fits():
-                return Answer(shape.parameters, solve(shape, machine, run, **limits))
-        return Answer(shapes[-1].parameters, solve(shapes[-1], machine, run, **limits))
-
-    def fits(width: int, depth: int) -> bool:
-        return Search(dense_shape(width, depth), machine, run, **limits).fits()
-
-    width = _most(lambda width: fits(width, width), 512)
-    depth = _most(lambda depth: fits(width, depth), 4 * width)
-    shape = dense_shape(width, max(1, depth))
-    return Answer(shape.parameters, solve(shape, machine, run, **limits))
+        shapes = sorted(map(describe, _members(family)), key=lambda shape: -shape.parameters)
+        shape = next((shape for shape in shapes if fits(shape)), shapes[-1])
+    else:
+        width = max(1, _most(lambda width: fits(dense_shape(width, width)), 512))
+        shape = dense_shape(width, max(1, _most(lambda depth: fits(dense_shape(width, depth)), 4 * width)))
+    chosen, limits = run_or(run, shape.precision, options)
+    return Answer(shape.parameters, solve(shape, machine, chosen, **limits))
 
 
 def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
@@ -77,13 +90,34 @@ def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
         block("norm", "other", 0, hidden),
         block("head", "head", hidden * vocabulary, 0),
     ]
-    name = f"dense {sum(b.parameters for b in blocks) / 1e9:.1f}B ({depth} layers of {hidden})"
+    name = f"dense {sized(sum(b.parameters for b in blocks))} ({depth} layers of {hidden})"
     return ModelShape(name=name, blocks=tuple(blocks), vocab_size=vocabulary, precision="bf16", attention="sdpa")
 
 
-def _largest(shape: ModelShape, machine: Machine, made: Callable[[int], Run], limits: dict[str, Any]) -> Answer:
-    value = max(1, _most(lambda value: Search(shape, machine, made(value), **limits).fits(), MOST))
-    return Answer(value, solve(shape, machine, made(value), **limits))
+def _members(family: Any) -> list[Any]:
+    if not isinstance(family, Iterable) or isinstance(family, str | Mapping):
+        raise SettingsError(f"family must be a list of models, configs or names, not {type(family).__name__}.")
+    members = list(family)
+    if not members:
+        raise SettingsError("family has no members: name at least one model, or leave it out.")
+    return members
+
+
+def _largest(
+    model_or_config: Any,
+    machine: MachineLike,
+    run: Run | None,
+    options: dict[str, Any],
+    changed: Callable[[int], dict[str, int]],
+) -> Answer:
+    where, shape = machine_of(machine), describe(model_or_config)
+    base, limits = run_or(run, shape.precision, options)
+
+    def made(value: int) -> Run:
+        return dataclasses.replace(base, **changed(value))  # type: ignore[arg-type]
+
+    value = max(1, _most(lambda value: Search(shape, where, made(value), **limits).fits(), MOST))
+    return Answer(value, solve(shape, where, made(value), **limits))
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import NotEnoughMemory
+from megatrain.hardware.described import Frozen
 from megatrain.planner.memory import GIB
+from megatrain.planner.plan import sized
 from megatrain.planner.run import ASKED, WIDTHS, Run
-from megatrain.planner.search import Search
+from megatrain.planner.search import USABLE, Search
 
 MOST_SUGGESTIONS = 6
+MOST = 1 << 40
+"""No number that is suggested is above this."""
 SOME_DISK = "/path/on/nvme"
 """Stands for a directory that the user has."""
 DISK_TIER = False
 """Whether engines of this version keep states on disk: nobody is sent where they cannot go."""
 RUN_FIELDS = {asked: name for name, asked in ASKED.items()}
-LIMITS = ("max_vram_gb", "max_ram_gb", "offload_dir")
+CAPS = ("max_vram_gb", "max_ram_gb")
+LIMITS = (*CAPS, "offload_dir")
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,12 @@ class Suggestion:
     saves_gb: float
     """GiB less of the tier that was short (more room in it, for a cap that is raised)."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", Frozen(self.changes))
+
     def __str__(self) -> str:
         settings = " and ".join(f"{name}={value!r}" for name, value in self.changes.items())
-        raised = set(self.changes) <= {"max_vram_gb", "max_ram_gb"}
-        return f"{settings} ({'gives' if raised else 'saves'} {self.saves_gb:.1f} GiB)"
+        return f"{settings} ({'gives' if set(self.changes) <= set(CAPS) else 'saves'} {self.saves_gb:.1f} GiB)"
 
 
 class Refusal(NotEnoughMemory):
@@ -46,26 +53,36 @@ class Refusal(NotEnoughMemory):
         self.shortfall_gb = shortfall_gb
         self.suggestions = suggestions
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is made again from its message alone unless told otherwise; notes are in its dict.
+        return Refusal, (str(self), self.tier, self.shortfall_gb, self.suggestions), self.__dict__
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting that may help, and values for it: from the one that changes least to the one that takes least."""
+
+    name: str
+    values: Sequence[Any]
+
+    def at(self, number: int) -> Any:
+        value = self.values[number]
+        return value / 10 if self.name in CAPS else value
+
 
 def refusal(search: Search, limits: Mapping[str, Any]) -> Refusal:
     """The error for a search that found nothing."""
     tier, missing = search.shortfall()
     short, has = missing / GIB, search.capacity[tier] / GIB
     suggestions = tuple(itertools.islice(_suggestions(search, limits, tier), MOST_SUGGESTIONS))
-    alone = _tried(search, {**limits, "reach": None}, {})
-    others = (alone.capacity[tier] - search.capacity[tier]) / GIB
+    others = (_tried(search, {**limits, "reach": None}, {}).capacity[tier] - search.capacity[tier]) / GIB
     in_use = f" ({others:.1f} less than it could: something else is using it)" if others > 0.05 else ""
     if suggestions:
         advice = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
-    elif alone.fits():
-        advice = f"no setting makes it fit beside what else is running: {_up(short):g} GiB more of {tier} must be free"
     else:
-        advice = f"no setting makes it fit: it takes a machine with {_up(has + short):g} GiB of {tier}"
-        if DISK_TIER and tier == "ram" and limits["offload_dir"] is None and search.gpu:
-            least = _tried(search, limits, {"offload_dir": SOME_DISK}).need(tier)
-            advice += f", or {_up(least / GIB):g} GiB with an offload_dir"
+        advice = _what_it_takes(search, limits)
     message = (
-        f"{search.shape.name} ({search.shape.parameters / 1e9:.1f}B parameters) does not fit on {search.machine.name}: "
+        f"{search.shape.name} ({sized(search.shape.parameters)} parameters) does not fit on {search.machine.name}: "
         f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}{in_use}, short by "
         f"{short:.1f} GiB; {advice}."
     )
@@ -78,26 +95,120 @@ def apply(changes: Mapping[str, Any], run: Run, limits: Mapping[str, Any]) -> tu
     return dataclasses.replace(run, **fields), {**limits, **{n: v for n, v in changes.items() if n in LIMITS}}
 
 
+def _what_it_takes(search: Search, limits: Mapping[str, Any]) -> str:
+    """What is missing if no setting helps: memory that something else has, or a larger machine."""
+    uncapped = {**limits, **dict.fromkeys(CAPS)}
+    alone = _tried(search, {**uncapped, "reach": None}, {})
+    if alone.fits():
+        beside = _tried(search, uncapped, {})
+        had = dict(beside.capacity)
+        more = [f"{_up((need - had[tier]) / GIB)} GiB more of {tier}" for tier, need in _enough(beside).items()]
+        return f"no setting makes it fit beside what else is running: {' and '.join(more)} must be free"
+    # A plan takes its share of a machine's memory, and of a disk all that is free.
+    shares = {"vram": USABLE, "ram": USABLE, "disk": 1}
+    needed = [f"{_up(need / shares[tier] / GIB)} GiB of {tier}" for tier, need in _enough(alone).items()]
+    advice = f"no setting makes it fit: it takes a machine with {' and '.join(needed)}"
+    if DISK_TIER and needed[-1].endswith("ram") and limits["offload_dir"] is None and search.gpu:
+        least = _tried(search, {**uncapped, "reach": None}, {"offload_dir": SOME_DISK}).need("ram")
+        advice += f", or {_up(least / USABLE / GIB)} GiB of ram with an offload_dir"
+    return advice
+
+
+def _enough(search: Search) -> dict[str, int]:
+    """Tiers that are too small → bytes with which they are not; the search has them from now on."""
+    needed: dict[str, int] = {}
+    while not search.fits():
+        tier, missing = search.shortfall()
+        search.capacity[tier] += missing
+        needed[tier] = search.capacity[tier]
+    return needed
+
+
 def _suggestions(search: Search, limits: Mapping[str, Any], tier: str) -> Iterator[Suggestion]:
-    """Single settings that are enough; if there are few, pairs of those that are not."""
-    before, singles, enough = search.need(tier), [*_changes(search, limits, tier)], []
-    for changes in singles:
-        attempt = _tried(search, limits, changes)
-        if attempt.fits():
-            enough.append(changes)
-            yield Suggestion(changes, _saved(attempt, search, tier, before))
-    singles = [changes for changes in singles if changes not in enough] if len(enough) < 2 else []
-    for changes in singles:
-        _, new = apply(changes, search.run, limits)
-        changed = _tried(search, limits, changes)
-        for more in _changes(changed, new, changed.shortfall()[0]):
-            both = {**changes, **more}
-            # Nothing twice: a pair the other way round was there before.
-            if more in enough or changes.keys() & more.keys() or _index(singles, more) < _index(singles, changes):
-                continue
-            attempt = _tried(search, limits, both)
-            if attempt.fits():
-                yield Suggestion(both, _saved(attempt, search, tier, before))
+    """Single settings that are enough; if there are few, pairs of those that are not; if there is none, all of them, as
+    far as they are needed."""
+    before, knobs = search.need(tier), [knob for knob in _knobs(search, limits) if knob.values]
+
+    def fits(changes: Mapping[str, Any]) -> bool:
+        return _tried(search, limits, changes).fits()
+
+    def suggestion(chosen: Sequence[Knob]) -> Suggestion:
+        changes = _relaxed(chosen, fits)
+        return Suggestion(changes, _saved(_tried(search, limits, changes), search, tier, before))
+
+    least = next((some for some in _together(knobs) if fits(_strongest(some))), None)
+    if least is None:
+        return
+    enough = [knob for knob in knobs if fits(_strongest([knob]))]
+    yield from (suggestion([knob]) for knob in enough)
+    pairs = itertools.combinations([knob for knob in knobs if knob not in enough], 2) if len(enough) < 2 else ()
+    found = bool(enough)
+    for one, other in pairs:
+        if one.name != other.name and fits(_strongest([one, other])):
+            found = True
+            yield suggestion([one, other])
+    if not found:
+        yield suggestion(least)
+
+
+def _together(knobs: Sequence[Knob]) -> Iterator[list[Knob]]:
+    """All settings at once, each name once with all of its values."""
+    merged: dict[str, Knob] = {}
+    for knob in knobs:
+        before = merged.get(knob.name)
+        merged[knob.name] = knob if before is None else Knob(knob.name, [*before.values, *knob.values])
+    yield [*merged.values()]
+    # Where experts are narrow, a compiled layer takes more.
+    yield [knob for knob in merged.values() if knob.name != "compile"]
+
+
+def _strongest(knobs: Sequence[Knob]) -> dict[str, Any]:
+    return {knob.name: knob.at(-1) for knob in knobs}
+
+
+def _relaxed(knobs: Sequence[Knob], fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    """Settings that fit with their last values, taken back as far as it still fits: those that change most first."""
+    settings = _strongest(knobs)
+    # The cap on RAM last: before that of VRAM, it would be what is left if all is resident.
+    for knob in sorted([*knobs[::-1]], key=lambda knob: knob.name == "max_ram_gb"):
+        others = {name: value for name, value in settings.items() if name != knob.name}
+        if len(knobs) > 2 and fits(others):
+            settings = others
+        else:
+            settings[knob.name] = _mildest(knob, others, fits)
+    return settings
+
+
+def _mildest(knob: Knob, others: Mapping[str, Any], fits: Callable[[Mapping[str, Any]], bool]) -> Any:
+    """The first value of a setting that fits beside others, as its last one does."""
+    low, high = -1, len(knob.values) - 1
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits({**others, knob.name: knob.at(middle)}) else (middle, high)
+    return knob.at(high)
+
+
+def _knobs(search: Search, limits: Mapping[str, Any]) -> Iterator[Knob]:
+    """Settings that may help, those that change least first."""
+    run = search.run
+
+    def fewer(name: str, asked: int, step: int = 1) -> Knob:
+        return Knob(name, range((min(asked, MOST) - 1) // step * step, 0, -step))
+
+    for name, there in zip(CAPS, (search.machine.vram_bytes, search.machine.ram_bytes), strict=True):
+        if limits[name] is not None:
+            yield Knob(name, range(int(limits[name] * 10) + 1, 10 * math.ceil(there / GIB) + 1))
+    yield fewer("evaluation", run.evaluation)
+    if DISK_TIER and limits["offload_dir"] is None and search.gpu:
+        yield Knob("offload_dir", [SOME_DISK])
+    yield fewer("accumulation", run.accumulation)
+    yield fewer("batch", run.micro_batch)
+    yield fewer("length", run.length, 64)
+    yield Knob("compile", [] if run.compile else [True])
+    yield Knob("precision", ["bf16"] if run.precision == "fp32" else [])
+    for width in WIDTHS[2:]:
+        yield Knob("optimizer_compression", [width] if WIDTHS.index(width) > WIDTHS.index(run.width) else [])
+    yield Knob("precision", [] if run.precision == "bf16-sr" else ["bf16-sr"])
 
 
 def _tried(search: Search, limits: Mapping[str, Any], changes: Mapping[str, Any]) -> Search:
@@ -111,66 +222,6 @@ def _saved(attempt: Search, search: Search, tier: str, before: int) -> float:
     return max(0.0, (before - attempt.need(tier) + more) / GIB)
 
 
-def _index(singles: list[dict[str, Any]], changes: dict[str, Any]) -> int:
-    """Where a setting stands among the single ones, whatever its value; after all of them if it does not."""
-    return next((i for i, single in enumerate(singles) if single.keys() == changes.keys()), len(singles))
-
-
-def _raised(search: Search, limits: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A cap that is below what the machine has, raised to what is needed."""
-    for name, there in (("max_vram_gb", search.machine.vram_bytes), ("max_ram_gb", search.machine.ram_bytes)):
-        most = math.ceil(there / GIB)
-        if limits[name] is not None and limits[name] < most and _tried(search, limits, {name: most}).fits():
-            tenths = _smallest(
-                lambda value, name=name: _tried(search, limits, {name: value / 10}).fits(),  # type: ignore[misc]
-                int(limits[name] * 10),
-                most * 10,
-            )
-            yield {name: tenths / 10}
-
-
-def _changes(search: Search, limits: Mapping[str, Any], tier: str) -> Iterator[dict[str, Any]]:
-    """Settings that may help, those that change least first."""
-    run = search.run
-
-    def most(name: str, step: int, high: int) -> dict[str, Any]:
-        return {name: step * _largest(lambda value: _tried(search, limits, {name: step * value}).fits(), high)}
-
-    yield from _raised(search, limits)
-    if run.evaluation > 1 and tier == "vram":
-        yield most("evaluation", 1, run.evaluation - 1)
-    if DISK_TIER and limits["offload_dir"] is None and tier == "ram" and search.gpu:
-        yield {"offload_dir": SOME_DISK}
-    if run.accumulation > 1 and tier == "ram":
-        yield most("accumulation", 1, run.accumulation - 1)
-    if run.micro_batch > 1:
-        yield most("batch", 1, run.micro_batch - 1)
-    if run.length > 64:
-        yield most("length", 64, (run.length - 1) // 64)
-    if not run.compile and search.gpu and tier == "vram":
-        yield {"compile": True}
-    if run.precision == "fp32":
-        yield {"precision": "bf16"}
-    for width in WIDTHS[2:]:
-        if WIDTHS.index(width) > WIDTHS.index(run.width):
-            yield {"optimizer_compression": width}
-    if run.precision != "bf16-sr":
-        yield {"precision": "bf16-sr"}
-
-
-def _largest(fits: Callable[[int], bool], high: int) -> int:
-    """The largest value that fits; 1 if none does."""
-    return high if fits(high) else max(1, _smallest(lambda value: not fits(value), 1, high) - 1)
-
-
-def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest value above `low` of which something holds, as it does of `high` and all that is larger."""
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def _up(value: float) -> float:
-    """A tenth of a GiB up."""
-    return math.ceil(value * 10 + 0.5) / 10
+def _up(value: float) -> str:
+    """A tenth of a GiB up, at least."""
+    return f"{math.ceil(value * 10 + 0.5) / 10:.1f}".removesuffix(".0")

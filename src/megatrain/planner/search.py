@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from megatrain.errors import SettingsError
+from megatrain.hardware.described import folders, resolved
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.cost import ASSUMED_DISK, Costs
@@ -103,23 +104,37 @@ class Search:
     # ---- decisions
 
     def _choices(self, layers: Sequence[int] | None = None) -> Iterator[Decision]:
-        """One decision per group, with the fewest slots and no graphs kept: the least memory the group can do with."""
+        """One decision per group, with the fewest slots: the least memory the group can do with."""
         if layers is None or not self.gpu:
             layers = range(len(self.ledger.layers) + 1) if self.gpu else (0,)
         yes_and_no = (False, True) if self.gpu else (False,)
         for window in windows_of(self.run.accumulation):
             for offload in yes_and_no:
+                stored = self._least_stored(offload, window)
                 for rest in yes_and_no:
                     for count in layers:
-                        yield Decision(rest=rest, layers=count, offload=offload, window=window, slots=1, grad_slots=1)
+                        yield Decision(
+                            rest=rest, layers=count, stored=stored, offload=offload, window=window, slots=1,
+                            grad_slots=1,
+                        )  # fmt: skip
+
+    def _least_stored(self, offload: bool, window: int) -> int:
+        """None of the layers or all, whichever takes less: few graphs that are kept may, if none is made again."""
+        none = Decision(offload=offload, window=window)
+        whole = dataclasses.replace(none, stored=len(self.ledger.layers))
+        tier = "vram" if self.gpu else "ram"
+        less = self.ledger.account(whole).total(tier) < self.ledger.account(none).total(tier)
+        return whole.stored if less else 0
 
     def _corners(self) -> Iterator[Decision]:
         """Of each group the decisions that take least: no layer resident, all, and as many as VRAM holds."""
         for group in self._choices((0,)):
             yield group
+            if not self.gpu:
+                continue
             low, high = 0, len(self.ledger.layers)
             yield dataclasses.replace(group, layers=high)
-            while self.gpu and low + 1 < high:
+            while low + 1 < high:
                 middle = (low + high) // 2
                 account = self.ledger.account(dataclasses.replace(group, layers=middle))
                 low, high = (middle, high) if account.total("vram") <= self.capacity["vram"] else (low, middle)
@@ -173,8 +188,8 @@ class Search:
             decision = less
         if not self.gpu:
             room = self.capacity["ram"] - account.total("ram")
-        stored = self.ledger.stored_limit(decision, room)
-        while stored:
+        stored = len(self.ledger.layers) if decision.stored else self.ledger.stored_limit(decision, room)
+        while stored > decision.stored:
             more = dataclasses.replace(decision, stored=stored)
             account = self.ledger.account(more)
             if all(account.total(tier) <= room for tier, room in self.capacity.items()):
@@ -278,11 +293,8 @@ def _capped(name: str, there: int, asked: float | None, reach: int | None, held:
 
 def _disks(machine: Machine, offload_dir: OffloadDir | None) -> tuple[Disk, ...]:
     """The disks behind the directories: those that the machine describes, and an assumed one for each other."""
-    if offload_dir is None:
-        return ()
-    listed = [offload_dir] if isinstance(offload_dir, str | os.PathLike) else list(offload_dir)
-    known = {disk.path: disk for disk in machine.disks}
-    return tuple(known.get(os.fspath(path), ASSUMED_DISK) for path in listed)
+    known = {resolved(disk.path): disk for disk in machine.disks} if offload_dir is not None else {}
+    return tuple(known.get(path, ASSUMED_DISK) for path in folders(offload_dir))
 
 
 def _lossy(run: Run) -> tuple[str, ...]:

@@ -125,7 +125,17 @@ class Simulator:
         hidden += self._costs.call(decision.window) * self._count
         hidden += PARK * (len(self._ledger.layers) - decision.stored) if decision.offload else 0.0
         after = STEP + compute - first * hidden
-        return max(longest, busy["update"] + after)
+        return max(longest, busy["update"] + after, self._disk_chain(decision) + after)
+
+    def _disk_chain(self, decision: Decision) -> float:
+        """What the update of the last block on disk waits for: reads but the first, and writes that make room."""
+        if decision.disk <= AHEAD:
+            return 0.0
+        pieces, staged = self._costs.pieces, self._ledger.on_disk(decision)
+        # A block without weights of its own is not fetched, and its forward waits for nothing.
+        while staged and not pieces[staged[-1]].fetch_bytes:
+            staged.pop()
+        return sum(pieces[i].disk_read for i in staged[AHEAD:]) + sum(pieces[i].disk_write for i in staged[:-AHEAD])
 
 
 class _Sums:

@@ -1,7 +1,9 @@
 """Machine descriptions: read strictly, written back as they were, and those we ship make sense."""
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import pytest
 
@@ -95,6 +97,8 @@ def test_an_unknown_field_is_named():
         ("h2d", 0),
         ("dram", float("inf")),
         ("hbm", -1.0),
+        ("h2d", 10**400),
+        ("ram_bytes", 10**400),
         ("matmul", {"bf16": 1e12}),
         ("matmul", {"bf16": 1e12, "tf32": 1e12, "fp32": 1e12, "fp8": 1e12}),
         ("matmul", [1e12]),
@@ -111,7 +115,41 @@ def test_a_wrong_value_is_named(field, value):
         read(described(**{field: value}))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7"])
+@pytest.mark.parametrize(
+    ("field", "value"), [("read", 0), ("write", 0.0), ("read", -1), ("free_bytes", 1.5), ("path", ""), ("path", 7)]
+)
+def test_a_wrong_value_of_a_disk_is_named(field, value):
+    disk = {"path": "/mnt/a", "free_bytes": 10, "read": 4e9, "write": 2e9}
+    with pytest.raises(SettingsError, match=rf"here\.json: {field} must"):
+        read(described(disks=[disk | {field: value}]))
+
+
+def test_it_is_frozen_all_through():
+    machine = read(described())
+    for mapping in (machine.matmul, machine.update, machine.gpu_update):
+        for change in (
+            lambda m: m.update(bf16=1.0), lambda m: m.__setitem__("bf16", 1.0), lambda m: m.__delitem__("bf16"),
+            lambda m: m.pop("bf16"), lambda m: m.popitem(), lambda m: m.clear(), lambda m: m.setdefault("fp8", 1.0),
+            lambda m: m.__ior__({"bf16": 1.0}),
+        ):  # fmt: skip
+            with pytest.raises(TypeError, match="frozen"):
+                change(mapping)
+    assert machine == read(described())
+    rates = dict(machine.update)
+    made = dataclasses.replace(machine, update=rates)
+    rates["fp32"] = 1.0
+    assert made == machine
+
+
+def test_copies_are_equal_and_hash_alike():
+    machine = read(described())
+    copies = [copy.copy(machine), copy.deepcopy(machine), pickle.loads(pickle.dumps(machine)), read(described())]
+    assert {machine, *copies} == {machine}
+    assert hash(dataclasses.replace(machine, update=machine.update | {"fp32": 1.0})) != hash(machine)
+    assert json.loads(json.dumps(dataclasses.asdict(machine))) == described()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", None, b"\xff", "[" * 100_000, "9" * 10_000])
 def test_no_description_at_all(text):
     with pytest.raises(SettingsError, match=r"here\.json"):
         Machine.from_json(text, "here.json")
@@ -129,8 +167,11 @@ def test_load_by_path(tmp_path):
 def test_load_of_what_is_not_there(tmp_path):
     with pytest.raises(SettingsError, match=r"'h300'.*h200-128gb"):
         Machine.load("h300")
-    with pytest.raises(SettingsError, match="neither a JSON file"):
-        Machine.load(tmp_path)
+    for path in (tmp_path, "a\0b", "~nobody-of-this-name/machine.json"):
+        with pytest.raises(SettingsError, match="neither a JSON file"):
+            Machine.load(path)
+    with pytest.raises(SettingsError, match="a Machine, not bytes"):
+        Machine.load(b"h200-128gb")
 
 
 def test_what_is_shipped():

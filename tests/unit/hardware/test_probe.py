@@ -212,6 +212,30 @@ def test_an_unwritable_cache_is_said_and_survived(counted, own_cache, said):
     assert any("could not be kept" in message for message in said.messages)
 
 
+def test_a_folder_in_place_of_the_entry_leaves_nothing_behind(counted, own_cache, said):
+    probe.probe(device="cpu")
+    (entry,) = own_cache.iterdir()
+    entry.unlink()
+    (entry / "sub").mkdir(parents=True)
+    assert probe.probe(device="cpu").cores >= 1
+    assert any("could not be kept" in message for message in said.messages)
+    assert [*own_cache.iterdir()] == [entry]
+
+
+def test_a_user_without_a_home(counted, monkeypatch, said):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for _ in range(2):
+        assert probe.probe(device="cpu").cores >= 1
+        assert counted.taken() == EVERYTHING
+    assert all("no home directory" in message for message in said.messages[::2])
+
+
 def test_disks_are_measured_once_each(counted, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -228,6 +252,27 @@ def test_disks_are_measured_once_each(counted, tmp_path):
     assert probe.probe(device="cpu", offload_dir=second).disks[0].path == str(second)
     assert probe.probe(device="cpu").disks == ()
     assert counted.taken() == []
+
+
+def test_many_disks_share_the_time_of_a_few(counted, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(measure, "disk", lambda folder, nbytes, seconds: given.append(seconds) or (3e9, 2e9))
+    folders = [tmp_path / f"disk{number}" for number in range(12)]
+    for folder in folders:
+        folder.mkdir()
+    probe.probe(device="cpu", offload_dir=folders[0])
+    assert given == [probe.SECONDS["disk"]]
+    found = probe.probe(device="cpu", offload_dir=[*folders, folders[3], f"{folders[4]}/"]).disks
+    assert [disk.path for disk in found] == list(map(str, folders))
+    assert len(given) == len(folders)
+    # Each is written and read for so long.
+    assert 2 * sum(given[1:]) <= probe.DISKS_SECONDS * (1 + 1e-9) < 10
+
+
+@pytest.mark.parametrize("wrong", [5, b"/d", [None], "a\0b", ""])
+def test_an_offload_dir_that_is_no_path(counted, wrong):
+    with pytest.raises(SettingsError, match="offload_dir must be a directory"):
+        probe.probe(device="cpu", offload_dir=wrong)
 
 
 def test_update_rates_replace_estimates_and_are_kept(counted):
@@ -304,7 +349,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
     free = probe.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(probe.shutil, "disk_usage", lambda folder: free)
     with pytest.raises(SettingsError, match="cannot be written"):
-        probe._measure_disk(folder)
+        probe._measure_disk(folder, 1.0)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -314,7 +359,7 @@ def test_a_directory_that_fills_up(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(NotEnoughMemory, match=r"took less than \d+ MiB"):
-        probe._measure_disk(tmp_path)
+        probe._measure_disk(tmp_path, 1.0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -322,9 +367,9 @@ def test_a_directory_with_little_room(tmp_path, monkeypatch):
     usage = probe.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(probe.shutil, "disk_usage", lambda folder: usage._replace(free=100 << 20))
     with pytest.raises(NotEnoughMemory, match="has 100 MiB free"):
-        probe._measure_disk(tmp_path)
+        probe._measure_disk(tmp_path, 1.0)
     monkeypatch.setattr(probe.shutil, "disk_usage", lambda folder: usage._replace(free=200 << 20))
-    assert isinstance(probe._measure_disk(tmp_path), Disk)
+    assert isinstance(probe._measure_disk(tmp_path, 1.0), Disk)
 
 
 def test_rate_is_amount_over_time():

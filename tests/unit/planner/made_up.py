@@ -57,6 +57,20 @@ def machines(draw: st.DrawFn) -> Machine:
     )  # fmt: skip
 
 
+def cpu_only(ram_bytes: int = 64 * GB, cores: int = 8) -> Machine:
+    return Machine(
+        name="cpu", source="a test", gpu=None, vram_bytes=0, ram_bytes=ram_bytes, cores=cores, disks=(), h2d=0.0,
+        d2h=0.0, duplex=0.0, pageable_h2d=0.0, dram=5e10, dram_under_dma=0.0, matmul={"bf16": 1e12, "fp32": 1e12},
+        attention=5e11, update=dict.fromkeys(("fp32", "bf16", "8bit", "4bit"), 1e9), gpu_update={}, hbm=0.0,
+        launches=0.0,
+    )  # fmt: skip
+
+
+def any_machines() -> st.SearchStrategy[Machine]:
+    """With a GPU or without."""
+    return st.one_of(machines(), st.builds(cpu_only, st.integers(2 * GB, 200 * GB), st.integers(1, 64)))
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     return Run(

@@ -1,6 +1,9 @@
 """The plan as text, and the inverse questions."""
 
+import copy
 import dataclasses
+import json
+import pickle
 
 import pytest
 from tests.unit.planner.made_up import shape_of
@@ -50,6 +53,52 @@ def test_it_is_frozen_and_serialises():
     for broken in ("", "{}", "[]", found.to_json().replace('"window"', '"windows"')):
         with pytest.raises(SettingsError):
             Plan.from_json(broken)
+
+
+def test_it_is_frozen_all_through():
+    found = plan(dense_shape(8, 8), machine=H200, max_vram_gb=8)
+    for mapping in (found.policy, found.memory, found.memory["vram"], found.capacity, found.step.busy):
+        with pytest.raises(TypeError, match="frozen"):
+            mapping[next(iter(mapping))] = 0
+    copies = [copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found)), dataclasses.replace(found)]
+    assert {found, Plan.from_json(found.to_json()), *copies} == {found}
+    assert {found, dataclasses.replace(found, window=2)} != {found}
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["memory"] == found.memory
+    settings = found.settings()
+    settings["policy"]["*"] = "store"
+    assert found.policy["*"] != "store"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("window", 0, "window"), ("window", "2", "window"), ("slots", 1.5, "slots"), ("threads", -1, "threads"),
+        ("model", 5, "model"), ("parameters", 10**400, "parameters"), ("resident", 5, "resident"),
+        ("resident", [1], "resident"), ("resident", ["a", "a"], "resident"), ("notes", "text", "notes"),
+        ("policy", [], "policy"), ("policy", {"*": "nothing"}, "policy"), ("policy", {}, "policy"),
+        ("memory", {}, "memory"), ("memory", {"vram": 1, "ram": 2, "disk": 3}, "memory"),
+        ("capacity", None, "capacity"), ("capacity", {"vram": 1, "ram": 2, "disk": -3}, "capacity"),
+        ("step", 7, "step"), ("run", [], "run"),
+        ("step.seconds", 0, "step.seconds"), ("step.seconds", float("nan"), "step.seconds"),
+        ("step.busy", {}, "step.busy"), ("step.waited", None, "step.waited"),
+        ("step.bottleneck", [], "step.bottleneck"),
+        ("run.length", 0, "length"), ("run.length", 10**400, "run.length"), ("run.precision", [], "precision"),
+        ("run.compile", 1, "run.compile"), ("run.attention", 1, "run.attention"), ("run.more", 1, "run has more"),
+        ("step.more", 1, "step has more"), ("more", 1, "it has more"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_plan_is_named(field, value, named):
+    data = json.loads(plan(dense_shape(8, 8), machine=H200).to_json())
+    *outer, last = field.split(".")
+    (data[outer[0]] if outer else data)[last] = value
+    with pytest.raises(SettingsError, match=f"the plan cannot be read: {named}"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 2}', None, 5, b"\xff", "[" * 100_000])
+def test_what_is_no_plan_at_all(text):
+    with pytest.raises(SettingsError, match="plan"):
+        Plan.from_json(text)
 
 
 def test_what_is_lossy_is_said():
