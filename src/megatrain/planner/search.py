@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 from megatrain.errors import SettingsError
@@ -19,7 +21,7 @@ from megatrain.hardware.described import folders, resolved
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.cost import ASSUMED_DISK, Costs
-from megatrain.planner.memory import GIB, TIERS, Decision, Ledger
+from megatrain.planner.memory import GIB, STAGES, TIERS, Decision, Ledger
 from megatrain.planner.plan import Plan
 from megatrain.planner.run import Run
 from megatrain.planner.simulate import Simulator, StepEstimate
@@ -59,6 +61,7 @@ class Search:
             "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN),
         }
         self.ledger = Ledger(shape, run, gpu=self.gpu)
+        self._relief = lru_cache(maxsize=None)(self._relief_by_count)
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -142,10 +145,11 @@ class Search:
                 yield dataclasses.replace(group, layers=low)
 
     def _need(self, decision: Decision) -> dict[str, int]:
-        """Bytes per tier, with everything on disk that can be if RAM is short."""
+        """Bytes per tier, with as few blocks on disk as RAM needs; if RAM is short whatever is there, as most help."""
         account = self.ledger.account(decision)
         if account.total("ram") > self.capacity["ram"] and self.disks and self.gpu:
-            account = self.ledger.account(dataclasses.replace(decision, disk=len(self.ledger.disk_order)))
+            less = self._on_disk(decision, account.total("ram") - self.capacity["ram"])
+            account = self.ledger.account(less)
         return {tier: account.total(tier) for tier in TIERS}
 
     def _fits(self, decision: Decision) -> bool:
@@ -181,11 +185,14 @@ class Search:
         room = self.capacity["vram"] - account.total("vram") if self.gpu else 0
         if room < 0:
             return None
-        if account.total("ram") > self.capacity["ram"]:
-            less = self._on_disk(decision) if self.disks and self.gpu else None
-            if less is None:
+        over = account.total("ram") - self.capacity["ram"]
+        if over > 0:
+            if not (self.disks and self.gpu):
                 return None
-            decision = less
+            decision = self._on_disk(decision, over)
+            account = self.ledger.account(decision)
+            if any(account.total(tier) > self.capacity[tier] for tier in ("ram", "disk")):
+                return None
         if not self.gpu:
             room = self.capacity["ram"] - account.total("ram")
         stored = len(self.ledger.layers) if decision.stored else self.ledger.stored_limit(decision, room)
@@ -197,19 +204,17 @@ class Search:
             stored -= 1
         return decision
 
-    def _on_disk(self, decision: Decision) -> Decision | None:
-        """The fewest blocks on disk with which RAM is enough."""
-        low, high = 0, len(self.ledger.disk_order) - len(self.ledger.resident(decision))
-        if self._too_much(dataclasses.replace(decision, disk=high)):
-            return None
-        while low + 1 < high:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._too_much(dataclasses.replace(decision, disk=middle)) else (low, middle)
-        return dataclasses.replace(decision, disk=high)
+    def _on_disk(self, decision: Decision, over: int) -> Decision:
+        """With the fewest blocks on disk that free so much RAM; if none do, with those that free most."""
+        relief = self._relief(decision.rest, decision.layers)
+        return dataclasses.replace(decision, disk=bisect_left(relief, min(over, relief[-1])))
 
-    def _too_much(self, decision: Decision) -> bool:
-        account = self.ledger.account(decision)
-        return any(account.total(tier) > self.capacity[tier] for tier in ("ram", "disk"))
+    def _relief_by_count(self, rest: bool, layers: int) -> list[int]:
+        """Blocks on disk → the most RAM that so many or fewer of them free; a few are in RAM on their way."""
+        ledger, kept = self.ledger, set(self.ledger.resident(Decision(rest=rest, layers=layers)))
+        sizes = [ledger.states[i].residuals + ledger.states[i].moments for i in ledger.disk_order if i not in kept]
+        freed, largest = [0, *accumulate(sizes)], [0, *accumulate(sizes, max)]
+        return [*accumulate((freed[n] - min(n, STAGES) * largest[n] for n in range(len(freed))), max)]
 
 
 def solve(
