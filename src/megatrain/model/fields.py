@@ -28,16 +28,21 @@ def widths(config: Any, named: Sequence[tuple[str, torch.Tensor]], experts: int,
         return hidden, wide
     narrow = _first(config, "moe_intermediate_size") or wide
     shared = _first(config, "shared_expert_intermediate_size")
-    shared = shared or (_first(config, "n_shared_experts", "num_shared_experts") * narrow)
+    shared = shared or (_first(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") * narrow)
     return hidden, narrow * per_token + shared
 
 
 def attention(config: Any, hidden: int) -> tuple[int, int, int]:
+    """Heads of queries, of keys and values, and their width: on average, where queries and values differ."""
     described = hidden == _first(config, "hidden_size", "d_model", "n_embd")
     heads = _first(config, "num_attention_heads", "n_head") if described else 0
     if not heads:
         return max(1, hidden // 64), max(1, hidden // 64), min(64, hidden)
     kv_heads = _first(config, "num_key_value_heads") or heads
+    content, values = _first(config, "qk_nope_head_dim"), _first(config, "v_head_dim")
+    if content and values:
+        # Latent attention: what a config calls the width of a head is the rotated part of queries and keys alone.
+        return heads, kv_heads, (content + _first(config, "qk_rope_head_dim") + values) // 2
     return heads, kv_heads, _first(config, "head_dim") or max(1, hidden // heads)
 
 

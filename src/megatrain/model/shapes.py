@@ -18,11 +18,17 @@ from megatrain.errors import NothingToStream, SettingsError
 from megatrain.model import blocks, fields, hooks
 from megatrain.model.blocks import Found
 from megatrain.model.skeleton import config_named, config_of, is_config, skeleton
+from megatrain.model.trace import Traced, trace
 
 ALIGN_ELEMENTS = 256
 """Every parameter starts on a multiple of this in its slab, as in store/layout.py."""
 SMALL = 4096
 """Parameters with fewer elements, and vectors, keep FP32 moments, as in store/formats.py."""
+
+FORMULA = (
+    "gemma2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"
+)  # fmt: skip
+"""Families whose layers the planner's formula was made for, and held to: measured on a GPU, or counted on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +81,8 @@ class BlockShape:
     """Tokens that a token attends to at most (a sliding window); 0: all before it."""
     tied: bool
     """Whether it owns, or uses, parameters that several blocks share."""
+    traced: Traced | None = None
+    """What was counted of its activations; None: they follow the planner's formula, or have to."""
 
     @property
     def parameters(self) -> int:
@@ -107,6 +115,8 @@ class ModelShape:
     """The attention that transformers chose: "sdpa", "eager"..."""
     positions: int = 0
     """Tokens in the longest sequence that its config names; 0: it names none."""
+    guessed: tuple[str, ...] = ()
+    """Classes of layers whose activations nobody has counted: the planner's formula may be wrong for them."""
 
     @cached_property
     def parameters(self) -> int:
@@ -146,14 +156,43 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
             owners.setdefault(id(parameter), item.name)
             users.setdefault(id(parameter), set()).add(item.name)
     reader = _Reader(model, text, loaded, owners, {key for key, names in users.items() if len(names) > 1})
+    layers = [item for item in found if item.layer]
+    traced = _traced(model, [item.name for item in layers])
+    guessed = {type(item.module).__name__ for item in layers if item.name not in traced and not reader.follows(item)}
     return ModelShape(
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
-        blocks=tuple(reader.block(item) for item in found),
+        blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision="fp32" if loaded == torch.float32 else "bf16",
         attention=str(getattr(text, "_attn_implementation", None) or "sdpa"),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
+        guessed=tuple(sorted(guessed)),
     )
+
+
+_known: dict[tuple[Any, ...], dict[str, Traced]] = {}
+"""A class and its config → what was counted: a model is described again by each part that plans with it."""
+
+
+def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, Traced]:
+    """What was counted of layers that the planner's formula was not made for; nothing of other libraries' models."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    config = config_of(model)
+    text = config.get_text_config()
+    if text.model_type in FORMULA:
+        return {}
+    chosen = [getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+    key = type(model), config.to_json_string(), *chosen
+    if key not in _known:
+        try:
+            twin = skeleton(config, type(model))
+        except SettingsError:
+            return {}  # a model that its config alone does not make
+        _known[key] = trace(twin, layers, bool(getattr(config, "is_encoder_decoder", False)))
+    return _known[key]
 
 
 def _find(model: torch.nn.Module) -> list[Found]:
@@ -185,7 +224,11 @@ class _Reader:
         self._embedding = model.get_input_embeddings() if has_embeddings else None
         self._head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
-    def block(self, item: Found) -> BlockShape:
+    def follows(self, item: Found) -> bool:
+        """Whether a layer is of a family that the planner's formula was made for."""
+        return getattr(self._config(item), "model_type", None) in FORMULA
+
+    def block(self, item: Found, traced: Traced | None) -> BlockShape:
         named = [(f"{item.name}.{name}".lstrip("."), parameter) for name, parameter in item.parameters()]
         kind = self._kind(item)
         config = self._config(item)
@@ -217,6 +260,7 @@ class _Reader:
             head_norms=head_norms,
             span=span,
             tied=any(id(parameter) in self._shared for _, parameter in named),
+            traced=traced,
         )
 
     def _kind(self, item: Found) -> str:

@@ -30,12 +30,12 @@ def config_named(name: str) -> Any:
         raise SettingsError(f"no config was found for {name!r}: {error}") from error
 
 
-def skeleton(config: Any) -> torch.nn.Module:
-    """The model without weights: of the class that the config names, else the one that fits it best."""
+def skeleton(config: Any, cls: Any = None) -> torch.nn.Module:
+    """The model without weights: of a class, else of that which the config names, else of the one that fits it best."""
     import transformers
 
     asked = next(iter(getattr(config, "architectures", None) or ()), None)
-    cls: Any = getattr(transformers, asked, None) if asked else None
+    cls = cls or (getattr(transformers, asked, None) if asked else None)
     try:
         with torch.device("meta"):
             named = cls is not None and hasattr(cls, "_from_config")
