@@ -74,7 +74,8 @@ class Settings:
             raise SettingsError(f"plan must be 'auto', None or a Plan of megatrain.plan, not {self.plan!r}.")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
-        if self.optimizer_compression not in COMPRESSIONS:
+        # 1 and 0 are equal to True and False, and no width.
+        if not isinstance(self.optimizer_compression, bool | str) or self.optimizer_compression not in COMPRESSIONS:
             raise SettingsError(
                 f"optimizer_compression must be False, True, 'bf16', '8bit', '4bit' or 'lossless', "
                 f"not {self.optimizer_compression!r}."

@@ -15,13 +15,20 @@ from typing import Any
 import torch
 
 from megatrain.errors import NothingToStream, SettingsError
-from megatrain.model import blocks, hooks
+from megatrain.model import blocks, fields, hooks
 from megatrain.model.blocks import Found
+from megatrain.model.skeleton import config_named, config_of, is_config, skeleton
+from megatrain.model.trace import Traced, trace
 
 ALIGN_ELEMENTS = 256
 """Every parameter starts on a multiple of this in its slab, as in store/layout.py."""
 SMALL = 4096
 """Parameters with fewer elements, and vectors, keep FP32 moments, as in store/formats.py."""
+
+FORMULA = (
+    "gemma2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"
+)  # fmt: skip
+"""Families whose layers the planner's formula was made for, and held to: measured on a GPU, or counted on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,8 @@ class BlockShape:
     """Tokens that a token attends to at most (a sliding window); 0: all before it."""
     tied: bool
     """Whether it owns, or uses, parameters that several blocks share."""
+    traced: Traced | None = None
+    """What was counted of its activations; None: they follow the planner's formula, or have to."""
 
     @property
     def parameters(self) -> int:
@@ -106,6 +115,8 @@ class ModelShape:
     """The attention that transformers chose: "sdpa", "eager"..."""
     positions: int = 0
     """Tokens in the longest sequence that its config names; 0: it names none."""
+    guessed: tuple[str, ...] = ()
+    """Classes of layers whose activations nobody has counted: the planner's formula may be wrong for them."""
 
     @cached_property
     def parameters(self) -> int:
@@ -126,45 +137,12 @@ def describe(source: Any) -> ModelShape:
     if isinstance(source, ModelShape):
         return source
     if isinstance(source, torch.nn.Module):
-        return _describe(source, getattr(source, "config", None))
+        return _describe(source, config_of(source))
     if isinstance(source, str | os.PathLike):
-        source = _config_of(os.fspath(source))
-    if not hasattr(source, "model_type"):
+        source = config_named(os.fspath(source))
+    if not is_config(source):
         raise SettingsError(f"a plan needs a model, a transformers config or a name, not {type(source).__name__}.")
-    return _describe(_skeleton(source), source)
-
-
-def _config_of(name: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"no config was found for {name!r}: {error}") from error
-
-
-def _skeleton(config: Any) -> torch.nn.Module:
-    """The model without weights: of the class that the config names, else a causal or sequence-to-sequence one."""
-    import transformers
-
-    asked = next(iter(getattr(config, "architectures", None) or ()), None)
-    cls: Any = getattr(transformers, asked, None) if asked else None
-    pairs = getattr(config, "is_encoder_decoder", False)
-    auto = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            named = cls is not None and hasattr(cls, "_from_config")
-            skeleton: torch.nn.Module = cls._from_config(config) if named else auto.from_config(config)
-    except ImportError:
-        raise  # it names the package that is missing
-    except Exception as error:
-        # Whatever a model's constructor makes of a field that is missing.
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise SettingsError(
-            f"transformers cannot build a model from this {type(config).__name__} ({type(error).__name__}: {said}); "
-            "complete the config, or plan with a model."
-        ) from error
-    return skeleton
+    return _describe(skeleton(source), source)
 
 
 def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
@@ -178,14 +156,43 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
             owners.setdefault(id(parameter), item.name)
             users.setdefault(id(parameter), set()).add(item.name)
     reader = _Reader(model, text, loaded, owners, {key for key, names in users.items() if len(names) > 1})
+    layers = [item for item in found if item.layer]
+    traced = _traced(model, [item.name for item in layers])
+    guessed = {type(item.module).__name__ for item in layers if item.name not in traced and not reader.follows(item)}
     return ModelShape(
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
-        blocks=tuple(reader.block(item) for item in found),
+        blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision="fp32" if loaded == torch.float32 else "bf16",
         attention=str(getattr(text, "_attn_implementation", None) or "sdpa"),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
+        guessed=tuple(sorted(guessed)),
     )
+
+
+_known: dict[tuple[Any, ...], dict[str, Traced]] = {}
+"""A class and its config → what was counted: a model is described again by each part that plans with it."""
+
+
+def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, Traced]:
+    """What was counted of layers that the planner's formula was not made for; nothing of other libraries' models."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    config = config_of(model)
+    text = config.get_text_config()
+    if text.model_type in FORMULA:
+        return {}
+    chosen = [getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+    key = type(model), config.to_json_string(), *chosen
+    if key not in _known:
+        try:
+            twin = skeleton(config, type(model))
+        except SettingsError:
+            return {}  # a model that its config alone does not make
+        _known[key] = trace(twin, layers, bool(getattr(config, "is_encoder_decoder", False)))
+    return _known[key]
 
 
 def _find(model: torch.nn.Module) -> list[Found]:
@@ -216,20 +223,24 @@ class _Reader:
         has_embeddings = hasattr(model, "get_input_embeddings")
         self._embedding = model.get_input_embeddings() if has_embeddings else None
         self._head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        self._layers = 0
 
-    def block(self, item: Found) -> BlockShape:
+    def follows(self, item: Found) -> bool:
+        """Whether a layer is of a family that the planner's formula was made for."""
+        return getattr(self._config(item), "model_type", None) in FORMULA
+
+    def block(self, item: Found, traced: Traced | None) -> BlockShape:
         named = [(f"{item.name}.{name}".lstrip("."), parameter) for name, parameter in item.parameters()]
         kind = self._kind(item)
-        experts, per_token = self._experts(named) if kind == "layer" else (0, 0)
-        hidden, intermediate = self._widths(named, experts, per_token)
-        heads, kv_heads, head_dim = self._attention(kind, hidden)
-        routed = sum(int(p.numel()) for n, p in named if experts and _is_routed(n) and p.ndim > 1)
-        dense = sum(int(p.numel()) for n, p in named if p.ndim > 1 and not (experts and _is_routed(n)))
+        config = self._config(item)
+        experts, per_token = fields.experts(config, named) if kind == "layer" else (0, 0)
+        hidden, intermediate = fields.widths(config, named, experts, per_token)
+        heads, kv_heads, head_dim = fields.attention(config, hidden) if kind == "layer" else (0, 0, 0)
+        routed = sum(int(p.numel()) for n, p in named if experts and fields.is_routed(n) and p.ndim > 1)
+        dense = sum(int(p.numel()) for n, p in named if p.ndim > 1 and not (experts and fields.is_routed(n)))
         active = routed * per_token // experts if experts else 0
-        span = self._span() if kind == "layer" else 0
-        norms, fused, head_norms = _norms(item.module, hidden) if kind == "layer" else (0, 0, False)
-        self._layers += kind == "layer"
+        # Repeated modules that are no decoder layers (projections) have no config of their own, and no attention.
+        span = fields.span(config, item.name) if kind == "layer" and _inner(item.module) is not None else 0
+        norms, fused, head_norms = fields.norms(item.module, hidden) if kind == "layer" else (0, 0, False)
         return BlockShape(
             name=item.name or type(item.module).__name__,
             kind=kind,
@@ -240,7 +251,7 @@ class _Reader:
             intermediate_size=intermediate,
             experts=experts,
             experts_per_token=per_token,
-            expert_biases=any(_is_routed(name) and "bias" in name for name, _ in named),
+            expert_biases=any(fields.is_routed(name) and "bias" in name for name, _ in named),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -249,6 +260,7 @@ class _Reader:
             head_norms=head_norms,
             span=span,
             tied=any(id(parameter) in self._shared for _, parameter in named),
+            traced=traced,
         )
 
     def _kind(self, item: Found) -> str:
@@ -257,6 +269,14 @@ class _Reader:
         if item.module is self._head:
             return "head"
         return "embedding" if isinstance(item.module, torch.nn.Embedding) else "other"
+
+    def _config(self, item: Found) -> Any:
+        """What describes a block: of a layer its own config, else that of the model around it (a vision tower's)."""
+        found, name = _inner(item.module) if item.layer else None, item.name
+        while found is None and name:
+            name = name.rpartition(".")[0]
+            found = config_of(self._model.get_submodule(name))
+        return found.get_text_config() if found is not None else self._text
 
     def _slabs(self, owner: str, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[SlabShape, ...]:
         groups: dict[tuple[int | None, bool], list[torch.Tensor]] = {}
@@ -285,72 +305,10 @@ class _Reader:
             return 4
         return None
 
-    def _experts(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, int]:
-        if self._text is None or not any(_is_routed(name) for name, _ in named):
-            return 0, 0
-        total = _first(self._text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-        chosen = _first(self._text, "num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k", "top_k")
-        return (total, min(chosen or 2, total)) if total else (0, 0)
 
-    def _widths(self, named: Sequence[tuple[str, torch.Tensor]], experts: int, per_token: int) -> tuple[int, int]:
-        """Hidden size and MLP width: the config's, or of a block that it does not describe, its matrices'."""
-        sizes = {int(size) for _, parameter in named for size in parameter.shape}
-        hidden = _first(self._text, "hidden_size", "d_model", "n_embd")
-        if not hidden or hidden not in sizes:
-            vectors = [int(p.numel()) for _, p in named if p.ndim == 1]
-            return (vectors[0] if vectors else min(sizes, default=1)), max(sizes, default=1)
-        wide = _first(self._text, "intermediate_size", "ffn_dim", "n_inner", "d_ff") or 4 * hidden
-        if not experts:
-            return hidden, wide
-        narrow = _first(self._text, "moe_intermediate_size") or wide
-        shared = _first(self._text, "shared_expert_intermediate_size")
-        shared = shared or (_first(self._text, "n_shared_experts", "num_shared_experts") * narrow)
-        return hidden, narrow * per_token + shared
-
-    def _attention(self, kind: str, hidden: int) -> tuple[int, int, int]:
-        if kind != "layer":
-            return 0, 0, 0
-        described = hidden == _first(self._text, "hidden_size", "d_model", "n_embd")
-        heads = _first(self._text, "num_attention_heads", "n_head") if described else 0
-        if not heads:
-            return max(1, hidden // 64), max(1, hidden // 64), min(64, hidden)
-        kv_heads = _first(self._text, "num_key_value_heads") or heads
-        return heads, kv_heads, _first(self._text, "head_dim") or max(1, hidden // heads)
-
-    def _span(self) -> int:
-        types = getattr(self._text, "layer_types", None) or ()
-        sliding = self._layers < len(types) and "sliding" in types[self._layers]
-        return _first(self._text, "sliding_window") if sliding else 0
-
-
-def _norms(layer: torch.nn.Module, hidden: int) -> tuple[int, int, bool]:
-    """Norms over the hidden size, of them those that are one operation, and whether queries and keys have some."""
-    found = {
-        name: module
-        for name, module in layer.named_modules()
-        if any(p.ndim == 1 for p in module.parameters(recurse=False)) and not isinstance(module, torch.nn.Linear)
-    }
-    heads = any(name.split(".")[-1] in ("q_norm", "k_norm", "q_layernorm", "k_layernorm") for name in found)
-    wide = [m for name, m in found.items() if getattr(getattr(m, "weight", None), "shape", None) == (hidden,)]
-    fused = sum(isinstance(module, torch.nn.LayerNorm) for module in wide)
-    return len(wide) - fused, fused, heads
-
-
-def _is_routed(name: str) -> bool:
-    """Whether a parameter belongs to experts that a router chooses from."""
-    return ".experts." in f".{name}"
-
-
-def _first(config: Any, *names: str) -> int:
-    """The first of several fields that is a number above zero, else 0."""
-    for name in names:
-        try:
-            value = getattr(config, name, None)
-        except Exception:  # transformers refuses fields that differ between layers, by an error of its own
-            continue
-        if isinstance(value, int) and value > 0:
-            return value
-    return 0
+def _inner(module: torch.nn.Module) -> Any:
+    """The first config that a module or a part of it has."""
+    return next((config for part in module.modules() if (config := config_of(part)) is not None), None)
 
 
 def _padded(numel: int) -> int:

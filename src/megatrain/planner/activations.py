@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.model.shapes import BlockShape, ModelShape
+from megatrain.model.trace import Grows
 from megatrain.planner.run import Run
 
 CHUNK_LOGITS = 1 << 27
@@ -64,6 +65,9 @@ def input_bytes(block: BlockShape, run: Run) -> int:
 
 def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
+    if block.traced is not None:
+        # Compiled, it keeps no more; how much less has been measured for other layers only.
+        return _traced(block, block.traced.graph, run, run.micro_tokens)
     kept = COMPILED if run.compile else EAGER
     heads = block.attention_width + block.kv_width
     per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
@@ -79,6 +83,12 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     return int(per_token * run.micro_tokens * run.itemsize / 2)
 
 
+def _traced(block: BlockShape, counted: Grows, run: Run, tokens: int) -> int:
+    """Bytes of so many tokens; scores are added where the run asks for them and the model was counted without."""
+    scores = SCORE_BYTES * block.heads * run.length if run.attention == "eager" and not counted.pair else 0
+    return int((counted.of(tokens, run.length) + tokens * scores) * run.itemsize / 2)
+
+
 def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> int:
     """Peak of a layer's backward above what is there anyway: its graph, its weight gradients and temporaries.
 
@@ -92,6 +102,9 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     rows = 2 * block.experts_per_token * inputs
     graph = graph_bytes(block, run, attention)
     early = last + rows + (width + inputs if run.compile else 2 * width)
+    if block.traced is not None:
+        # How much of the graph is given back before which gradient of a weight comes is not known: all are counted.
+        early = weights + _traced(block, block.traced.work, run, run.micro_tokens)
     extra = max(early, weights + 2 * inputs - graph)
     # A graph that is made again has an input and an output of its own.
     return extra + (0 if stored else graph + 2 * inputs)
@@ -132,15 +145,18 @@ def evaluation_bytes(shape: ModelShape, run: Run, attention: str) -> int:
     vocabulary = max(1, shape.vocab_size)
     tokens = run.evaluation if run.predictions else min(run.evaluation, chunk_tokens(vocabulary))
     head = tokens * vocabulary * (run.itemsize + 8) + 4 * run.evaluation * widest * run.itemsize
-    return max([head, *(run.evaluation * _forward_bytes(block, run, attention) for block in shape.blocks)])
+    return max([head, *(_forward_bytes(block, run, attention) for block in shape.blocks)])
 
 
 def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
-    """Peak per token of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
+    """Peak of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
+    if block.traced is not None:
+        flowing = 2 * block.hidden_size * run.evaluation * run.itemsize
+        return _traced(block, block.traced.forward, run, run.evaluation) + flowing
     scores = SCORE_BYTES * block.heads * run.length if attention == "eager" else 0
     # Experts are given rows of their own, and give as many.
     rows = 2 * block.experts_per_token * block.hidden_size
-    return (3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores
+    return run.evaluation * ((3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores)
 
 
 def workspace_bytes(shape: ModelShape, run: Run, attention: str, stored: int) -> int:
@@ -152,7 +168,7 @@ def workspace_bytes(shape: ModelShape, run: Run, attention: str, stored: int) ->
     seen: set[tuple[object, ...]] = set()
     for block in shape.blocks:
         layers += block.kind == "layer"
-        key = (block.kind, block.trainable, block.hidden_size, block.intermediate_size, layers > stored)
+        key = (block.kind, block.trainable, block.hidden_size, block.intermediate_size, block.traced, layers > stored)
         if key in seen:
             continue
         seen.add(key)

@@ -47,8 +47,9 @@ class Run:
                 raise SettingsError(f"{ASKED.get(name, name)} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.evaluation, bool) or not isinstance(self.evaluation, int) or self.evaluation < 0:
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
-        if not isinstance(self.predictions, bool):
-            raise SettingsError(f"predictions must be True or False, not {self.predictions!r}.")
+        for name in ("compile", "clipping", "predictions"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):
             value = getattr(self, name)
             if value not in known:

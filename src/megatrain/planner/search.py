@@ -315,6 +315,8 @@ def _notes(search: Search, decision: Decision) -> Iterator[str]:
     positions, length = search.shape.positions, search.run.length
     if 0 < positions < length:
         yield f"sequences of {length:,} tokens are longer than the {positions:,} positions of the model's config"
+    if search.shape.guessed:
+        yield f"what {', '.join(search.shape.guessed)} keep for the backward is estimated, not counted: leave some room"
     if search.gpu and search.run.precision == "fp32":
         rate = search.machine.matmul
         yield (

@@ -1,6 +1,7 @@
 """Models as plain numbers: from configs, live models, models without weights, and models that an engine holds."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,16 @@ def test_plain_modules():
         describe(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("config", [SimpleNamespace(n_embd=16), {"n_embd": 16}, "small", None])
+def test_a_config_that_is_not_transformers_says_nothing(config):
+    model = torch.nn.Module()
+    model.config = config
+    model.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 64) for _ in range(3))
+    shape = describe(model)
+    assert [block.kind for block in shape.blocks] == ["layer"] * 3
+    assert shape.blocks[0].parameters == 16 * 64 + 64
+
+
 def test_the_precision_is_the_configs():
     assert describe(AutoConfig.for_model("llama", num_hidden_layers=2, dtype="float32")).precision == "fp32"
     assert describe(AutoConfig.for_model("llama", num_hidden_layers=2)).precision == "bf16"
@@ -95,6 +106,47 @@ def test_other_architectures(kind):
     assert shape.parameters > 1e7
     assert shape.matmul_parameters <= shape.parameters * 1.5
     assert sum(block.kind == "layer" for block in shape.blocks) > 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paligemma", "idefics3", "mllama", "llama4"]
+)
+def test_configs_with_images_are_whole_models(kind):
+    config = AutoConfig.for_model(kind)
+    assert not config.architectures
+    shape = describe(config)
+    assert sum("vision" in block.name or "visual" in block.name for block in shape.blocks if block.kind == "layer") > 1
+    assert shape.vocab_size == config.get_text_config().vocab_size
+
+
+def test_speech():
+    shape = describe(AutoConfig.for_model("whisper"))
+    assert [block.name for block in shape.blocks if block.kind == "layer"][::4] == [
+        "model.encoder.layers.0", "model.decoder.layers.0"
+    ]  # fmt: skip
+
+
+def test_a_vision_tower_is_read_from_its_own_config():
+    shape = describe(AutoConfig.for_model("llava"))
+    layers = [block for block in shape.blocks if block.kind == "layer"]
+    seen = {(b.hidden_size, b.intermediate_size, b.heads, b.kv_heads, b.head_dim) for b in layers if "vision" in b.name}
+    assert seen == {(1024, 4096, 16, 16, 64)}
+    assert {(b.hidden_size, b.intermediate_size, b.heads) for b in layers if "vision" not in b.name} == {
+        (4096, 11008, 32)
+    }
+
+
+def test_windows_are_those_of_the_layers_that_attend():
+    config = AutoConfig.for_model("gemma3")
+    layers = [block for block in describe(config).blocks if block.kind == "layer"]
+    assert all(block.span == 0 for block in layers if "vision" in block.name)
+    text = config.get_text_config()
+    assert [block.span for block in layers if "vision" not in block.name] == [
+        text.sliding_window if kind == "sliding_attention" else 0 for kind in text.layer_types
+    ]
+    projections = [b for b in describe(AutoConfig.for_model("gemma3n_text")).blocks if "altup_projections" in b.name]
+    assert projections
+    assert not any(block.span for block in projections)
 
 
 def test_what_is_neither_is_refused():

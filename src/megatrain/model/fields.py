@@ -1,0 +1,83 @@
+"""What configs call the widths of a layer, and what its modules say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def experts(config: Any, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+    if config is None or not any(is_routed(name) for name, _ in named):
+        return 0, 0
+    total = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    chosen = _first(config, "num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k", "top_k")
+    return (total, min(chosen or 2, total)) if total else (0, 0)
+
+
+def widths(config: Any, named: Sequence[tuple[str, torch.Tensor]], experts: int, per_token: int) -> tuple[int, int]:
+    """Hidden size and MLP width: the config's, or of a block that it does not describe, its matrices'."""
+    sizes = {int(size) for _, parameter in named for size in parameter.shape}
+    hidden = _first(config, "hidden_size", "d_model", "n_embd")
+    if not hidden or hidden not in sizes:
+        vectors = [int(p.numel()) for _, p in named if p.ndim == 1]
+        return (vectors[0] if vectors else min(sizes, default=1)), max(sizes, default=1)
+    wide = _first(config, "intermediate_size", "ffn_dim", "n_inner", "d_ff") or 4 * hidden
+    if not experts:
+        return hidden, wide
+    narrow = _first(config, "moe_intermediate_size") or wide
+    shared = _first(config, "shared_expert_intermediate_size")
+    shared = shared or (_first(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") * narrow)
+    return hidden, narrow * per_token + shared
+
+
+def attention(config: Any, hidden: int) -> tuple[int, int, int]:
+    """Heads of queries, of keys and values, and their width: on average, where queries and values differ."""
+    described = hidden == _first(config, "hidden_size", "d_model", "n_embd")
+    heads = _first(config, "num_attention_heads", "n_head") if described else 0
+    if not heads:
+        return max(1, hidden // 64), max(1, hidden // 64), min(64, hidden)
+    kv_heads = _first(config, "num_key_value_heads") or heads
+    content, values = _first(config, "qk_nope_head_dim"), _first(config, "v_head_dim")
+    if content and values:
+        # Latent attention: what a config calls the width of a head is the rotated part of queries and keys alone.
+        return heads, kv_heads, (content + _first(config, "qk_rope_head_dim") + values) // 2
+    return heads, kv_heads, _first(config, "head_dim") or max(1, hidden // heads)
+
+
+def span(config: Any, name: str) -> int:
+    types = getattr(config, "layer_types", None) or ()
+    index = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
+    sliding = index < len(types) and "sliding" in types[index]
+    return _first(config, "sliding_window") if sliding else 0
+
+
+def norms(layer: torch.nn.Module, hidden: int) -> tuple[int, int, bool]:
+    """Norms over the hidden size, of them those that are one operation, and whether queries and keys have some."""
+    found = {
+        name: module
+        for name, module in layer.named_modules()
+        if any(p.ndim == 1 for p in module.parameters(recurse=False)) and not isinstance(module, torch.nn.Linear)
+    }
+    heads = any(name.split(".")[-1] in ("q_norm", "k_norm", "q_layernorm", "k_layernorm") for name in found)
+    wide = [m for name, m in found.items() if getattr(getattr(m, "weight", None), "shape", None) == (hidden,)]
+    fused = sum(isinstance(module, torch.nn.LayerNorm) for module in wide)
+    return len(wide) - fused, fused, heads
+
+
+def is_routed(name: str) -> bool:
+    """Whether a parameter belongs to experts that a router chooses from."""
+    return ".experts." in f".{name}"
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of several fields that is a number above zero, else 0."""
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # transformers refuses fields that differ between layers, by an error of its own
+            continue
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0

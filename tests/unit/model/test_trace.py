@@ -1,0 +1,198 @@
+"""What a trace without values counts is what layers keep on the CPU, and no less than their peaks."""
+
+import time
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatrain.model import shapes, trace
+from megatrain.model.shapes import describe
+from megatrain.planner.activations import evaluation_bytes, graph_bytes, layer_bytes
+from megatrain.planner.run import Run
+
+LENGTH = 256
+BASE = {
+    "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 48, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, **EXPERTS,
+}  # fmt: skip
+FORMULA = {
+    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 32}, "granite": {}, "olmo2": {},
+    "gemma2": {"head_dim": 32}, "mixtral": {"num_local_experts": 8},
+    "qwen3_moe": {"num_experts": 8, "head_dim": 32, **EXPERTS},
+}  # fmt: skip
+COUNTED = {
+    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "phi": {}, "phi3": {}, "gpt_neox": {}, "opt": {"ffn_dim": 352, "word_embed_proj_dim": 128}, "falcon": {},
+    "bloom": {"n_layer": 2, "n_head": 4}, "cohere2": {}, "starcoder2": {}, "gemma3_text": {"head_dim": 32},
+    "deepseek_v3": LATENT, "deepseek_v2": LATENT | {"topk_method": "greedy"},
+    "llama4_text": {"num_local_experts": 4, "head_dim": 32, "intermediate_size_mlp": 352},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96, "moe_layer_start_index": 0},
+    "qwen3_next": {
+        "num_experts": 8, "shared_expert_intermediate_size": 96, "head_dim": 32, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32, **EXPERTS,
+    },
+    "mamba": {}, "mamba2": {"num_heads": 8, "head_dim": 32, "expand": 2, "state_size": 32},
+    "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 4, "attn_layer_offset": 3},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
+}  # fmt: skip
+
+
+def config_of(kind, **fields):
+    return AutoConfig.for_model(kind, **BASE | (FORMULA | COUNTED)[kind] | fields)
+
+
+def on_the_cpu(config, name):
+    """Bytes that a layer's graph keeps and the peak of its backward above them, from a real step."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    layer = model.get_submodule(name)
+    calls = []
+    hook = layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    model(input_ids=torch.randint(0, 256, (1, LENGTH)), use_cache=False)
+    hook.remove()
+    args, kwargs = trace.tree_map(trace._cut, calls[0])
+    weights = list(layer.parameters())
+    theirs = {trace._storage(t) for t in (*trace._tensors((args, kwargs)), *weights)}
+    kept = {}
+
+    def pack(tensor):
+        if trace._storage(tensor) not in theirs:
+            kept[trace._storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with trace._Live(theirs) as live:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = trace._tensors(layer(*args, **kwargs))[0]
+        there = live.now
+        wanted = [t for t in (*trace._tensors((args, kwargs)), *weights) if t.requires_grad]
+        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+    return sum(kept.values()), live.peak - there
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_what_is_counted_is_what_the_cpu_keeps(kind):
+    config = config_of(kind)
+    shape = describe(config)
+    assert shape.guessed == ()
+    block = [block for block in shape.blocks if block.kind == "layer"][-1]
+    assert block.traced is not None
+    kept, peak = on_the_cpu(config, block.name)
+    run = Run(length=LENGTH)
+    planned = graph_bytes(block, run, shape.attention)
+    assert kept * 0.95 <= planned <= kept * 1.25
+    assert graph_bytes(block, Run(length=LENGTH, compile=True), shape.attention) >= planned
+    assert layer_bytes(block, run, shape.attention, stored=True) >= peak * 0.95
+    assert layer_bytes(block, run, shape.attention, stored=False) >= (peak + kept) * 0.95
+
+
+@pytest.mark.parametrize("kind", FORMULA)
+def test_families_of_the_formula_keep_it(kind):
+    config = config_of(kind)
+    shape = describe(config)
+    assert shape.guessed == ()
+    block = [block for block in shape.blocks if block.kind == "layer"][-1]
+    assert block.traced is None
+    kept, _ = on_the_cpu(config, block.name)
+    assert kept * 0.95 <= graph_bytes(block, Run(length=LENGTH), shape.attention) <= kept * 1.6
+
+
+def test_a_trace_agrees_with_what_a_gpu_showed():
+    """Bytes per token of a layer's graph, benchmarks/results/2026-11-15-h200.md."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, num_attention_heads=32
+    )
+    model = shapes.skeleton(config)
+    counted = trace.trace(model, ["model.layers.0", "model.layers.1"], pairs=False)
+    assert counted["model.layers.0"].graph.of(8192, 2048) / 8192 == pytest.approx(194_696, rel=1e-3)
+
+
+def test_other_widths_of_values_keep_no_scores():
+    config = config_of("deepseek_v3", v_head_dim=32)
+    layer = next(block for block in describe(config).blocks if block.kind == "layer")
+    assert layer.head_dim == (32 + 16 + 32) // 2
+    assert layer.traced.graph.pair == 0
+
+
+def test_shared_experts_of_ernie():
+    layer = next(block for block in describe(config_of("ernie4_5_moe")).blocks if block.kind == "layer")
+    assert layer.intermediate_size == (2 + 2) * 96
+
+
+def test_every_kind_of_layer_is_counted():
+    config = config_of("jamba", num_hidden_layers=4)
+    layers = [block for block in describe(config).blocks if block.kind == "layer"]
+    assert len({block.traced for block in layers}) == 3
+    mixer, attention = layers[0], layers[3]
+    assert mixer.traced.graph.token > 3 * attention.traced.graph.token
+
+
+def test_scores_are_seen_among_layers_that_go_token_by_token():
+    config = config_of("jamba", num_hidden_layers=4)
+    config._attn_implementation = "eager"
+    mixer, *_, attention = [block for block in describe(config).blocks if block.kind == "layer"]
+    assert mixer.traced.graph.pair == mixer.traced.work.pair == mixer.traced.forward.pair == 0
+    # Of four heads: scores as they are, as probabilities, and these in FP32 or rounded.
+    assert attention.traced.graph.pair >= 4 * (2 + 2)
+
+
+def test_evaluations_are_counted_too():
+    shape = describe(config_of("mamba"))
+    block = next(block for block in shape.blocks if block.kind == "layer")
+    assert block.traced.forward.pair == 0
+    run = Run(length=LENGTH, evaluation=4096, predictions=False)
+    assert evaluation_bytes(shape, run, shape.attention) >= block.traced.forward.of(4096, LENGTH) > 0
+
+
+def test_scores_that_a_run_asks_for():
+    shape = describe(config_of("phi"))
+    block = next(block for block in shape.blocks if block.kind == "layer")
+    fused, eager = (graph_bytes(block, Run(length=LENGTH, attention=a), "sdpa") for a in (None, "eager"))
+    assert eager - fused >= 8 * block.heads * LENGTH * LENGTH
+
+
+def test_a_live_model_is_left_as_it_was():
+    config = config_of("phi")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    shapes._known.clear()
+    before, random = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    assert describe(model).blocks == describe(config).blocks
+    assert not model.training
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_a_model_is_counted_once():
+    config = config_of("mamba", hidden_size=192)
+    describe(config)
+    began = time.perf_counter()
+    describe(config)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_what_cannot_be_counted_is_named():
+    assert describe(AutoConfig.for_model("whisper")).guessed == ("WhisperDecoderLayer", "WhisperEncoderLayer")
+    assert describe(torch.nn.ModuleList(torch.nn.Linear(16, 64) for _ in range(3))).guessed == ("Linear",)
+    # The language model is one that the formula was made for.
+    assert describe(AutoConfig.for_model("llava")).guessed == ("CLIPEncoderLayer",)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((2560, 5120, 7680), (0, 10, 0)),
+        ((2660, 5220, 7780), (100, 10, 0)),
+        ([3 * n * n + 10 * n for n in trace.LENGTHS], (0, 10, 3)),
+        # A peak that moved.
+        ((2560, 5120, 7700), (0, 2580 / 256, 0)),
+    ],
+)
+def test_growth(sizes, expected):
+    grows = trace._fit(trace.LENGTHS, list(sizes), trace.PAIRS_SHARE)
+    assert (grows.fixed, grows.token, grows.pair) == pytest.approx(expected, abs=1e-6)
+    assert grows.of(768, 768) >= sizes[2] - 1e-6
