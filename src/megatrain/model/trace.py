@@ -6,12 +6,14 @@ called with; of layers that are alike the first is counted, and the others give 
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,11 +82,20 @@ def _runs(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], lengths: tuple[int, ...], pairs: bool
 ) -> list[tuple[dict[str, tuple[int, int, int]], int]]:
     """A run for each length; none if they fail."""
+    # Models that leave layers out by chance draw numbers: a plan is always the same, and changes not what training draws.
+    python, numbers = random.getstate(), numpy.random.get_state()
     try:
-        return [_run(model, layers, length, pairs) for length in lengths]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            random.seed(0)
+            numpy.random.seed(0)
+            return [_run(model, layers, length, pairs) for length in lengths]
     except Exception:
         # Whatever a model's code makes of tensors without values; the planner then has its formula.
         return []
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
 
 
 def _traced(lengths: tuple[int, ...], counted: list[tuple[int, int, int]]) -> Traced:

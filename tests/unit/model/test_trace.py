@@ -196,3 +196,16 @@ def test_growth(sizes, expected):
     grows = trace._fit(trace.LENGTHS, list(sizes), trace.PAIRS_SHARE)
     assert (grows.fixed, grows.token, grows.pair) == pytest.approx(expected, abs=1e-6)
     assert grows.of(768, 768) >= sizes[2] - 1e-6
+
+
+def test_random_numbers_are_neither_used_up_nor_decide():
+    """OPT draws one per layer, and leaves some out."""
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        shapes._known.clear()
+        found.append(describe(config_of("opt", layerdrop=0.5, num_hidden_layers=8)))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1] == found[2]
+    assert any(block.traced for block in found[0].blocks)
