@@ -82,11 +82,11 @@ def _runs(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], lengths: tuple[int, ...], pairs: bool
 ) -> list[tuple[dict[str, tuple[int, int, int]], int]]:
     """A run for each length; none if they fail."""
-    # Models that leave layers out by chance draw numbers: a plan is always the same, and changes not what training draws.
+    # Models that leave layers out by chance draw numbers: plans are always the same, and training draws what it would.
     python, numbers = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # not the GPU's as well
             random.seed(0)
             numpy.random.seed(0)
             return [_run(model, layers, length, pairs) for length in lengths]
