@@ -208,8 +208,6 @@ def _check_run(run: Any) -> None:
     require(isinstance(run, Run), "run", "must be a Run")
     for name in ("micro_batch", "length", "accumulation", "evaluation"):
         require(is_count(getattr(run, name)), f"run.{name}", "must be a whole number, not negative")
-    for name in ("compile", "clipping"):
-        require(isinstance(getattr(run, name), bool), f"run.{name}", "must be true or false")
     require(run.attention is None or isinstance(run.attention, str), "run.attention", "must be a text or null")
 
 

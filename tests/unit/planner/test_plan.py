@@ -83,7 +83,7 @@ def test_it_is_frozen_all_through():
         ("step.busy", {}, "step.busy"), ("step.waited", None, "step.waited"),
         ("step.bottleneck", [], "step.bottleneck"),
         ("run.length", 0, "length"), ("run.length", 10**400, "run.length"), ("run.precision", [], "precision"),
-        ("run.compile", 1, "run.compile"), ("run.attention", 1, "run.attention"), ("run.more", 1, "run has more"),
+        ("run.compile", 1, "compile must"), ("run.attention", 1, "run.attention"), ("run.more", 1, "run has more"),
         ("step.more", 1, "step has more"), ("more", 1, "it has more"),
     ],
 )  # fmt: skip
