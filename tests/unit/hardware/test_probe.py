@@ -1,5 +1,6 @@
 """The probe: limits of containers, the cache, disks, and one real run on the CPU."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -289,6 +290,17 @@ def test_update_rates_replace_estimates_and_are_kept(counted):
     assert "estimated" not in machine.source
     assert probe.probe(device="cpu", update_rates=rates) == machine == probe.probe(device="cpu")
     assert asked == ["cpu"]
+
+
+def test_a_host_that_was_busy_for_some_seconds(monkeypatch):
+    """Launches are measured before, between and after the rest; the best counts."""
+    machine, found = Machine.load("h200-128gb"), iter([1.03e5, 1.4e5, 1.1e5])
+    monkeypatch.setattr(measure, "launches", lambda *_: next(found))
+    first = measure.launches(None, 0.2)
+    gpu = torch.device("cuda", 0)
+    between = probe._at_its_best(first, gpu)
+    last = probe._with_updates(dataclasses.replace(machine, launches=between), gpu, lambda _: {})
+    assert (between, last.launches) == (1.4e5, 1.4e5)
 
 
 def test_unknown_widths_are_refused(counted):
