@@ -163,12 +163,13 @@ class Step:
 
     def begin_pass(self) -> None:
         """A forward begins, of the whole model or of a part of it: calls of a block are counted from here."""
-        self._calls.of_block = Counter()
+        self._calls.of_block, self._calls.step = Counter(), self._steps
 
     def place(self, block: Block) -> Place:
         """A block, and which call of it in this forward: the order of a sum is by place, whatever the timing."""
-        if self._open == 0:
-            # Of a part of the model that was called by itself nobody said that it begins.
+        if self._open == 0 or getattr(self._calls, "step", None) != self._steps:
+            # Nobody said that it begins: a part of the model called by itself, or another thread (a block called inside
+            # another one is called again in autograd's).
             self.begin_pass()
         calls: Counter[int] = self._calls.of_block
         calls[block.index] += 1

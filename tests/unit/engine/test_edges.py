@@ -1,5 +1,6 @@
 """Corners of an engine's life: optimizers the user made, errors that end it, another GPU, another optimizer."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -137,4 +138,28 @@ def test_a_forward_that_nobody_differentiates_takes_no_place_for_good() -> None:
         model(**small.batch()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert max(len(slab.grad.parts) for slab in engine.slabs) == 1
+
+
+def test_another_thread_may_call_a_part_of_the_model() -> None:
+    """Autograd's own thread does, where a block is called inside another one that is computed again."""
+    model, failures = small.llama(), []
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer(lr=1e-3)
+
+    def call() -> None:
+        try:
+            model.model(input_ids=small.batch()["input_ids"]).last_hidden_state.sum().backward()
+        except BaseException as error:
+            failures.append(error)
+
+    for _ in range(3):
+        loss = model(**small.batch()).loss
+        worker = threading.Thread(target=call)
+        worker.start()
+        worker.join()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not failures
     assert max(len(slab.grad.parts) for slab in engine.slabs) == 1
