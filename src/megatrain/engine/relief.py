@@ -66,8 +66,8 @@ class Relief:
         self._device = device
         self._pinned = pinned
         """Bytes of host memory that the GPU can reach now."""
-        self._owner: object | None = None
-        """Stands for this engine among those that limit the GPU."""
+        self._owner: object | None = object()
+        """Stands for this engine among those that limit the GPU; None once it has ended."""
         plan = settings.plan if device.type == "cuda" else None
         # Who decides otherwise than the plan takes another amount.
         follows = plan is not None and all(getattr(settings, name) == value for name, value in plan.settings().items())
@@ -79,18 +79,17 @@ class Relief:
 
     def hold_to_plan(self, held: bool = True) -> None:
         """Whether a plan's figure limits GPU memory, or `max_vram_gb` alone, as evaluation and generation may need."""
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" or self._owner is None:
             return
         if self._plan is not None or self._limit is not None:
             self._grows = inventory.grow_segments()
-        self._owner = self._owner or object()
         cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned())
         planned = self._planned() if self._plan is not None and held and not self._lifted else None
         inventory.limit_vram(self._device, self._owner, VramLimit(cap, planned, self._others))
 
     def let_go(self) -> None:
         """The engine is closed: its limits are nobody else's."""
-        if self._owner is None:
+        if self._device.type == "cpu" or self._owner is None:
             return
         inventory.limit_vram(self._device, self._owner, None)
         self._owner = None

@@ -110,7 +110,7 @@ def limit_vram(device: torch.device, owner: Hashable, limit: VramLimit | None) -
         allowed.append(sum(plans) + min(each.others for each in limits))
     total = torch.cuda.get_device_properties(device).total_memory
     before = _users_share(device)
-    share = min([before, *[nbytes / total for nbytes in allowed]])
+    share = min([before, *[max(0, nbytes) / total for nbytes in allowed]])
     _shares[device] = (before, share)
     torch.cuda.set_per_process_memory_fraction(share, device)
 

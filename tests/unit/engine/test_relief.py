@@ -166,6 +166,14 @@ def test_what_pinned_memory_takes_of_the_gpu_is_inside_the_cap(monkeypatch: pyte
     relief.let_go()
     relief.let_go()
     assert allocator.share == 1.0
+    relief.hold_to_plan()
+    assert allocator.share == 1.0, "it has ended"
+
+
+def test_pinned_memory_that_takes_all_of_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    Relief(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama(), pinned=lambda: 1 << 40).hold_to_plan()
+    assert allocator.share == 0.0
 
 
 def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
