@@ -85,7 +85,8 @@ class _Numpy:
         if last is not None and found and found == last[0] and not last[1]["has_gauss"]:
             return last[1]
         state: dict[str, Any] = numpy.random.get_state(legacy=False)
-        self._last = (found, state)
+        # Another thread may have drawn in between.
+        self._last = (found, state) if self._memory.tobytes() == found else None
         return state
 
     def write(self, state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ embedding must not cut the graph. Outputs are everything that leaves the block (
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,12 @@ class Flow(Protocol):
     def place(self, block: Block) -> Place:
         """Names this call of a block in the present forward: gradients are summed per place."""
 
+    def calls(self) -> Counter[int]:
+        """How often each block has been called in the present forward."""
+
+    def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]:
+        """Inside, places are named as after those calls."""
+
 
 @dataclass
 class _Graph:
@@ -79,6 +86,8 @@ class _Call:
     versions: tuple[int, ...]
     """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
     policy: str
+    calls: Counter[int]
+    """Of blocks, up to this one: those that it calls inside have the same places when it is computed again."""
     parked: dict[int, Parked] = field(default_factory=dict)
     """Policy `offload`: inputs that wait in host memory, by position."""
     graph: _Graph | None = None
@@ -119,7 +128,7 @@ class _Call:
     def rebuild_graph(self, saved: tuple[torch.Tensor | None, ...], views: dict[int, torch.Tensor]) -> _Graph:
         inputs = self.detached(tuple(t for t in saved if t is not None))
         weights = self.block.bind(views, leaves=True)
-        with self.ambient.replayed():
+        with self.ambient.replayed(), self.flow.counting_from(self.calls):
             return _Graph(inputs, weights, self.run(inputs, weights), None)
 
     def check_versions(self) -> None:
@@ -255,7 +264,8 @@ def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any],
     versions = tuple(slab.version for slab in block.slabs)
     ambient = Ambient.capture(flow.device)
     policy = flow.policy(block)
-    call = _Call(flow, block, recipe, differentiable, recording, ambient, flow.place(block), versions, policy)
+    place = flow.place(block)
+    call = _Call(flow, block, recipe, differentiable, recording, ambient, place, versions, policy, flow.calls())
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     emitted, call.emitted = call.emitted, None

@@ -180,6 +180,22 @@ class Step:
                 slab.shared = True
         return (block.index, calls[block.index] - 1)
 
+    def calls(self) -> Counter[int]:
+        """How often each block has been called in this forward."""
+        calls: Counter[int] = self._calls.of_block
+        return calls.copy()
+
+    @contextmanager
+    def counting_from(self, calls: Counter[int]) -> Iterator[None]:
+        """A block is computed again: blocks that it calls inside have the places that they had in the forward."""
+        before = dict(vars(self._calls))
+        self._calls.of_block, self._calls.step = calls.copy(), self._steps
+        try:
+            yield
+        finally:
+            vars(self._calls).clear()
+            vars(self._calls).update(before)
+
     # ---- window
 
     def window(self, tasks: Sequence[Callable[[], Result]], whole: bool) -> list[Result]:
@@ -242,10 +258,10 @@ class Step:
 
     def zero_grad(self) -> None:
         self._updates.abandon()
-        self.activations.forget()
         self._open = 0
         for slab in self.slabs:
             slab.grad.clear()
+        self.activations.forget()
 
     def norm(self) -> float:
         """The global gradient norm of what has been accumulated so far."""

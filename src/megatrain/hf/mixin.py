@@ -236,7 +236,8 @@ class MegaMixin(Checkpoints):
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
-            if self._own_loss or not str(error).startswith("The model did not return a loss"):
+            said = str(error).startswith("The model did not return a loss")
+            if self._own_loss or not said or "labels" in inputs:
                 raise
             # A forward that names no labels may take them all the same, or need none: only its outputs show.
             raise _missing_labels(inputs, ["labels"]) from error
@@ -278,8 +279,8 @@ class MegaMixin(Checkpoints):
                 losses += self.engine.window(tasks[start : start + size], whole=size >= len(tasks))
         if self._in_order() and self.engine.revisits and not self._looked:
             announce(
-                "compute_loss passes blocks more than once per micro-batch: micro-batches run one after the other, so "
-                "that gradients are added in order"
+                "micro-batches pass blocks more than once (two forwards or backwards in one training step): "
+                "they run one after the other, so that gradients are added in order"
             )
         self._looked = True
         return losses
@@ -287,10 +288,11 @@ class MegaMixin(Checkpoints):
     def _in_order(self) -> bool:
         """Whether micro-batches must run one after the other, whatever there is room for.
 
-        A loss of one's own may pass a block twice, and a window then adds gradients in another order than they come in
-        one by one. The first step shows it; bits must not depend on how much memory is free.
+        A loss or a step of one's own may pass a block twice; a window then adds gradients in another order than they
+        come in one by one. The first step shows it: bits must not depend on how much memory is free.
         """
-        return not self._stock_method("compute_loss") and (self.engine.revisits or not self._looked)
+        stock = self._stock_method("compute_loss") and self._stock_method("training_step")
+        return not stock and (self.engine.revisits or not self._looked)
 
     def _final_backward(self) -> AbstractContextManager[None]:
         """Let updates start in the backward, unless somebody wants to look at the gradients before the step."""

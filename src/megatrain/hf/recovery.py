@@ -141,7 +141,11 @@ class RamStop(TrainerCallback):
         reason, self.reason = self.reason, None
         if reason is None:
             return
-        assert self.sealed is not None
+        if self.sealed is None:
+            raise OutOfRam(
+                f"{reason}, so the run was ended; nothing was saved that can be resumed, since this Trainer saves in a "
+                "way of its own. Weights and optimizer states are whole: save them, then free memory."
+            )
         step, folder = self.sealed
         raise OutOfRam(
             f"{reason}, so the run was ended after step {step} and saved in {folder}; free memory, then "

@@ -164,10 +164,17 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision="fp32" if loaded == torch.float32 else "bf16",
-        attention=str(getattr(text, "_attn_implementation", None) or "sdpa"),
+        attention=_attention(model),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         guessed=tuple(sorted(guessed)),
     )
+
+
+def _attention(model: torch.nn.Module) -> str:
+    """What transformers chose when it built the model: it is not in a config that was only read."""
+    config = config_of(model)
+    chosen = None if config is None else getattr(config.get_text_config(), "_attn_implementation", None)
+    return str(chosen or "sdpa")
 
 
 _known: dict[tuple[Any, ...], dict[str, Traced]] = {}
@@ -185,13 +192,13 @@ def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, Traced]:
     if text.model_type in FORMULA:
         return {}
     chosen = [getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation")]
-    key = type(model), config.to_json_string(), *chosen
-    if key not in _known:
-        try:
+    try:
+        key = type(model), config.to_json_string(), *chosen, *layers
+        if key not in _known:
             twin = skeleton(config, type(model))
-        except SettingsError:
-            return {}  # a model that its config alone does not make
-        _known[key] = trace(twin, layers, bool(getattr(config, "is_encoder_decoder", False)))
+            _known[key] = trace(twin, layers, bool(getattr(config, "is_encoder_decoder", False)))
+    except (SettingsError, TypeError):
+        return {}  # a model that its config alone does not make, or a config that cannot be written
     return _known[key]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def skeleton(config: Any, cls: Any = None) -> torch.nn.Module:
     """The model without weights: of a class, else of that which the config names, else of the one that fits it best."""
     import transformers
 
+    # Constructors write to it.
+    config = copy.deepcopy(config)
     asked = next(iter(getattr(config, "architectures", None) or ()), None)
     cls = cls or (getattr(transformers, asked, None) if asked else None)
     try:

@@ -23,6 +23,8 @@ LENGTHS = (256, 512, 768)
 """Tokens in a sequence; multiples of the chunks that mixers cut sequences into (64 to 256)."""
 STEPS = (8, 16, 24)
 """The same for layers that go through a sequence token by token, which is slow, or whose positions end before that."""
+MOST_ANSWERS = 10_000
+"""In one run: a loop that waits for a value would never end."""
 PAIRS_SHARE = 0.05
 """Growth with the square of the length is believed if it is this share of what the longest sequence takes (of shorter
 ones, less in proportion): scores of attention are more by then, and peaks that change places are less."""
@@ -59,7 +61,9 @@ def trace(model: torch.nn.Module, layers: Iterable[str], pairs: bool) -> dict[st
     `model` is on the meta device; `pairs`: it has an encoder and a decoder.
     """
     model.to(torch.bfloat16).train()
-    named = {name: model.get_submodule(name) for name in layers}
+    # A model may have been given layers that its config does not have.
+    there = dict(model.named_modules())
+    named = {name: there[name] for name in layers if name in there}
     short = _runs(model, named, STEPS[:2], pairs)
     if not short:
         return {}
@@ -243,9 +247,16 @@ class _Live(TorchDispatchMode):
 class _Fused(TorchFunctionMode):
     """Attention as GPUs have it, and answers where the model asks for values: no token is padding, masks hide none."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers = 0
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.Tensor.__bool__, torch.Tensor.__contains__) and args[0].is_meta:
+            self._answers += 1
+            if self._answers > MOST_ANSWERS:
+                raise RecursionError(f"the model asked for a value {MOST_ANSWERS:,} times")
             return func is torch.Tensor.__bool__
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))[:3]

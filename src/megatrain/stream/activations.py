@@ -131,7 +131,7 @@ class Activations:
 
 def _arrived(loan: _Loan) -> torch.Tensor | None:
     """What a loan's content came back to, if it did. Compute must not use that memory before the copy has been made."""
-    if loan.target is not None:
-        loan.last.order()
     target, loan.target = loan.target, None
+    if target is not None:
+        loan.last.order()
     return target

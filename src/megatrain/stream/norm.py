@@ -145,6 +145,8 @@ def _fused_kernel() -> Callable[..., torch.Tensor] | None:
     try:
         module = importlib.import_module("megatrain.stream.norm_triton")
         module.fused_square_sum(torch.zeros(3 * CHUNK, device="cuda"))
+    except torch.OutOfMemoryError:
+        raise  # that says nothing of Triton
     except Exception as reason:
         announce(f"Triton cannot be used here ({type(reason).__name__}): gradient norms take longer on the GPU")
         return None

@@ -1,12 +1,15 @@
 """Corners of an engine's life: optimizers the user made, errors that end it, another GPU, another optimizer."""
 
+import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from tests import small
 from tests.tiny import Stack, engine_of, inputs
+from torch import nn
 
 import megatrain as mt
 from megatrain.stream.lanes import ThreadLanes
@@ -163,3 +166,48 @@ def test_another_thread_may_call_a_part_of_the_model() -> None:
         optimizer.zero_grad()
     assert not failures
     assert max(len(slab.grad.parts) for slab in engine.slabs) == 1
+
+
+class Calling(nn.Module):
+    """A layer that calls a module which is not its own, as hybrids with shared attention do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.own, self.inner = nn.Linear(16, 16), [inner]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner[0](torch.tanh(self.own(x)))
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Calling(self.shared) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one-thread", "autograd-thread"])
+def test_a_block_called_inside_others_has_a_buffer_per_place_whatever_thread_differentiates(apart: bool) -> None:
+    """On a GPU the backward, and with it what is computed again, runs in a thread of autograd's."""
+    torch.manual_seed(0)
+    model = Sharing()
+    plain = copy.deepcopy(model)
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer(lr=1e-3)
+    with ThreadPoolExecutor(1) as pool:
+        for step in range(2):
+            for seed in range(4):
+                x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
+                loss = model(x).square().mean()
+                pool.submit(loss.backward).result() if apart else loss.backward()
+                plain(x).square().mean().backward()
+            if step == 0:
+                assert torch.allclose(model.shared.weight.grad, plain.shared.weight.grad, rtol=1e-5, atol=1e-7)
+            assert {slab.name: len(slab.grad.parts) for slab in engine.slabs}["shared"] == 2
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,10 +1,11 @@
 """What a trace without values counts is what layers keep on the CPU, and no less than their peaks."""
 
+import copy
 import time
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from megatrain.model import shapes, trace
 from megatrain.model.shapes import describe
@@ -209,3 +210,36 @@ def test_random_numbers_are_neither_used_up_nor_decide():
         assert torch.equal(torch.get_rng_state(), before)
     assert found[0] == found[1] == found[2]
     assert any(block.traced for block in found[0].blocks)
+
+
+class Waiting(GPT2LMHeadModel):
+    """Goes on until a value is reached, which tensors without values never do."""
+
+    def forward(self, input_ids=None, **more):
+        left = input_ids.float()
+        while (left > 0.5).any():
+            left = left / 2
+        return super().forward(input_ids=input_ids, **more)
+
+
+def test_models_that_their_config_does_not_make_are_planned_all_the_same():
+    def made(cls=GPT2LMHeadModel, layers=3):
+        return cls(config_of("gpt2", n_layer=layers)).to(torch.bfloat16)
+
+    grown, odd, cut = made(), made(layers=4), made(layers=5)
+    grown.transformer.h.append(copy.deepcopy(grown.transformer.h[0]))
+    odd.config.unheard_of = torch.nn.ReLU()
+    cut.transformer.h = cut.transformer.h[:2]
+    for model in (grown, odd, cut, made(Waiting)):
+        before = {name: repr(value) for name, value in vars(model.config).items()}
+        assert describe(model).parameters == sum(p.numel() for p in model.parameters())
+        assert {name: repr(value) for name, value in vars(model.config).items()} == before
+    # What was counted of a part of it says nothing of the rest.
+    assert all(block.traced for block in describe(made(layers=5)).blocks if block.kind == "layer")
+
+
+def test_a_config_is_left_as_it_was():
+    config = AutoConfig.for_model("llava")
+    config.text_config.dtype, config.vision_config.dtype = torch.bfloat16, torch.float32
+    describe(config)
+    assert (config.text_config.dtype, config.vision_config.dtype) == (torch.bfloat16, torch.float32)
