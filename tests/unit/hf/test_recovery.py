@@ -413,3 +413,15 @@ def test_an_evaluation_that_runs_out_of_ram_leaves_a_checkpoint(
     with pytest.raises(OutOfRam, match="none left"):
         trainer.train()
     assert last_complete(str(tmp_path)).endswith("checkpoint-2")
+
+
+class SavesElsewhere(mt.Trainer):
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """To a place that nobody knows of."""
+
+
+def test_a_trainer_that_saves_in_its_own_way_and_is_short_of_ram(tmp_path: Path) -> None:
+    trainer = SavesElsewhere(model=small.llama(), args=small.arguments(tmp_path), train_dataset=small.rows())
+    short_after(trainer, 1)
+    with pytest.raises(OutOfRam, match="nothing was saved that can be resumed"):
+        trainer.train()

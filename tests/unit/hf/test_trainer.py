@@ -544,3 +544,16 @@ def test_resuming_with_changed_arguments_is_as_stock(tmp_path: Path, changes: di
         runs.append(trainer)
     assert len(tiny.losses(runs[0])) == changes.get("max_steps", 6)
     assert_equal_runs(*runs)
+
+
+def test_a_model_without_a_head_is_not_told_to_add_labels(tmp_path: Path) -> None:
+    headless = transformers.LlamaModel(tiny.llama().config)
+    trainer = mt.Trainer(
+        model=headless,
+        args=tiny.arguments(tmp_path, remove_unused_columns=False),
+        train_dataset=tiny.rows(),
+        data_collator=transformers.default_data_collator,
+    )
+    with pytest.raises((ValueError, TypeError)) as error:
+        trainer.train()
+    assert not isinstance(error.value, MissingLabels) or "labels but none of labels" not in str(error.value)

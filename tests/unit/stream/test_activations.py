@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 
 from megatrain.store.ram import HostMemory
@@ -80,3 +81,22 @@ def test_the_next_forward_may_use_the_buffer_again():
     assert target() is None
     assert "ordered" in lane.seen[1:]
     assert [activations.take(one)[0, 0].item() for one in again[::-1]] == [2.0, 1.0, 0.0]
+
+
+def test_a_copy_that_failed_is_said_once():
+    activations, _ = made()
+    given_up(activations)
+    failing = [loan for loan in activations._free if loan.target is not None]
+    failing[0].last = Failed()
+    with pytest.raises(RuntimeError, match="the link is gone"):
+        activations.forget()
+    activations.forget()
+    assert all(loan.target is None for loan in activations._free)
+
+
+class Failed(Late):
+    def __init__(self):
+        pass
+
+    def order(self):
+        raise RuntimeError("the link is gone")
