@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatrain.hardware.machine import Machine, Reach
+from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
-from megatrain.planner.asked import machine_of, run_of
+from megatrain.planner.asked import machine_of, run_or
 from megatrain.planner.plan import Plan
 from megatrain.planner.questions import Answer, largest_batch, largest_context, largest_model
 from megatrain.planner.refuse import Refusal, Suggestion
 from megatrain.planner.run import Run
-from megatrain.planner.search import OffloadDir, solve
+from megatrain.planner.search import solve
 from megatrain.planner.simulate import StepEstimate
 
 __all__ = [
@@ -21,37 +21,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-def plan(
-    model_or_config: Any,
-    *,
-    machine: Machine | str | os.PathLike[str] | None = None,
-    batch: int = 1,
-    length: int = 2048,
-    accumulation: int = 1,
-    optimizer: str = "adamw",
-    clipping: bool = True,
-    evaluation: int = 0,
-    predictions: bool = True,
-    max_vram_gb: float | None = None,
-    max_ram_gb: float | None = None,
-    offload_dir: OffloadDir | None = None,
-    optimizer_compression: bool | str = False,
-    precision: str | None = None,
-    compile: bool = False,
-    reach: Reach | None = None,
-) -> Plan:
+def plan(model_or_config: Any, *, machine: Machine | str | os.PathLike[str] | None = None, **options: Any) -> Plan:
     """The fastest plan for a model, a config or a name, on a machine (its name, a path, or a `Machine`).
 
-    `batch` × `length` tokens are a micro-batch, `accumulation` of them a step, `evaluation` tokens a batch of the
-    evaluation (0: none), of which logits (`predictions`) or the loss alone are looked at; the other settings mean what
-    they mean in `mt.init`; `reach` is what can be had of the machine now (None: all of it). Raises `NotEnoughMemory`
-    with what would make it fit.
+    `options` are those of `planner/asked.py`: `batch` × `length` tokens are a micro-batch, `accumulation` of them a
+    step, `evaluation` tokens a batch of the evaluation (0: none), of which logits (`predictions`) or the loss alone are
+    looked at; the other settings mean what they mean in `mt.init`; `reach` is what can be had of the machine now (None:
+    all of it). Raises `NotEnoughMemory` with what would make it fit.
     """
     where, shape = machine_of(machine), describe(model_or_config)
-    run, limits = run_of(
-        shape.precision, batch=batch, length=length, accumulation=accumulation, optimizer=optimizer, clipping=clipping,
-        evaluation=evaluation, predictions=predictions, max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb,
-        offload_dir=offload_dir, optimizer_compression=optimizer_compression, precision=precision, compile=compile,
-        reach=reach,
-    )  # fmt: skip
+    run, limits = run_or(None, shape.precision, options)
     return solve(shape, where, run, **limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -56,8 +57,14 @@ def run_of(
     return run, limits
 
 
+OPTIONS = tuple(inspect.signature(run_of).parameters)[1:]
+"""What `plan` and the inverse questions take beside a model and a machine."""
+
+
 def run_or(run: Run | None, loaded: str, options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     """A run that was given, with limits beside it; or the one that the options describe."""
+    if unknown := [name for name in options if name not in OPTIONS]:
+        raise TypeError(f"unknown option {', '.join(unknown)}; a plan takes {', '.join(OPTIONS)}.")
     if run is None:
         return run_of(loaded, **options)
     if not isinstance(run, Run):

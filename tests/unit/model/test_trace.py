@@ -75,14 +75,18 @@ def on_the_cpu(config, name):
     return sum(kept.values()), live.peak - there
 
 
-@pytest.mark.parametrize("kind", COUNTED)
-def test_what_is_counted_is_what_the_cpu_keeps(kind):
-    config = config_of(kind)
+def last_layer(config):
+    """A model's shape, its last layer, and what that takes on the CPU."""
     shape = describe(config)
     assert shape.guessed == ()
     block = [block for block in shape.blocks if block.kind == "layer"][-1]
+    return shape, block, *on_the_cpu(config, block.name)
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_what_is_counted_is_what_the_cpu_keeps(kind):
+    shape, block, kept, peak = last_layer(config_of(kind))
     assert block.traced is not None
-    kept, peak = on_the_cpu(config, block.name)
     run = Run(length=LENGTH)
     planned = graph_bytes(block, run, shape.attention)
     assert kept * 0.95 <= planned <= kept * 1.25
@@ -93,12 +97,8 @@ def test_what_is_counted_is_what_the_cpu_keeps(kind):
 
 @pytest.mark.parametrize("kind", FORMULA)
 def test_families_of_the_formula_keep_it(kind):
-    config = config_of(kind)
-    shape = describe(config)
-    assert shape.guessed == ()
-    block = [block for block in shape.blocks if block.kind == "layer"][-1]
+    shape, block, kept, _ = last_layer(config_of(kind))
     assert block.traced is None
-    kept, _ = on_the_cpu(config, block.name)
     assert kept * 0.95 <= graph_bytes(block, Run(length=LENGTH), shape.attention) <= kept * 1.6
 
 

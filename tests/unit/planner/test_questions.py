@@ -95,3 +95,9 @@ def test_they_are_public_and_measure_this_machine(monkeypatch):
     assert mt.largest_context(shape, batch=2).value == largest_context(shape, cpu_only(20 * GB), batch=2).value
     assert mt.largest_model(family=[shape]).plan.machine == "cpu"
     assert mt.largest_batch(shape, H200, Run()).plan.machine == H200
+
+
+def test_an_option_that_nobody_knows_is_named():
+    for ask in (plan, largest_batch):
+        with pytest.raises(TypeError, match=r"unknown option bach; a plan takes batch, length, "):
+            ask(dense_shape(8, 8), machine="gh200", bach=2)
