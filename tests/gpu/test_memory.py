@@ -169,6 +169,18 @@ def test_a_cap_lasts_as_long_as_its_engine():
     assert allowed() == whole, "nobody has it any more"
 
 
+def test_an_engine_that_was_dropped_holds_nothing():
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            mt.Engine(small.llama(**SHAPE), device="cuda", resident=("*",))
+        assert torch.cuda.memory_allocated() > 2 * GIB - CUDA_CONTEXT_BYTES, "in cycles"
+        mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=2.0).close()
+    finally:
+        gc.enable()
+
+
 def test_pinned_memory_takes_what_is_planned_for_it():
     torch.zeros(1, device="cuda")
     memory = HostMemory(pin=True, threads=8)

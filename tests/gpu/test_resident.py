@@ -15,6 +15,7 @@ def test_lossless_checkpoints_of_resident_blocks(tmp_path) -> None:
     optimizer.step()
     engine.save(tmp_path, optimizer)
     engine.load(tmp_path, optimizer)
+    engine.close()
 
 
 class Wide(torch.nn.Module):

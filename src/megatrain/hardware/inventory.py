@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Hashable
@@ -152,11 +153,16 @@ def held_beside(device: torch.device, model: torch.nn.Module) -> int:
     """Bytes of the GPU that tensors of this process hold beside a model: another one, another engine's."""
     if device.type == "cpu":
         return 0
-    return max(0, torch.cuda.memory_allocated(device) - _bytes_on(device, model))
+    held = torch.cuda.memory_allocated(device) - _bytes_on(device, model)
+    if held > 0:
+        _let_go_of_what_was_dropped()
+        held = torch.cuda.memory_allocated(device) - _bytes_on(device, model)
+    return max(0, held)
 
 
 def within_reach(device: torch.device, model: torch.nn.Module) -> Reach:
     """What training this model could have now: what is free, what it has itself, and the process's bare needs."""
+    _let_go_of_what_was_dropped()
     ram = available_ram() + min(own_ram(), _bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
     if device.type == "cpu":
         return Reach(ram=ram)
@@ -166,6 +172,13 @@ def within_reach(device: torch.device, model: torch.nn.Module) -> Reach:
     held = held_beside(device, model)
     share = int(_users_share(device) * total) + CUDA_CONTEXT_BYTES - held
     return Reach(vram=max(0, min(total, vram, share)), ram=ram, held=held)
+
+
+def _let_go_of_what_was_dropped() -> None:
+    """A model and its engine refer to each other, as do tries that failed: they are there until Python collects."""
+    # The first time ends the lanes of engines that nobody has any more, the second frees what those held.
+    gc.collect()
+    gc.collect()
 
 
 def _bytes_on(device: torch.device, model: torch.nn.Module) -> int:

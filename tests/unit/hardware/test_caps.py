@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.tiny import Stack, engine_of
 
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
@@ -154,3 +157,16 @@ def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest
     assert inventory.within_reach(cpu, model) == Reach(ram=10 * GIB + PROCESS_BYTES + (4 << 20))
     monkeypatch.setattr(inventory, "own_ram", lambda: 1 << 20)
     assert inventory.within_reach(cpu, model).ram == 10 * GIB + (1 << 20)
+
+
+def test_what_was_dropped_is_not_held() -> None:
+    model = Stack()
+    gc.collect()
+    gc.disable()
+    try:
+        slab = weakref.ref(engine_of(Stack()).slabs[0])
+        assert slab() is not None, "in a cycle"
+        inventory.within_reach(torch.device("cpu"), model)
+    finally:
+        gc.enable()
+    assert slab() is None
