@@ -76,6 +76,8 @@ class Relief:
         """Held by this process for something else: a reference model, another engine."""
         self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._others)
         self._lifted = self._grows = False
+        self._window = self._plan.window if self._plan is not None else 1
+        """Most micro-batches that have passed a block together."""
 
     def hold_to_plan(self, held: bool = True) -> None:
         """Whether a plan's figure limits GPU memory, or `max_vram_gb` alone, as evaluation and generation may need."""
@@ -83,9 +85,15 @@ class Relief:
             return
         if self._plan is not None or self._limit is not None:
             self._grows = inventory.grow_segments()
-        cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned())
+        cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned(), self._window)
         planned = self._planned() if self._plan is not None and held and not self._lifted else None
         inventory.limit_vram(self._device, self._owner, VramLimit(cap, planned, self._others))
+
+    def seated(self, window: int) -> None:
+        """So many micro-batches pass a block together, each in a thread of its own: what those take is inside a cap."""
+        if window > self._window:
+            self._window = window
+            self.hold_to_plan()
 
     def let_go(self) -> None:
         """The engine is closed: its limits are nobody else's."""
@@ -154,13 +162,17 @@ class Relief:
             return missing
         # A segment that does not grow is one stream's for good, and what stays on the GPU is another's.
         roles: dict[str, int] = self._plan.memory["vram"]
-        return min(missing, roles["activations"] + roles["workspace"] - outside_allocator(self._plan.memory))
+        return min(missing, roles["activations"] + roles["workspace"] - self._outside())
 
     def _planned(self) -> int:
         """What PyTorch's allocator may have by the plan."""
         assert self._plan is not None
         planned: int = self._plan.total("vram")
-        return planned - outside_allocator(self._plan.memory)
+        return planned - self._outside()
+
+    def _outside(self) -> int:
+        assert self._plan is not None
+        return outside_allocator(self._plan.memory, self._plan.window)
 
     @property
     def leanest(self) -> bool:

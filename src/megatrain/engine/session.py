@@ -163,6 +163,7 @@ class Engine:
         once, so that a sum may be rounded to the gradient dtype before it travels. If a task fails, its error is raised
         and all gradients of the step are dropped.
         """
+        self.relief.seated(len(tasks))
         return self._step.window(tasks, whole)
 
     def window_size(self, batch: Any) -> int:

@@ -25,6 +25,11 @@ H200 (benchmarks/results/2026-11-15-h200.md)."""
 PINNED_PER_BYTE = 512
 """Bytes of host memory that the GPU can reach for each byte of its own that this takes: an entry of 8 bytes per page of
 4 KiB. 50 GiB took 0.09 GiB on an H200."""
+THREAD_BYTES = 72 << 20
+"""The same for each further micro-batch of a window: it computes in a thread of its own, for which cuBLAS keeps a
+handle. Eight of 1B took 0.43 GiB more than two on an H200."""
+THREADS = 2
+"""Threads that are in CUDA_CONTEXT_BYTES already."""
 PROCESS_BYTES = 1434 << 20
 """RAM of the interpreter, PyTorch, transformers and the driver: 1.02 to 1.17 GiB beside their state in nineteen runs
 there."""
@@ -32,9 +37,12 @@ there."""
 _SHIPPED = Path(__file__).parent / "machines"
 
 
-def cuda_bytes(pinned: int) -> int:
-    """GPU memory outside PyTorch's allocator in a process that has pinned so much host memory."""
-    return CUDA_CONTEXT_BYTES + pinned // PINNED_PER_BYTE
+def cuda_bytes(pinned: int, window: int = 1) -> int:
+    """GPU memory outside PyTorch's allocator in a process that has pinned so much host memory.
+
+    `window`: micro-batches that pass a block together.
+    """
+    return CUDA_CONTEXT_BYTES + pinned // PINNED_PER_BYTE + THREAD_BYTES * max(0, window - THREADS)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ ATTENTION = 4
 LSE_BYTES = 4
 """The log of the sum of exponentials, per head."""
 SCORE_BYTES = 10
-"""Attention computed eagerly keeps scores: bytes per head, query and key (gemma2 on the CPU: 9)."""
+"""Attention computed eagerly keeps scores: bytes per head, query and key (gemma2 in BF16 on the CPU: 9)."""
+WRITTEN_BYTES = (4, 8)
+"""The same of FP32 attention that no kernel computes: in the graph, and beside it (counted on the meta device)."""
 ROUTER_BYTES = 16
 """Per expert: logits and softmax in FP32, and what chooses from them."""
 
@@ -63,13 +65,29 @@ def input_bytes(block: BlockShape, run: Run) -> int:
     return run.micro_tokens * block.hidden_size * run.itemsize
 
 
+def written_out(block: BlockShape, run: Run, attention: str) -> bool:
+    """Whether PyTorch writes scores of its own attention out: in FP32 it has no kernel for heads that share keys."""
+    return attention == "sdpa" and run.precision == "fp32" and 0 < block.kv_heads < block.heads
+
+
+def _scores(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
+    """Bytes of scores per token: in a layer's graph, and beside it."""
+    pairs = block.heads * run.length
+    if attention == "eager":
+        return SCORE_BYTES * pairs, 0
+    if written_out(block, run, attention):
+        return WRITTEN_BYTES[0] * pairs, WRITTEN_BYTES[1] * pairs
+    return 0, 0
+
+
 def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
     if block.traced is not None:
         # Compiled, it keeps no more; how much less has been measured for other layers only.
-        return _traced(block, block.traced.graph, run, run.micro_tokens)
+        return _traced(block.traced.graph, run, run.micro_tokens, _scores(block, run, _added(run, attention))[0])
     kept = COMPILED if run.compile else EAGER
-    heads = block.attention_width + block.kv_width
+    keys = block.attention_width if written_out(block, run, attention) else block.kv_width
+    heads = block.attention_width + keys
     per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
     per_token += (ATTENTION + (kept.head_norm if block.head_norms else 0)) * heads + LSE_BYTES * block.heads
     if block.experts:
@@ -78,15 +96,17 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
         per_token += CLAMPED_MLP * block.intermediate_size if block.expert_biases else 0
     else:
         per_token += kept.mlp * block.intermediate_size
-    if attention == "eager":
-        per_token += SCORE_BYTES * block.heads * run.length
-    return int(per_token * run.micro_tokens * run.itemsize / 2)
+    return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * _scores(block, run, attention)[0]
 
 
-def _traced(block: BlockShape, counted: Grows, run: Run, tokens: int) -> int:
-    """Bytes of so many tokens; scores are added where the run asks for them and the model was counted without."""
-    scores = SCORE_BYTES * block.heads * run.length if run.attention == "eager" and not counted.pair else 0
-    return int((counted.of(tokens, run.length) + tokens * scores) * run.itemsize / 2)
+def _added(run: Run, attention: str) -> str:
+    """How attention is computed, unless the model was counted with it."""
+    return attention if attention == "sdpa" else run.attention or ""
+
+
+def _traced(counted: Grows, run: Run, tokens: int, scores: int) -> int:
+    """Bytes of so many tokens; scores are added where there are any and the model was counted without."""
+    return int(counted.of(tokens, run.length) * run.itemsize / 2) + (0 if counted.pair else tokens * scores)
 
 
 def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> int:
@@ -101,11 +121,14 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     last = weights // 3 if block.experts else block.hidden_size * block.intermediate_size * run.itemsize
     rows = 2 * block.experts_per_token * inputs
     graph = graph_bytes(block, run, attention)
+    beside = _scores(block, run, attention)[1]
     early = last + rows + (width + inputs if run.compile else 2 * width)
     if block.traced is not None:
         # How much of the graph is given back before which gradient of a weight comes is not known: all are counted.
-        early = weights + _traced(block, block.traced.work, run, run.micro_tokens)
-    extra = max(early, weights + 2 * inputs - graph)
+        beside = _scores(block, run, _added(run, attention))[1]
+        early = weights + _traced(block.traced.work, run, run.micro_tokens, beside)
+    # When scores come the MLP is done, but for the gradients of its weights.
+    extra = max(early, weights + 2 * inputs - graph, weights + 2 * inputs + run.micro_tokens * beside if beside else 0)
     # A graph that is made again has an input and an output of its own.
     return extra + (0 if stored else graph + 2 * inputs)
 
@@ -152,8 +175,9 @@ def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """Peak of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
     if block.traced is not None:
         flowing = 2 * block.hidden_size * run.evaluation * run.itemsize
-        return _traced(block, block.traced.forward, run, run.evaluation) + flowing
-    scores = SCORE_BYTES * block.heads * run.length if attention == "eager" else 0
+        scores = max(_scores(block, run, _added(run, attention)))
+        return _traced(block.traced.forward, run, run.evaluation, scores) + flowing
+    scores = max(_scores(block, run, attention))
     # Experts are given rows of their own, and give as many.
     rows = 2 * block.experts_per_token * block.hidden_size
     return run.evaluation * ((3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.planner.activations import chunk_tokens, input_bytes
+from megatrain.planner.activations import chunk_tokens, input_bytes, written_out
 from megatrain.planner.memory import State, state_of
 from megatrain.planner.run import Run
 
@@ -44,6 +44,12 @@ LOGIT_TRAFFIC = 78
 for sums of weight gradients (next line), the rest is this."""
 CHUNK_TRAFFIC = 12
 """Bytes moved per weight of the head and chunk: its gradient is written, read and added to the FP32 sum."""
+ATTENTION_RAMP = 850
+"""Tokens of a sequence at which attention reaches half of what it reaches of long ones (`Machine.attention` is its rate
+at 2048)."""
+MEASURED_LENGTH = 2048
+WRITTEN_TRAFFIC = 8
+"""Bytes moved per score that is written out, in a seventh of attention, forward and backward."""
 HOST_OPERATIONS = {False: (220, 700), True: (150, 600)}
 """Compiled → what a layer's forward and backward keep the host busy with, in small operations (`Machine.launches`). A
 step of 1.5B, all of it in VRAM and every graph stored, took 6.4 ms per layer and micro-batch at 155,000 a second."""
@@ -188,8 +194,13 @@ class Costs:
         length = self.run.length
         seen = min(length, 2 * block.span) if block.span and self.attention != "eager" else length
         flops = length * seen * block.attention_width * self.run.micro_batch
-        # Computed eagerly, the half that the mask hides is computed too.
-        return 2 * flops / self._matmul if self.attention == "eager" else flops / self._attention
+        if written_out(block, self.run, self.attention):
+            pairs = length * length * block.heads * self.run.micro_batch
+            return 2 * flops / self._matmul + WRITTEN_TRAFFIC * pairs / self._hbm
+        if self.attention == "eager":
+            # The half that the mask hides is computed too.
+            return 2 * flops / self._matmul
+        return flops / self._attention * (1 + ATTENTION_RAMP / seen) / (1 + ATTENTION_RAMP / MEASURED_LENGTH)
 
     def _head(self, block: BlockShape) -> float:
         """Head and loss in chunks, with their gradients, which are taken at once."""

@@ -139,9 +139,9 @@ class Account:
         return {tier: dict(zip(ROLES, getattr(self, tier), strict=True)) for tier in TIERS}
 
 
-def outside_allocator(memory: Mapping[str, Mapping[str, int]]) -> int:
+def outside_allocator(memory: Mapping[str, Mapping[str, int]], window: int) -> int:
     """Of a plan's VRAM, by tier and role, what CUDA takes beside PyTorch's allocator."""
-    return cuda_bytes(_pinned([memory["ram"][role] for role in ROLES]))
+    return cuda_bytes(_pinned([memory["ram"][role] for role in ROLES]), window)
 
 
 def _pinned(ram: Sequence[int]) -> int:
@@ -171,6 +171,7 @@ class Ledger:
         self._work = lru_cache(maxsize=None)(lambda s: workspace_bytes(shape, run, self.attention, s))
         self._rings = lru_cache(maxsize=None)(self._weight_rings)
         self._role_sums = lru_cache(maxsize=None)(self._sum_roles)
+        self._staging = lru_cache(maxsize=None)(self._staging_bytes)
         self._home = lru_cache(maxsize=None)(self._home_bytes)
         self._gone = lru_cache(maxsize=None)(self._disk_bytes)
         self._rest_slabs = self._slabs(self.rest)
@@ -206,7 +207,7 @@ class Ledger:
         host = PROCESS_BYTES + min(decision.disk, STAGES) * largest
         ram = [there[0], there[1] - gone_residuals, there[2] - gone_moments, there[3] + staging, parked, host]
         if self.gpu:
-            vram[5] += cuda_bytes(_pinned(ram)) + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
+            vram[5] += cuda_bytes(_pinned(ram), window) + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
         else:
             vram, ram = [0] * 6, [a + b for a, b in zip(ram, vram, strict=True)]
         return Account(tuple(vram), tuple(ram), (0, gone_residuals, gone_moments, 0, 0, 0))
@@ -214,7 +215,7 @@ class Ledger:
     def allocated(self, decision: Decision) -> int:
         """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
         account = self.account(decision)
-        whole = account.total("vram") - cuda_bytes(_pinned(account.ram)) - SLACK_BYTES
+        whole = account.total("vram") - cuda_bytes(_pinned(account.ram), decision.window) - SLACK_BYTES
         return int(whole / (1 + SLACK_SHARE))
 
     def stored_limit(self, decision: Decision, room: int) -> int:
@@ -239,10 +240,14 @@ class Ledger:
         # One input ahead of the backward for each micro-batch, and the few that are leaving.
         return held + (window + PARKING) * self._widest, window * (inputs + self._widest)
 
-    def _staging(self, rest: bool, layers: int) -> tuple[int, int]:
+    def _staging_bytes(self, rest: bool, layers: int) -> tuple[int, int]:
         """For gradients that are added one by one: bytes on the device (resident blocks) and in RAM (streamed ones)."""
-        room = STAGING * max((nbytes for nbytes, _, _, _ in self._grad_rings), default=0)
-        return room if rest or layers else 0, room if not rest or layers < len(self.layers) else 0
+        streamed = set(self._streamed(rest, layers))
+        resident = [i for i in range(len(self.states)) if i not in streamed]
+        largest = [
+            max((n for n, _, _ in self._slabs([*blocks], trains=True)), default=0) for blocks in (resident, streamed)
+        ]
+        return STAGING * largest[0], STAGING * largest[1]
 
     def _grad_slots(self, slots: int) -> int:
         """Gradients of resident blocks pass them too: rings do not depend on where state lies."""

@@ -22,6 +22,8 @@ from megatrain.store.ticket import DONE, Ticket
 
 PIECE = 1 << 18
 """Elements that are split at once, so that temporaries stay small beside a block."""
+ADDED = 1 << 20
+"""The same of a BF16 gradient that is added to an FP32 sum on the CPU, where PyTorch first makes an FP32 copy of it."""
 
 
 class Slab:
@@ -303,7 +305,9 @@ def add_segments(
                 yield total[start - begin : end - begin], flat[start:end]
 
     for target, values in within(indices & known):
-        target.add_(values)
+        size = target.numel() if target.is_cuda or target.dtype == values.dtype else ADDED
+        for part, piece in zip(target.split(size), values.split(size), strict=True):
+            part.add_(piece)
     for target, values in within(indices - known):
         target.copy_(values)
 

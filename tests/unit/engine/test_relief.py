@@ -13,7 +13,7 @@ from megatrain.engine.relief import GRANULARITY, SETTLED, Relief
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.hardware.inventory import GIB
-from megatrain.hardware.machine import Machine, cuda_bytes
+from megatrain.hardware.machine import THREAD_BYTES, Machine, cuda_bytes
 from megatrain.planner import plan
 from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
@@ -79,7 +79,7 @@ def relief_of(**settings: Any) -> tuple[Relief, int]:
     followed = Settings(plan=decided, **decided.settings(), **settings)
     relief = Relief(followed, GPU, small.llama())
     relief.hold_to_plan()
-    return relief, decided.total("vram") - outside_allocator(decided.memory)
+    return relief, decided.total("vram") - outside_allocator(decided.memory, decided.window)
 
 
 def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.
     roles = relief._plan.memory["vram"]  # type: ignore[union-attr]
     assert allocator.reserved == min(
         planned - GRANULARITY,
-        roles["activations"] + roles["workspace"] - outside_allocator(relief._plan.memory),  # type: ignore[union-attr]
+        roles["activations"] + roles["workspace"] - outside_allocator(relief._plan.memory, relief._plan.window),  # type: ignore[union-attr]
     )
     allocator.empty_cache()
     relief.stepped(SETTLED, allocator.quiet)
@@ -163,6 +163,12 @@ def test_what_pinned_memory_takes_of_the_gpu_is_inside_the_cap(monkeypatch: pyte
         relief.take(allocator.quiet) if step < SETTLED else relief.stepped(step, allocator.quiet)
         assert allocator.share * TOTAL == pytest.approx(20 * GIB - cuda_bytes(nbytes))
     assert cuda_bytes(512 * GIB) - cuda_bytes(0) == GIB
+    for window in (16, 8):
+        relief.seated(window)
+        assert allocator.share * TOTAL == pytest.approx(20 * GIB - cuda_bytes(512 * GIB, 16)), (
+            "threads that are there stay"
+        )
+    assert cuda_bytes(0, 16) - cuda_bytes(0) == 14 * THREAD_BYTES
     relief.let_go()
     relief.let_go()
     assert allocator.share == 1.0
