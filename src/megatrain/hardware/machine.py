@@ -25,9 +25,9 @@ H200 (benchmarks/results/2026-11-15-h200.md)."""
 PINNED_PER_BYTE = 512
 """Bytes of host memory that the GPU can reach for each byte of its own that this takes: an entry of 8 bytes per page of
 4 KiB. 50 GiB took 0.09 GiB on an H200."""
-THREAD_BYTES = 72 << 20
+THREAD_BYTES = 64 << 20
 """The same for each further micro-batch of a window: it computes in a thread of its own, for which cuBLAS keeps a
-handle. Eight of 1B took 0.43 GiB more than two on an H200."""
+handle. Measured for eight threads, one after the other, on an H200."""
 THREADS = 2
 """Threads that are in CUDA_CONTEXT_BYTES already."""
 PROCESS_BYTES = 1434 << 20

@@ -14,10 +14,10 @@ from megatrain.planner.activations import chunk_tokens, input_bytes, written_out
 from megatrain.planner.memory import State, state_of
 from megatrain.planner.run import Run
 
-MATMUL_SHARE = 0.9
+MATMUL_SHARE = {"bf16": 0.9, "fp32": 1.0}
 """Of the rate of a large product, what a layer's products reach."""
-EXPERT_SHARE = 0.6
-"""The same of products of experts, each on the few rows routed to it (Qwen3-30B-A3B, compiled: 0.55 and 0.78)."""
+EXPERT_SHARE = 2 / 3
+"""Of that, what products of experts reach, each on the few rows routed to it (Qwen3-30B-A3B, compiled: 0.61, 0.87)."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ LOGIT_TRAFFIC = 78
 for sums of weight gradients (next line), the rest is this."""
 CHUNK_TRAFFIC = 12
 """Bytes moved per weight of the head and chunk: its gradient is written, read and added to the FP32 sum."""
-ATTENTION_RAMP = 850
-"""Tokens of a sequence at which attention reaches half of what it reaches of long ones (`Machine.attention` is its rate
-at 2048)."""
-MEASURED_LENGTH = 2048
+ATTENTION_HALF = (800, 54)
+"""Length and head dimension at which attention reaches half of what it would with very long and wide ones. An H200 did
+237, 333, 411, 467, 505, 556 TFLOP/s with lengths of 512, 1024, 2048, 4096, 8192, 32768 (223, 321, 411, 478, 521, 558
+here); of a dimension of 64, 0.70 to 0.80 of that (0.77)."""
 WRITTEN_TRAFFIC = 8
 """Bytes moved per score that is written out, in a seventh of attention, forward and backward."""
 HOST_OPERATIONS = {False: (220, 700), True: (150, 600)}
@@ -63,8 +63,10 @@ PARK = 0.1e-3
 """The same for an input that is parked or brought back. With 0.5, 0.3 and 0.3 ms for these three, ten rows of
 `benchmarks/accuracy.py` were planned 6% too slow on average (H200, 2026-11-15); in them compute took 0.56 s of a step
 of 1.5B with 28 streamed blocks and parked inputs, and 0.57 s with 13 and none."""
-MERGED = 16
-"""Bytes per parameter that a slab used in two places costs the CPU: its sums are added, and the norm is taken there."""
+MERGED = {False: 16, True: 64}
+"""Bytes per parameter that a slab used in two places costs the CPU, at the speed of host memory: its parts are added,
+and the norm is taken there. True: parts are single gradients in BF16, as in a step of one micro-batch; they are made
+FP32 first (an embedding of 233M took 0.15 s more than its update, at 111 GB/s)."""
 STEP = 10e-3
 """Seconds around a step: the norm, and the first launches of the next forward."""
 LATENCY = 20e-6
@@ -110,7 +112,7 @@ class Costs:
         self.shape, self.machine, self.run = shape, machine, run
         self.attention = run.attention or shape.attention
         kind = "fp32" if run.precision == "fp32" else "bf16"
-        self._matmul = MATMUL_SHARE * machine.matmul[kind]
+        self._matmul = MATMUL_SHARE[kind] * machine.matmul[kind]
         self._attention = machine.attention * machine.matmul[kind] / machine.matmul["bf16"]
         gpu = machine.gpu is not None
         self._hbm = machine.hbm if gpu else machine.dram
@@ -170,7 +172,7 @@ class Costs:
         if block.kind == "embedding":
             return 2 * inputs / self._hbm, (3 * elements * run.itemsize + 4 * inputs) / self._hbm + handed
         products = 2 * tokens * (block.matmul_parameters - block.expert_matmul_parameters) / self._matmul
-        products += 2 * tokens * block.expert_matmul_parameters / (self._matmul * EXPERT_SHARE / MATMUL_SHARE)
+        products += 2 * tokens * block.expert_matmul_parameters / (self._matmul * EXPERT_SHARE)
         if block.kind != "layer":
             return products + 10 * inputs / self._hbm, 2 * products + 20 * inputs / self._hbm + handed
         scores = self._scores(block)
@@ -200,7 +202,9 @@ class Costs:
         if self.attention == "eager":
             # The half that the mask hides is computed too.
             return 2 * flops / self._matmul
-        return flops / self._attention * (1 + ATTENTION_RAMP / seen) / (1 + ATTENTION_RAMP / MEASURED_LENGTH)
+        # `Machine.attention` is of a length of 2048 and a dimension of 128; wider ones are not taken to be faster.
+        reached = _reached(seen, min(block.head_dim, 128)) / _reached(2048, 128)
+        return flops / (self._attention * reached)
 
     def _head(self, block: BlockShape) -> float:
         """Head and loss in chunks, with their gradients, which are taken at once."""
@@ -213,12 +217,19 @@ class Costs:
     def _update(self, block: BlockShape) -> float:
         """Seconds on the CPU, by the bytes that the rule touches relative to AdamW on a split master."""
         seconds = block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.update[self.run.width]
-        return seconds + (block.trainable * MERGED / self.machine.dram if block.tied else 0.0)
+        single = self.run.accumulation == 1 and self.run.itemsize == 2
+        return seconds + (block.trainable * MERGED[single] / self.machine.dram if block.tied else 0.0)
 
     def _gpu_update(self, block: BlockShape) -> float:
         if self.machine.gpu is None:
             return 0.0
         return block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.gpu_update[self.run.width]
+
+
+def _reached(length: int, head_dim: int) -> float:
+    """Of the rate of attention with very long sequences and wide heads."""
+    half_length, half_dim = ATTENTION_HALF
+    return length / (length + half_length) * head_dim / (head_dim + half_dim)
 
 
 def touched(run: Run) -> float:

@@ -15,8 +15,8 @@ GB = 10**9
 
 
 @cache
-def shape_of(name: str) -> ModelShape:
-    fields = SHAPES[name]
+def shape_of(name: str, layers: int | None = None) -> ModelShape:
+    fields = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
     return describe(
         AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
     )

@@ -1,4 +1,4 @@
-"""The planner against the runs of `benchmarks/accuracy.py` on three H200 machines, each as it was probed."""
+"""The planner against the runs of `benchmarks/accuracy.py` on six H200 machines, each as it was probed."""
 
 import json
 from pathlib import Path
@@ -12,20 +12,25 @@ from megatrain.planner import plan
 RUNS = json.loads((Path(__file__).parent / "accuracy.json").read_text())
 """Commit → the machine as it was probed there, and what every row took."""
 CASES = [(commit, number) for commit, found in RUNS.items() for number in range(len(found["rows"]))]
+OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_compression")
+TAKEN_AHEAD = list(RUNS)[2:]
+"""Runs in which the memory of a plan was taken when the engine attached."""
+FARTHER_OFF = {"gpt2-xl": 0.15}
+"""Whose steps the host bounds, and more so while the CPU updates."""
 
 
 @pytest.mark.parametrize(("commit", "number"), CASES)
 def test_a_row_takes_what_was_measured(commit, number):
     row = RUNS[commit]["rows"][number]
     machine = Machine.from_json(json.dumps(RUNS[commit]["machine"]), commit)
-    found = plan(
-        shape_of(row["shape"]), machine=machine, batch=4, length=2048, accumulation=row["accumulation"],
-        max_vram_gb=row["max_vram_gb"], compile=row.get("compile", False),
-    )  # fmt: skip
+    options = {name: row[name] for name in OPTIONS if name in row}
+    shape = shape_of(row["shape"], row.get("layers"))
+    found = plan(shape, machine=machine, batch=row.get("batch", 4), length=row.get("length", 2048), **options)
     # Constants have changed since the first run, and with them two of its placements, by a block or two.
     assert abs(len(found.resident) - row["resident"]) <= 2
-    assert row["seconds"] == pytest.approx(found.step.seconds, rel=0.1)
+    assert row["seconds"] == pytest.approx(found.step.seconds, rel=FARTHER_OFF.get(row["shape"], 0.1))
     if len(found.resident) == row["resident"]:
         for tier in ("vram", "ram"):
             planned, measured = found.total(tier) / (1 << 30), row[f"{tier}_gib"]
             assert measured <= planned
+            assert commit not in TAKEN_AHEAD or planned - measured <= max(0.5, 0.05 * planned)

@@ -55,6 +55,22 @@ def test_a_layers_graph_is_what_was_measured():
     assert activations.input_bytes(block, run) / GIB == pytest.approx(0.055, abs=0.001)
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "length", "kept", "above"),
+    [("llama3.2-1b", 2, 2048, 1856, 2671), ("qwen2.5-1.5b", 1, 4096, 1568, 1838)],
+)
+def test_fp32_attention_of_shared_keys_writes_scores(name, batch, length, kept, above):
+    """MiB of one layer on an H200; with a kernel it would be a third."""
+    block = shape_of(name).blocks[1]
+    run = Run(micro_batch=batch, length=length, precision="fp32")
+    assert kept <= activations.graph_bytes(block, run, "sdpa") / (1 << 20) <= 1.06 * kept
+    assert above <= activations.layer_bytes(block, run, "sdpa", stored=True) / (1 << 20) <= 1.2 * above
+    own_keys = replace(block, kv_heads=block.heads)
+    assert activations.graph_bytes(own_keys, run, "sdpa") / (1 << 20) < 0.6 * kept
+    half = activations.graph_bytes(block, replace(run, precision="bf16"), "sdpa")
+    assert half < activations.graph_bytes(own_keys, run, "sdpa") / 2
+
+
 def test_offload_does_not_grow_with_depth():
     shallow, deep = (Ledger(shape_of("llama2-7b"), Run(micro_batch=4)), Ledger(shape_of("qwen2.5-7b"), Run()))
     for ledger in (shallow, deep):
