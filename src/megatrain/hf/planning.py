@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,8 @@ from megatrain.telemetry.notices import announce
 
 ROWS = 512
 """Rows that are looked at for the longest; all of a smaller dataset, else evenly spaced ones."""
+PADS = ("tokenizer", "processing_class", "processor", "pad_token_id")
+"""What collators have that pad."""
 LENGTHS = ("max_length", "max_seq_length")
 """Names that Trainers give the longest sequence in their arguments."""
 OWN = ("resident", "policy", "window", "slots", "grad_slots")
@@ -44,7 +46,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     shape = _batch_shape(trainer, settings)
     if shape is None:
         return None
-    batch, length = shape
+    batch, length, padded = shape
     try:
         return plan(
             trainer.model,
@@ -56,6 +58,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
             clipping=bool(args.max_grad_norm),
             evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
             predictions=_looks_at_logits(trainer, settings),
+            padded=padded,
             max_vram_gb=settings.max_vram_gb,
             max_ram_gb=settings.max_ram_gb,
             reach=inventory.within_reach(device, trainer.model),
@@ -104,11 +107,13 @@ def _wanted(settings: Settings, device: torch.device) -> bool:
 # ---- what a micro-batch looks like
 
 
-def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int] | None:
-    """Rows and columns of the largest micro-batch, as far as the data shows."""
+def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | None:
+    """Rows and columns of the largest micro-batch, as far as the data shows, and whether some are padded."""
     size, dataset = trainer.args.per_device_train_batch_size, trainer.train_dataset
+    # Of data that is not looked at: collators that know how to pad may.
+    may_pad = size > 1 and any(hasattr(trainer.data_collator, name) for name in PADS)
     if settings.length is not None:
-        return size, settings.length
+        return size, settings.length, may_pad
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         named = [getattr(trainer.args, name, None) for name in LENGTHS]
         length = next((value for value in named if isinstance(value, int)), None)
@@ -118,21 +123,21 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int] | None:
                 "says how long sequences are at the most"
             )
             return None
-        return size, length
+        return size, length, may_pad
     try:
         with _random_kept(trainer.data_collator, dataset):
-            ids = _collated(trainer, dataset, size)
+            ids, padded = _collated(trainer, dataset, size)
     except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
         announce(f"nothing is planned: no batch could be made of the dataset to look at ({error!r:.200})")
         return None
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         announce("nothing is planned: batches of this dataset have no `input_ids` of rows and columns")
         return None
-    return ids.shape[0], ids.shape[1]
+    return ids.shape[0], ids.shape[1], padded
 
 
-def _collated(trainer: Any, dataset: Any, size: int) -> Any:
-    """The `input_ids` of a micro-batch made of the longest rows."""
+def _collated(trainer: Any, dataset: Any, size: int) -> tuple[Any, bool]:
+    """The `input_ids` of a micro-batch made of the longest rows, and whether attention is given a mask that hides."""
     collate: Callable[[list[Any]], Any] = trainer.data_collator
     if type(dataset).__module__.split(".")[0] == "datasets":
         dataset = trainer._remove_unused_columns(dataset, description="training")
@@ -140,9 +145,25 @@ def _collated(trainer: Any, dataset: Any, size: int) -> Any:
         collate = trainer._get_collator_with_removed_columns(collate, description="training")
     count = len(dataset)
     indices = range(count) if count <= ROWS else [i * count // ROWS for i in range(ROWS)]
-    rows = sorted((dataset[i] for i in indices), key=_extent, reverse=True)[:size]
-    batch = collate(rows + rows[:1] * (size - len(rows)))
-    return batch.get("input_ids") if hasattr(batch, "get") else None
+    rows = sorted((dataset[i] for i in indices), key=_extent, reverse=True)
+    longest = rows[:size]
+    batch = collate(longest + longest[:1] * (size - len(longest)))
+    if not hasattr(batch, "get"):
+        return None, False
+    padded = _hides(batch)
+    if not padded and size > 1 and _extent(rows[-1]) < _extent(rows[0]):
+        # Rows that cannot be together in a batch are not, then.
+        with suppress(Exception):
+            padded = _hides(collate([*longest[: size - 1], rows[-1]]))
+    return batch.get("input_ids"), padded
+
+
+def _hides(batch: Any) -> bool:
+    """Whether a token may not see all before it: some are padding, or of another document (positions start again)."""
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if isinstance(mask, torch.Tensor):
+        return not bool(mask.all())
+    return isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 
 def _extent(row: Any) -> int:

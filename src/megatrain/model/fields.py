@@ -47,10 +47,14 @@ def attention(config: Any, hidden: int) -> tuple[int, int, int]:
 
 
 def span(config: Any, name: str) -> int:
+    """How many tokens a layer's queries look back; 0: to the first."""
     types = getattr(config, "layer_types", None) or ()
     index = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
-    sliding = index < len(types) and "sliding" in types[index]
-    return _first(config, "sliding_window") if sliding else 0
+    kind = types[index] if index < len(types) else ""
+    if not types and getattr(config, "use_sliding_window", None) is not False:
+        kind = "sliding"  # all of them, if there is such a window
+    named = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
+    return next((_first(config, field) for word, field in named.items() if word in kind), 0)
 
 
 def norms(layer: torch.nn.Module, hidden: int) -> tuple[int, int, bool]:

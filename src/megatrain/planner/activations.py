@@ -67,18 +67,37 @@ def input_bytes(block: BlockShape, run: Run) -> int:
     return run.micro_tokens * block.hidden_size * run.itemsize
 
 
+def masked(block: BlockShape, run: Run, attention: str) -> bool:
+    """Whether PyTorch's own attention is given a mask: sequences are padded, or longer than a query looks back."""
+    return attention == "sdpa" and block.heads > 0 and (run.padded or 0 < block.span < run.length)
+
+
 def written_out(block: BlockShape, run: Run, attention: str) -> bool:
-    """Whether PyTorch writes scores of its own attention out: in FP32 it has no kernel for heads that share keys."""
-    return attention == "sdpa" and run.precision == "fp32" and 0 < block.kv_heads < block.heads
+    """Whether PyTorch's own attention writes scores out: in FP32 it has no kernel for heads that share keys.
+
+    With a mask transformers spreads the keys itself, and there is one.
+    """
+    shared = 0 < block.kv_heads < block.heads
+    return attention == "sdpa" and run.precision == "fp32" and shared and not masked(block, run, attention)
 
 
-def _scores(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
-    """Bytes of scores per token: in a layer's graph, and beside it."""
+def mask_bytes(shape: ModelShape, run: Run, attention: str) -> int:
+    """The masks that layers are given: one for all that look back equally far."""
+    kinds = {block.span for block in shape.blocks if masked(block, run, attention)}
+    return len(kinds) * run.micro_tokens * run.length
+
+
+def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
+    """Bytes per token beyond what a fused causal kernel takes: in a layer's graph, and beside it."""
     pairs = block.heads * run.length
     if attention == "eager":
         return SCORE_BYTES * pairs, 0
+    spread = 2 * (block.attention_width - block.kv_width) * run.itemsize
     if written_out(block, run, attention):
-        return WRITTEN_BYTES[0] * pairs, WRITTEN_BYTES[1] * pairs
+        return WRITTEN_BYTES[0] * pairs + spread, WRITTEN_BYTES[1] * pairs
+    if masked(block, run, attention):
+        # Each layer makes numbers of the mask, in rows of whole 16, and keeps them.
+        return -(-run.length // 16) * 16 * run.itemsize + spread, 0
     return 0, 0
 
 
@@ -86,10 +105,9 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
     if block.traced is not None:
         # Compiled, it keeps no more; how much less has been measured for other layers only.
-        return _traced(block.traced.graph, run, run.micro_tokens, _scores(block, run, _added(run, attention))[0])
+        return _traced(block.traced.graph, run, run.micro_tokens, _beyond(block, run, _added(run, attention))[0])
     kept = COMPILED if run.compile else EAGER
-    keys = block.attention_width if written_out(block, run, attention) else block.kv_width
-    heads = block.attention_width + keys
+    heads = block.attention_width + block.kv_width
     per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
     per_token += (ATTENTION + (kept.head_norm if block.head_norms else 0)) * heads + LSE_BYTES * block.heads
     if block.experts:
@@ -98,7 +116,7 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
         per_token += CLAMPED_MLP * block.intermediate_size if block.expert_biases else 0
     else:
         per_token += kept.mlp * block.intermediate_size
-    return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * _scores(block, run, attention)[0]
+    return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * _beyond(block, run, attention)[0]
 
 
 def _added(run: Run, attention: str) -> str:
@@ -123,11 +141,11 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     last = weights // 3 if block.experts else block.hidden_size * block.intermediate_size * run.itemsize
     rows = 2 * block.experts_per_token * inputs
     graph = graph_bytes(block, run, attention)
-    beside = _scores(block, run, attention)[1]
+    beside = _beyond(block, run, attention)[1]
     early = last + rows + (width + inputs if run.compile else 2 * width)
     if block.traced is not None:
         # How much of the graph is given back before which gradient of a weight comes is not known: all are counted.
-        beside = _scores(block, run, _added(run, attention))[1]
+        beside = _beyond(block, run, _added(run, attention))[1]
         early = weights + _traced(block.traced.work, run, run.micro_tokens, beside)
     # When scores come the MLP is done, but for the gradients of its weights.
     extra = max(early, weights + 2 * inputs - graph, weights + 2 * inputs + run.micro_tokens * beside if beside else 0)
@@ -177,9 +195,9 @@ def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """Peak of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
     if block.traced is not None:
         flowing = 2 * block.hidden_size * run.evaluation * run.itemsize
-        scores = max(_scores(block, run, _added(run, attention)))
+        scores = max(_beyond(block, run, _added(run, attention)))
         return _traced(block.traced.forward, run, run.evaluation, scores) + flowing
-    scores = max(_scores(block, run, attention))
+    scores = max(_beyond(block, run, attention))
     # Experts are given rows of their own, and give as many.
     rows = 2 * block.experts_per_token * block.hidden_size
     return run.evaluation * ((3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.planner.activations import chunk_tokens, input_bytes, written_out
+from megatrain.planner.activations import chunk_tokens, input_bytes, masked, written_out
 from megatrain.planner.memory import State, state_of
 from megatrain.planner.run import Run
 
@@ -48,6 +48,8 @@ ATTENTION_HALF = (800, 54)
 """Length and head dimension at which attention reaches half of what it would with very long and wide ones. An H200 did
 237, 333, 411, 467, 505, 556 TFLOP/s with lengths of 512, 1024, 2048, 4096, 8192, 32768 (223, 321, 411, 478, 521, 558
 here); of a dimension of 64, 0.70 to 0.80 of that (0.77)."""
+MASKED_SHARE = 0.3
+"""Of that, what attention with a mask reaches: it computes the hidden half too, with a slower kernel (an estimate)."""
 WRITTEN_TRAFFIC = 8
 """Bytes moved per score that is written out, in a seventh of attention, forward and backward."""
 HOST_OPERATIONS = {False: (220, 700), True: (150, 600)}
@@ -193,18 +195,19 @@ class Costs:
 
     def _scores(self, block: BlockShape) -> float:
         """Seconds of a seventh of causal attention, forward and backward."""
-        length = self.run.length
-        seen = min(length, 2 * block.span) if block.span and self.attention != "eager" else length
-        flops = length * seen * block.attention_width * self.run.micro_batch
-        if written_out(block, self.run, self.attention):
-            pairs = length * length * block.heads * self.run.micro_batch
+        run, length = self.run, self.run.length
+        flops = length * length * block.attention_width * run.micro_batch
+        if written_out(block, run, self.attention):
+            pairs = length * length * block.heads * run.micro_batch
             return 2 * flops / self._matmul + WRITTEN_TRAFFIC * pairs / self._hbm
         if self.attention == "eager":
             # The half that the mask hides is computed too.
             return 2 * flops / self._matmul
         # `Machine.attention` is of a length of 2048 and a dimension of 128; wider ones are not taken to be faster.
-        reached = _reached(seen, min(block.head_dim, 128)) / _reached(2048, 128)
-        return flops / (self._attention * reached)
+        rate = self._attention * _reached(length, max(1, min(block.head_dim, 128))) / _reached(2048, 128)
+        if masked(block, run, self.attention):
+            return flops / (rate * MASKED_SHARE)
+        return flops * min(1.0, 2 * block.span / length if block.span else 1.0) / rate
 
     def _head(self, block: BlockShape) -> float:
         """Head and loss in chunks, with their gradients, which are taken at once."""

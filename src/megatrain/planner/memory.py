@@ -17,7 +17,14 @@ from itertools import accumulate
 
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
-from megatrain.planner.activations import BLAS_BYTES, evaluation_bytes, graph_bytes, input_bytes, workspace_bytes
+from megatrain.planner.activations import (
+    BLAS_BYTES,
+    evaluation_bytes,
+    graph_bytes,
+    input_bytes,
+    mask_bytes,
+    workspace_bytes,
+)
 from megatrain.planner.run import Run
 
 GIB = 1 << 30
@@ -167,6 +174,7 @@ class Ledger:
             True: self.graphs,
         }
         """What the graphs of the first layers take above their inputs; above nothing, if those are offloaded."""
+        self._mask = mask_bytes(shape, run, self.attention)
         self._evaluation = evaluation_bytes(shape, run, self.attention)
         self._work = lru_cache(maxsize=None)(lambda s: workspace_bytes(shape, run, self.attention, s))
         self._rings = lru_cache(maxsize=None)(self._weight_rings)
@@ -234,7 +242,7 @@ class Ledger:
         """Inputs and graphs that wait for the backward: on the device, and parked in RAM."""
         stored, window = decision.stored, decision.window
         inputs = self._inputs[-1] - self._inputs[stored]
-        held = window * (self.graphs[stored] + FLOWING * self._widest)
+        held = window * (self.graphs[stored] + FLOWING * self._widest + self._mask)
         if not decision.offload:
             return held + window * inputs, 0
         # One input ahead of the backward for each micro-batch, and the few that are leaving.

@@ -113,7 +113,7 @@ class Plan:
         run = self.run
         batch = f"{run.micro_batch} × {run.length} tokens"
         batch += f" × {run.accumulation} micro-batches" if run.accumulation > 1 else ""
-        made = "compiled" if run.compile else "eager"
+        made = ("compiled" if run.compile else "eager") + (", padded" if run.padded else "")
         return [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters on {self.machine}",
             f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.width} states, {made}",

@@ -37,6 +37,8 @@ class Run:
     """Tokens in a batch of an evaluation between steps; 0: there is none."""
     predictions: bool = True
     """Whether an evaluation looks at its logits, which are then computed whole; else at its loss alone."""
+    padded: bool = False
+    """Whether sequences of a batch differ in length, so that attention is given a mask."""
     attention: str | None = None
     """"sdpa", "eager"...; None: what transformers chose for the model."""
 
@@ -47,7 +49,7 @@ class Run:
                 raise SettingsError(f"{ASKED.get(name, name)} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.evaluation, bool) or not isinstance(self.evaluation, int) or self.evaluation < 0:
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
-        for name in ("compile", "clipping", "predictions"):
+        for name in ("compile", "clipping", "predictions", "padded"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests import small
 from torch.utils.data import IterableDataset
-from transformers import BatchEncoding
+from transformers import BatchEncoding, default_data_collator
 
 import megatrain as mt
 from megatrain.errors import NotEnoughMemory
@@ -69,6 +69,25 @@ def test_the_longest_rows_together_are_planned_for(tmp_path: Path) -> None:
     assert shape(made(tmp_path, rows)) == (2, 21, 1)
     arrow = datasets.Dataset.from_list([{"input_ids": r["input_ids"].tolist(), "extra": "x" * 99} for r in rows])
     assert shape(made(tmp_path, arrow)) == (2, 21, 1)
+
+
+def test_masks_are_planned_for(tmp_path: Path) -> None:
+    def padded(rows: Any, **changes: Any) -> bool:
+        found: bool = made(tmp_path, rows, **changes).engine.settings.plan.run.padded
+        return found
+
+    equal = small.rows(8)
+    shorter = [*equal, {name: column[:3] for name, column in equal[0].items()}]
+    assert not padded(equal)
+    assert padded(shorter)
+    assert not padded(shorter, per_device_train_batch_size=1), "nothing to pad to"
+    packed = [row | {"position_ids": torch.arange(small.LENGTH) % 5} for row in equal]
+    assert padded(packed), "documents are kept apart"
+    assert not padded([row | {"position_ids": torch.arange(small.LENGTH)} for row in equal])
+    assert padded(equal, settings={"length": 64}), "not looked at, and the collator can pad"
+    stacked = {"data_collator": default_data_collator}
+    assert not padded(equal, settings={"length": 64}, **stacked)
+    assert not padded(shorter, **stacked), "rows of different lengths are never together"
 
 
 def test_of_many_rows_some_are_looked_at(tmp_path: Path) -> None:
