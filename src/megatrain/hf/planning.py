@@ -47,25 +47,35 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     if shape is None:
         return None
     batch, length, padded = shape
+    known = partial(
+        plan,
+        trainer.model,
+        machine=settings.machine,
+        batch=batch,
+        length=length,
+        accumulation=args.gradient_accumulation_steps,
+        optimizer=kind,
+        clipping=bool(args.max_grad_norm),
+        evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
+        predictions=_looks_at_logits(trainer, settings),
+        padded=padded,
+        max_vram_gb=settings.max_vram_gb,
+        max_ram_gb=settings.max_ram_gb,
+        reach=inventory.within_reach(device, trainer.model),
+        optimizer_compression=settings.optimizer_compression,
+        precision=settings.precision,
+        compile=settings.compile,
+    )
+    whole = settings.head_chunk == 0 or trainer.label_smoother is not None or not _lazy(trainer.model)
     try:
-        return plan(
-            trainer.model,
-            machine=settings.machine,
-            batch=batch,
-            length=length,
-            accumulation=args.gradient_accumulation_steps,
-            optimizer=kind,
-            clipping=bool(args.max_grad_norm),
-            evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
-            predictions=_looks_at_logits(trainer, settings),
-            padded=padded,
-            max_vram_gb=settings.max_vram_gb,
-            max_ram_gb=settings.max_ram_gb,
-            reach=inventory.within_reach(device, trainer.model),
-            optimizer_compression=settings.optimizer_compression,
-            precision=settings.precision,
-            compile=settings.compile,
-        )
+        if not whole and _own_loss(trainer):
+            with suppress(NotEnoughMemory):
+                return known(head_chunk=0)
+            announce(
+                "if this Trainer's loss looks at logits, they are computed whole and do not fit: the plan is for one "
+                "that does not"
+            )
+        return known(head_chunk=0 if whole else settings.head_chunk)
     except NothingToStream:
         return None
     except NotEnoughMemory as refusal:
@@ -78,6 +88,12 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
 
 def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
+
+
+def _own_loss(trainer: Any) -> bool:
+    """Whether steps have a loss that is not transformers' own, and may look at logits."""
+    stock = trainer._stock_method("compute_loss") and trainer._stock_method("training_step")
+    return trainer.compute_loss_func is not None or not stock
 
 
 def _looks_at_logits(trainer: Any, settings: Settings) -> bool:

@@ -163,16 +163,30 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(64, CHUNK_LOGITS // max(1, vocabulary) // 64 * 64)
 
 
+def head_chunk(run: Run, vocabulary: int, tokens: int) -> int:
+    """Of so many tokens, those whose logits are there at once."""
+    chosen = run.head_chunk if run.head_chunk is not None else chunk_tokens(vocabulary)
+    return min(tokens, chosen or tokens)
+
+
+def logits_bytes(shape: ModelShape, run: Run) -> int:
+    """Logits that are computed whole, and what their loss keeps: until the backward has passed the head."""
+    heads = run.head_chunk == 0 and any(block.kind == "head" for block in shape.blocks)
+    return run.micro_tokens * shape.vocab_size * (4 + 2 * run.itemsize) if heads else 0
+
+
 def head_bytes(block: BlockShape, run: Run, vocabulary: int, trains: bool) -> int:
     """Peak of head and loss: one chunk of logits, the head's gradient in FP32, and copies of it as chunks make them.
 
     From the second chunk on two of the gradient stand side by side: the FP32 sum and, once the logits are gone, that
     of the chunk.
     """
-    chunk = chunk_tokens(vocabulary)
+    chunk = head_chunk(run, vocabulary, run.micro_tokens)
     numel = block.hidden_size * vocabulary if trains else 0
-    first = min(run.micro_tokens, chunk) * vocabulary
-    second = min(run.micro_tokens - min(run.micro_tokens, chunk), chunk) * vocabulary
+    first = chunk * vocabulary
+    if run.head_chunk == 0:
+        return max((5 + run.itemsize) * first, (first + numel) * run.itemsize) + 2 * input_bytes(block, run)
+    second = min(run.micro_tokens - chunk, chunk) * vocabulary
     peak = max(LOGIT_BYTES * first, first * run.itemsize + numel * run.itemsize, numel * (4 + run.itemsize))
     if second:
         peak = max(peak, numel * 4 + max(LOGIT_BYTES * second, (numel + second) * run.itemsize))
@@ -186,7 +200,7 @@ def evaluation_bytes(shape: ModelShape, run: Run, attention: str) -> int:
         return 0
     widest = max((block.hidden_size for block in shape.blocks), default=0)
     vocabulary = max(1, shape.vocab_size)
-    tokens = run.evaluation if run.predictions else min(run.evaluation, chunk_tokens(vocabulary))
+    tokens = run.evaluation if run.predictions else head_chunk(run, vocabulary, run.evaluation)
     head = tokens * vocabulary * (run.itemsize + 8) + 4 * run.evaluation * widest * run.itemsize
     return max([head, *(_forward_bytes(block, run, attention) for block in shape.blocks)])
 

@@ -35,6 +35,7 @@ def run_of(
     clipping: bool = True,
     evaluation: int = 0,
     predictions: bool = True,
+    head_chunk: int | None = None,
     padded: bool = False,
     optimizer_compression: bool | str = False,
     precision: str | None = None,
@@ -52,7 +53,8 @@ def run_of(
     run = Run(
         micro_batch=batch, length=length, accumulation=accumulation, precision=precision or loaded,
         width=settings.moment_width, kind=optimizer, compile=compile, clipping=clipping,
-        evaluation=evaluation, predictions=predictions, padded=padded,
+        evaluation=evaluation, predictions=predictions, head_chunk=head_chunk,
+        padded=padded,
     )  # fmt: skip
     limits = {"max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir, "reach": reach}
     return run, limits

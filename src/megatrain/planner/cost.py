@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.planner.activations import chunk_tokens, input_bytes, masked, written_out
+from megatrain.planner.activations import head_chunk, input_bytes, masked, written_out
 from megatrain.planner.memory import State, state_of
 from megatrain.planner.run import Run
 
@@ -213,7 +213,7 @@ class Costs:
         """Head and loss in chunks, with their gradients, which are taken at once."""
         tokens, vocabulary = self.run.micro_tokens, max(1, self.shape.vocab_size)
         weights = block.hidden_size * vocabulary
-        chunks = -(-tokens // chunk_tokens(vocabulary))
+        chunks = -(-tokens // head_chunk(self.run, vocabulary, tokens))
         moved = tokens * vocabulary * LOGIT_TRAFFIC + chunks * weights * CHUNK_TRAFFIC
         return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self._hbm
 

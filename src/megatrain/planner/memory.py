@@ -22,6 +22,7 @@ from megatrain.planner.activations import (
     evaluation_bytes,
     graph_bytes,
     input_bytes,
+    logits_bytes,
     mask_bytes,
     workspace_bytes,
 )
@@ -174,7 +175,8 @@ class Ledger:
             True: self.graphs,
         }
         """What the graphs of the first layers take above their inputs; above nothing, if those are offloaded."""
-        self._mask = mask_bytes(shape, run, self.attention)
+        self._beside = mask_bytes(shape, run, self.attention) + logits_bytes(shape, run)
+        """Of every micro-batch, whatever the policy: a mask, and logits if they are computed whole."""
         self._evaluation = evaluation_bytes(shape, run, self.attention)
         self._work = lru_cache(maxsize=None)(lambda s: workspace_bytes(shape, run, self.attention, s))
         self._rings = lru_cache(maxsize=None)(self._weight_rings)
@@ -242,7 +244,7 @@ class Ledger:
         """Inputs and graphs that wait for the backward: on the device, and parked in RAM."""
         stored, window = decision.stored, decision.window
         inputs = self._inputs[-1] - self._inputs[stored]
-        held = window * (self.graphs[stored] + FLOWING * self._widest + self._mask)
+        held = window * (self.graphs[stored] + FLOWING * self._widest + self._beside)
         if not decision.offload:
             return held + window * inputs, 0
         # One input ahead of the backward for each micro-batch, and the few that are leaving.

@@ -37,6 +37,9 @@ class Run:
     """Tokens in a batch of an evaluation between steps; 0: there is none."""
     predictions: bool = True
     """Whether an evaluation looks at its logits, which are then computed whole; else at its loss alone."""
+    head_chunk: int | None = None
+    """Tokens whose logits are there at once; 0: all of a micro-batch, as a loss that looks at them needs; None: as many
+    as MegaTrain chooses."""
     padded: bool = False
     """Whether sequences of a batch differ in length, so that attention is given a mask."""
     attention: str | None = None
@@ -49,6 +52,8 @@ class Run:
                 raise SettingsError(f"{ASKED.get(name, name)} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.evaluation, bool) or not isinstance(self.evaluation, int) or self.evaluation < 0:
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
+        if self.head_chunk is not None and (type(self.head_chunk) is not int or self.head_chunk < 0):
+            raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
         for name in ("compile", "clipping", "predictions", "padded"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")

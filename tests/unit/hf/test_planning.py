@@ -26,10 +26,10 @@ MACHINE = "h200-128gb"
 
 def made(directory: Path, data: Any = None, settings: dict[str, Any] | None = None, **changes: Any) -> Any:
     mt.init(**({"machine": MACHINE} | (settings or {})))
-    own = ("data_collator", "eval_dataset", "compute_metrics", "compute_loss_func")
+    own = ("data_collator", "eval_dataset", "compute_metrics", "compute_loss_func", "model")
     extra = {name: changes.pop(name) for name in own if name in changes}
     return changes.pop("kind", mt.Trainer)(
-        model=small.llama(),
+        model=extra.pop("model", None) or small.llama(),
         args=small.arguments(directory, **changes),
         train_dataset=small.rows() if data is None else data,
         **extra,
@@ -88,6 +88,24 @@ def test_masks_are_planned_for(tmp_path: Path) -> None:
     stacked = {"data_collator": default_data_collator}
     assert not padded(equal, settings={"length": 64}, **stacked)
     assert not padded(shorter, **stacked), "rows of different lengths are never together"
+
+
+def test_losses_that_look_at_logits_are_planned_for(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    def chunk(**changes: Any) -> int | None:
+        found: int | None = made(tmp_path, **changes).engine.settings.plan.run.head_chunk
+        return found
+
+    assert chunk() is None
+    assert chunk(settings={"head_chunk": 16}) == 16
+    assert chunk(settings={"head_chunk": 0}) == 0
+    assert chunk(label_smoothing_factor=0.1) == 0
+    assert chunk(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean()) == 0
+    assert chunk(kind=OwnLoss) == 0
+    assert not any("looks at logits" in line for line in said.messages)
+    # 2 GiB of logits in FP32; the loss does not look at them, so that the run would be refused for nothing.
+    wide = small.llama(vocab_size=1 << 14, max_position_embeddings=1 << 14)
+    assert chunk(kind=OwnLoss, model=wide, settings={"length": 1 << 14, "max_vram_gb": 6.0}) is None
+    assert any("looks at logits" in line for line in said.messages)
 
 
 def test_of_many_rows_some_are_looked_at(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests import small
 from tests.unit.planner.made_up import moe, shape_of
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
 
+import megatrain as mt
 from megatrain.compute import head
 from megatrain.model import shapes
+from megatrain.model.trace import _Live as Live
 from megatrain.planner import activations
 from megatrain.planner.memory import GIB, Decision, Ledger, ring_sizes, slab_bytes, state_of
 from megatrain.planner.run import Run
@@ -121,6 +125,35 @@ def kept_by_the_first_layer(model, length, padded):
     finally:
         del layer.forward
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def own(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+def smoothed(model, ids):
+    return LabelSmoother(0.1)(model(input_ids=ids), ids, shift_labels=True)
+
+
+def written_by_hand(model, ids):
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("loss", [own, smoothed, written_by_hand])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_that_are_whole_are_planned(loss, dtype):
+    model = small.llama(vocab_size=20_000, hidden_size=16, num_hidden_layers=1, max_position_embeddings=128).to(dtype)
+    run = Run(micro_batch=2, length=128, head_chunk=0, precision="fp32" if dtype == torch.float32 else "bf16")
+    shape = shapes.describe(model)
+    planned = activations.logits_bytes(shape, run) + activations.workspace_bytes(shape, run, "sdpa", 0)
+    ids = torch.randint(1, 20_000, (2, 128), generator=torch.Generator().manual_seed(0))
+    with mt.Engine(model, device="cpu", head_chunk=0):
+        loss(model, ids).backward()
+        with Live(set()) as live:
+            loss(model, ids).backward()
+    assert 0.55 * planned <= live.peak <= planned
+    assert activations.logits_bytes(shape, replace(run, head_chunk=None)) == 0
 
 
 def test_offload_does_not_grow_with_depth():
