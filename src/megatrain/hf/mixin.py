@@ -25,7 +25,7 @@ from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.checkpoints import Checkpoints, is_stock, last_complete
 from megatrain.hf.planning import plan_of
-from megatrain.hf.progress import StepLines
+from megatrain.hf.progress import Pace, StepLines
 from megatrain.hf.recovery import RamStop, once_more, twice
 from megatrain.hf.tried import Tried
 from megatrain.optim.optimizer import Optimizer
@@ -63,7 +63,7 @@ class MegaMixin(Checkpoints):
         self._attach()
         self._refuse_foreign_optimizer()
         self._ram_stop = RamStop(lambda: self.engine)
-        for callback in (StepLines(self), self._ram_stop):
+        for callback in (StepLines(self), Pace(self), self._ram_stop):
             self.add_callback(callback)  # type: ignore[attr-defined]
 
     # ---- set-up
