@@ -121,7 +121,7 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
 
 def _added(run: Run, attention: str) -> str:
     """How attention is computed, unless the model was counted with it."""
-    return attention if attention == "sdpa" else run.attention or ""
+    return run.attention or (attention if attention == "sdpa" else "")
 
 
 def _traced(counted: Grows, run: Run, tokens: int, scores: int) -> int:
