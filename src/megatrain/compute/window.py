@@ -52,7 +52,7 @@ class _Baton:
     """
 
     def __init__(self, seats: int, device: torch.device) -> None:
-        lock = threading.Lock()
+        lock = threading.RLock()
         # Each waits for itself: woken all at once, they would take Python's lock from the one that runs.
         self._called = [threading.Condition(lock) for _ in range(seats)]
         self._ended = threading.Condition(lock)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from megatrain.compute.block import Block
 from megatrain.compute.head import ChunkedHead, LazyLogits, chunk_tokens
 from megatrain.engine.step import Step
+from megatrain.model.heads import can_be_lazy, uses
 from megatrain.telemetry.notices import announce
 
 CHECKED_TOKENS = 64
@@ -28,9 +29,9 @@ class LazyHead:
         features = model.get_output_embeddings().weight.shape[0]
         self.block = block
         # The module whose forward calls the loss function: under adapters it is inside the one the user holds.
-        self.model = [m for m in model.modules() if _uses(m, block.module, own_loss)][-1]
+        self.model = [m for m in model.modules() if uses(m, block.module, own_loss)][-1]
         self.head = ChunkedHead(step, block, features, tokens or chunk_tokens(features))
-        self._own_loss = own_loss
+        self.own_loss = own_loss
         self._checked = False
         self.enabled = True
         self.loss_only = False
@@ -76,11 +77,11 @@ class LazyHead:
         chunked = isinstance(logits, LazyLogits) and logits._computed is None and vocab_size == logits.shape[-1]
         targets = options.get("shift_labels") if options.get("shift_labels") is not None else labels
         if not chunked or not self.enabled or targets is None or targets.numel() != logits.shape[:-1].numel():
-            return self._own_loss(logits, labels, vocab_size, **options)
+            return self.own_loss(logits, labels, vocab_size, **options)
         if not self._checked:
             self._check(logits, labels, vocab_size, options)
             if not self.enabled:
-                return self._own_loss(logits, labels, vocab_size, **options)
+                return self.own_loss(logits, labels, vocab_size, **options)
         return self._chunked(logits, labels, **options)
 
     def _chunked(
@@ -116,7 +117,7 @@ class LazyHead:
             piece = self.block.module(hidden)
             for operation in logits.chain:
                 piece = operation(piece)
-            own = self._own_loss(piece, labels, vocab_size, ignore_index=ignore)
+            own = self.own_loss(piece, labels, vocab_size, ignore_index=ignore)
             shifted = functional.pad(labels, (0, 1), value=ignore)[..., 1:]
             lazy = LazyLogits(lambda: piece, hidden, piece.shape[-1], hidden.dtype, logits.chain)
             ours = self.head.loss(lazy, shifted, None, ignore)
@@ -127,17 +128,3 @@ class LazyHead:
                 f"the chunked loss ({ours.item():.6g}) is not this model's own ({own.item():.6g}): "
                 "logits are computed whole"
             )
-
-
-def can_be_lazy(model: Any, causal_loss: Any) -> bool:
-    """Whether a model is a causal LM whose loss is transformers' own."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    weight = getattr(head, "weight", None)
-    return head is not None and weight is not None and weight.ndim == 2 and _uses(model, head, causal_loss)
-
-
-def _uses(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
-    """Whether a module computes transformers' causal loss on the output of this head."""
-    if not hasattr(module, "get_output_embeddings") or getattr(module, "loss_function", None) is not causal_loss:
-        return False
-    return module.get_output_embeddings() is head

@@ -27,6 +27,7 @@ from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface, engine_of
 from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, ModelMoved, SettingsError
 from megatrain.hardware import inventory
+from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.watch import RamWatch
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
@@ -176,6 +177,8 @@ class Engine:
         config = getattr(self.model, "config", None)
         hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
+        # Each has a thread, which takes some of the GPU too.
+        boundary += THREAD_BYTES if self.device.type == "cuda" else 0
         return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
 
     @property

@@ -46,11 +46,12 @@ def read_object(text: Any, what: str) -> Any:
 
 
 def fields_of(cls: Any, data: Any, what: str) -> dict[str, Any]:
-    """`data` if it is an object with exactly the fields of a dataclass."""
+    """`data` if it is an object with the fields of a dataclass; those that have a default may be missing."""
     if not isinstance(data, dict):
         raise SettingsError(f"{what} must be an object, not {type(data).__name__}.")
     names = [field.name for field in dataclasses.fields(cls)]
-    missing = [name for name in names if name not in data]
+    needed = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in data]
     unknown = [name for name in data if name not in names]
     if missing or unknown:
         lacks = f"lacks {', '.join(missing)}" if missing else ""

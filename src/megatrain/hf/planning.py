@@ -16,18 +16,18 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset
 
-from megatrain.engine.lazyhead import can_be_lazy
 from megatrain.engine.planning import plan
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.hardware import inventory
-from megatrain.model import hooks
-from megatrain.model.blocks import find_blocks
+from megatrain.model.shapes import ModelShape, describe
 from megatrain.planner import Plan
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
 
 ROWS = 512
 """Rows that are looked at for the longest; all of a smaller dataset, else evenly spaced ones."""
+FEW_ROWS = 32
+"""The same if the length is known, and only whether rows are padded is not."""
 PADS = ("tokenizer", "processing_class", "processor", "pad_token_id")
 """What collators have that pad."""
 LENGTHS = ("max_length", "max_seq_length")
@@ -47,9 +47,13 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     if shape is None:
         return None
     batch, length, padded = shape
+    try:
+        model = describe(trainer.model)
+    except NothingToStream:
+        return None
     known = partial(
         plan,
-        trainer.model,
+        model,
         machine=settings.machine,
         batch=batch,
         length=length,
@@ -57,7 +61,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         optimizer=kind,
         clipping=bool(args.max_grad_norm),
         evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
-        predictions=_looks_at_logits(trainer, settings),
+        predictions=_looks_at_logits(trainer, settings, model),
         padded=padded,
         max_vram_gb=settings.max_vram_gb,
         max_ram_gb=settings.max_ram_gb,
@@ -66,9 +70,9 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         precision=settings.precision,
         compile=settings.compile,
     )
-    whole = settings.head_chunk == 0 or trainer.label_smoother is not None or not _lazy(trainer.model)
+    whole = settings.head_chunk == 0 or trainer.label_smoother is not None
     try:
-        if not whole and _own_loss(trainer):
+        if not whole and model.logits == "chunked" and _own_loss(trainer):
             with suppress(NotEnoughMemory):
                 return known(head_chunk=0)
             announce(
@@ -76,8 +80,6 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
                 "that does not"
             )
         return known(head_chunk=0 if whole else settings.head_chunk)
-    except NothingToStream:
-        return None
     except NotEnoughMemory as refusal:
         refusal.add_note(
             "megatrain: `batch` is per_device_train_batch_size, `evaluation` per_device_eval_batch_size × length; "
@@ -96,21 +98,12 @@ def _own_loss(trainer: Any) -> bool:
     return trainer.compute_loss_func is not None or not stock
 
 
-def _looks_at_logits(trainer: Any, settings: Settings) -> bool:
+def _looks_at_logits(trainer: Any, settings: Settings, model: ModelShape) -> bool:
     """Whether evaluations compute logits whole: for metrics, or for a step or a loss that is not transformers' own."""
     metrics = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
     own_loss = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     stock = trainer._stock_method("compute_loss") and trainer._stock_method("prediction_step")
-    return metrics or own_loss or not stock or settings.head_chunk == 0 or not _lazy(trainer.model)
-
-
-def _lazy(model: torch.nn.Module) -> bool:
-    """Whether an engine would compute the head's logits lazily."""
-    known = hooks.load()
-    if not can_be_lazy(model, known.causal_loss):
-        return False
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return any(found.module is head for found in find_blocks(model, known))
+    return metrics or own_loss or not stock or settings.head_chunk == 0 or model.logits == "whole"
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:
@@ -126,11 +119,9 @@ def _wanted(settings: Settings, device: torch.device) -> bool:
 def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | None:
     """Rows and columns of the largest micro-batch, as far as the data shows, and whether some are padded."""
     size, dataset = trainer.args.per_device_train_batch_size, trainer.train_dataset
-    # Of data that is not looked at: collators that know how to pad may.
-    may_pad = size > 1 and any(hasattr(trainer.data_collator, name) for name in PADS)
-    if settings.length is not None:
-        return size, settings.length, may_pad
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    length = settings.length
+    if stream and length is None:
         named = [getattr(trainer.args, name, None) for name in LENGTHS]
         length = next((value for value in named if isinstance(value, int)), None)
         if length is None:
@@ -139,20 +130,27 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
                 "says how long sequences are at the most"
             )
             return None
+    # Of data that cannot be looked at: collators that know how to pad may.
+    may_pad = size > 1 and any(hasattr(trainer.data_collator, name) for name in PADS)
+    if stream and length is not None:
         return size, length, may_pad
     try:
         with _random_kept(trainer.data_collator, dataset):
-            ids, padded = _collated(trainer, dataset, size)
+            ids, padded = _collated(trainer, dataset, size, ROWS if length is None else FEW_ROWS)
     except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
+        if length is not None:
+            return size, length, may_pad
         announce(f"nothing is planned: no batch could be made of the dataset to look at ({error!r:.200})")
         return None
+    if length is not None:
+        return size, length, padded
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         announce("nothing is planned: batches of this dataset have no `input_ids` of rows and columns")
         return None
     return ids.shape[0], ids.shape[1], padded
 
 
-def _collated(trainer: Any, dataset: Any, size: int) -> tuple[Any, bool]:
+def _collated(trainer: Any, dataset: Any, size: int, most: int) -> tuple[Any, bool]:
     """The `input_ids` of a micro-batch made of the longest rows, and whether attention is given a mask that hides."""
     collate: Callable[[list[Any]], Any] = trainer.data_collator
     if type(dataset).__module__.split(".")[0] == "datasets":
@@ -160,17 +158,17 @@ def _collated(trainer: Any, dataset: Any, size: int) -> tuple[Any, bool]:
     else:
         collate = trainer._get_collator_with_removed_columns(collate, description="training")
     count = len(dataset)
-    indices = range(count) if count <= ROWS else [i * count // ROWS for i in range(ROWS)]
+    indices = range(count) if count <= most else [i * count // most for i in range(most)]
     rows = sorted((dataset[i] for i in indices), key=_extent, reverse=True)
     longest = rows[:size]
     batch = collate(longest + longest[:1] * (size - len(longest)))
     if not hasattr(batch, "get"):
         return None, False
     padded = _hides(batch)
-    if not padded and size > 1 and _extent(rows[-1]) < _extent(rows[0]):
+    if not padded:
         # Rows that cannot be together in a batch are not, then.
         with suppress(Exception):
-            padded = _hides(collate([*longest[: size - 1], rows[-1]]))
+            padded = _hides(collate([*longest[: size - 1], min(rows, key=_tokens)]))
     return batch.get("input_ids"), padded
 
 
@@ -180,6 +178,12 @@ def _hides(batch: Any) -> bool:
     if isinstance(mask, torch.Tensor):
         return not bool(mask.all())
     return isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) != 1).any())
+
+
+def _tokens(row: Any) -> int:
+    """Those of a row that its own mask does not hide."""
+    mask = row.get("attention_mask") if isinstance(row, Mapping) else None
+    return _extent(row) if mask is None else int(torch.as_tensor(mask).sum())
 
 
 def _extent(row: Any) -> int:

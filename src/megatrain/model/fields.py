@@ -48,13 +48,26 @@ def attention(config: Any, hidden: int) -> tuple[int, int, int]:
 
 def span(config: Any, name: str) -> int:
     """How many tokens a layer's queries look back; 0: to the first."""
-    types = getattr(config, "layer_types", None) or ()
-    index = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
-    kind = types[index] if index < len(types) else ""
-    if not types and getattr(config, "use_sliding_window", None) is not False:
+    kind = _layer_type(config, name)
+    if not kind and getattr(config, "use_sliding_window", None) is not False:
         kind = "sliding"  # all of them, if there is such a window
     named = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
     return next((_first(config, field) for word, field in named.items() if word in kind), 0)
+
+
+def attends(config: Any, name: str, layer: torch.nn.Module) -> bool:
+    """Whether a layer has attention over all tokens, not a mixer in its place; of a layer without a config: it may."""
+    if kind := _layer_type(config, name):
+        return ("attention" in kind and "linear" not in kind) or "hybrid" in kind
+    parts = (f"{part} {type(module).__name__}".lower() for part, module in layer.named_modules())
+    return config is None or any("attn" in part or "attention" in part for part in parts)
+
+
+def _layer_type(config: Any, name: str) -> str:
+    """What a config calls the layer of this name; nothing if it does not tell them apart."""
+    types = getattr(config, "layer_types", None) or ()
+    index = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
+    return str(types[index]) if index < len(types) else ""
 
 
 def norms(layer: torch.nn.Module, hidden: int) -> tuple[int, int, bool]:

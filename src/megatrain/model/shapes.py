@@ -17,6 +17,7 @@ import torch
 from megatrain.errors import NothingToStream, SettingsError
 from megatrain.model import blocks, fields, hooks
 from megatrain.model.blocks import Found
+from megatrain.model.heads import kind_of_logits
 from megatrain.model.skeleton import config_named, config_of, is_config, skeleton
 from megatrain.model.trace import Traced, trace
 
@@ -79,6 +80,8 @@ class BlockShape:
     """Whether queries and keys are normed too."""
     span: int
     """Tokens that a token attends to at most (a sliding window); 0: all before it."""
+    attends: bool
+    """Whether it has attention that takes a mask, or writes scores."""
     tied: bool
     """Whether it owns, or uses, parameters that several blocks share."""
     traced: Traced | None = None
@@ -113,6 +116,8 @@ class ModelShape:
     """"bf16" or "fp32": what it was loaded in, or what its config says ("bf16" if it says nothing)."""
     attention: str
     """The attention that transformers chose: "sdpa", "eager"..."""
+    logits: str = "chunked"
+    """What training has of them: "none", a "chunked" head's, or all of them "whole" (model/heads.py)."""
     positions: int = 0
     """Tokens in the longest sequence that its config names; 0: it names none."""
     guessed: tuple[str, ...] = ()
@@ -165,6 +170,7 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision="fp32" if loaded == torch.float32 else "bf16",
         attention=_attention(model),
+        logits=kind_of_logits(model, [item.module for item in found], hooks.load().causal_loss),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         guessed=tuple(sorted(guessed)),
     )
@@ -266,6 +272,7 @@ class _Reader:
             fused_norms=fused,
             head_norms=head_norms,
             span=span,
+            attends=kind == "layer" and fields.attends(config, item.name, item.module),
             tied=any(id(parameter) in self._shared for _, parameter in named),
             traced=traced,
         )

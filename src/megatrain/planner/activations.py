@@ -68,8 +68,8 @@ def input_bytes(block: BlockShape, run: Run) -> int:
 
 
 def masked(block: BlockShape, run: Run, attention: str) -> bool:
-    """Whether PyTorch's own attention is given a mask: sequences are padded, or longer than a query looks back."""
-    return attention == "sdpa" and block.heads > 0 and (run.padded or 0 < block.span < run.length)
+    """Whether PyTorch's own attention is given a mask: sequences are padded, or as long as a query looks back."""
+    return attention == "sdpa" and block.attends and (run.padded or 0 < block.span <= run.length)
 
 
 def written_out(block: BlockShape, run: Run, attention: str) -> bool:
@@ -77,7 +77,7 @@ def written_out(block: BlockShape, run: Run, attention: str) -> bool:
 
     With a mask transformers spreads the keys itself, and there is one.
     """
-    shared = 0 < block.kv_heads < block.heads
+    shared = block.attends and 0 < block.kv_heads < block.heads
     return attention == "sdpa" and run.precision == "fp32" and shared and not masked(block, run, attention)
 
 
@@ -91,7 +91,7 @@ def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
     """Bytes per token beyond what a fused causal kernel takes: in a layer's graph, and beside it."""
     pairs = block.heads * run.length
     if attention == "eager":
-        return SCORE_BYTES * pairs, 0
+        return SCORE_BYTES * pairs if block.attends else 0, 0
     spread = 2 * (block.attention_width - block.kv_width) * run.itemsize
     if written_out(block, run, attention):
         return WRITTEN_BYTES[0] * pairs + spread, WRITTEN_BYTES[1] * pairs
@@ -105,7 +105,13 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
     if block.traced is not None:
         # Compiled, it keeps no more; how much less has been measured for other layers only.
-        return _traced(block.traced.graph, run, run.micro_tokens, _beyond(block, run, _added(run, attention))[0])
+        kept_too = _beyond(block, run, _added(run, attention))[0]
+        if block.traced.graph.pair and masked(block, run, attention):
+            # A bias of positions has a number per head already; where it is given to attention, a mask joins it.
+            return _traced(block.traced.graph, run, run.micro_tokens, 0) + (
+                block.heads * run.length * run.micro_tokens * run.itemsize
+            )
+        return _traced(block.traced.graph, run, run.micro_tokens, kept_too)
     kept = COMPILED if run.compile else EAGER
     heads = block.attention_width + block.kv_width
     per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
@@ -163,28 +169,34 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(64, CHUNK_LOGITS // max(1, vocabulary) // 64 * 64)
 
 
-def head_chunk(run: Run, vocabulary: int, tokens: int) -> int:
+def whole_logits(shape: ModelShape, run: Run) -> bool:
+    """Whether training has all logits at once: the model's loss needs them, or the run's."""
+    return shape.logits == "whole" or (shape.logits == "chunked" and run.head_chunk == 0)
+
+
+def head_chunk(shape: ModelShape, run: Run, tokens: int) -> int:
     """Of so many tokens, those whose logits are there at once."""
-    chosen = run.head_chunk if run.head_chunk is not None else chunk_tokens(vocabulary)
-    return min(tokens, chosen or tokens)
+    if whole_logits(shape, run):
+        return tokens
+    return min(tokens, run.head_chunk or chunk_tokens(shape.vocab_size))
 
 
 def logits_bytes(shape: ModelShape, run: Run) -> int:
     """Logits that are computed whole, and what their loss keeps: until the backward has passed the head."""
-    heads = run.head_chunk == 0 and any(block.kind == "head" for block in shape.blocks)
-    return run.micro_tokens * shape.vocab_size * (4 + 2 * run.itemsize) if heads else 0
+    return run.micro_tokens * shape.vocab_size * (4 + 2 * run.itemsize) if whole_logits(shape, run) else 0
 
 
-def head_bytes(block: BlockShape, run: Run, vocabulary: int, trains: bool) -> int:
+def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool) -> int:
     """Peak of head and loss: one chunk of logits, the head's gradient in FP32, and copies of it as chunks make them.
 
     From the second chunk on two of the gradient stand side by side: the FP32 sum and, once the logits are gone, that
     of the chunk.
     """
-    chunk = head_chunk(run, vocabulary, run.micro_tokens)
+    vocabulary = shape.vocab_size
+    chunk = head_chunk(shape, run, run.micro_tokens)
     numel = block.hidden_size * vocabulary if trains else 0
     first = chunk * vocabulary
-    if run.head_chunk == 0:
+    if whole_logits(shape, run):
         return max((5 + run.itemsize) * first, (first + numel) * run.itemsize) + 2 * input_bytes(block, run)
     second = min(run.micro_tokens - chunk, chunk) * vocabulary
     peak = max(LOGIT_BYTES * first, first * run.itemsize + numel * run.itemsize, numel * (4 + run.itemsize))
@@ -200,7 +212,7 @@ def evaluation_bytes(shape: ModelShape, run: Run, attention: str) -> int:
         return 0
     widest = max((block.hidden_size for block in shape.blocks), default=0)
     vocabulary = max(1, shape.vocab_size)
-    tokens = run.evaluation if run.predictions else head_chunk(run, vocabulary, run.evaluation)
+    tokens = run.evaluation if run.predictions else head_chunk(shape, run, run.evaluation)
     head = tokens * vocabulary * (run.itemsize + 8) + 4 * run.evaluation * widest * run.itemsize
     return max([head, *(_forward_bytes(block, run, attention) for block in shape.blocks)])
 
@@ -226,14 +238,20 @@ def workspace_bytes(shape: ModelShape, run: Run, attention: str, stored: int) ->
     seen: set[tuple[object, ...]] = set()
     for block in shape.blocks:
         layers += block.kind == "layer"
-        key = (block.kind, block.trainable, block.hidden_size, block.intermediate_size, block.traced, layers > stored)
+        key = (
+            block.kind, block.trainable, block.hidden_size, block.intermediate_size, block.traced, block.heads,
+            block.kv_heads, block.span, block.attends, layers > stored,
+        )  # fmt: skip
         if key in seen:
             continue
         seen.add(key)
         if block.kind == "layer":
             peaks.append(layer_bytes(block, run, attention, stored=layers <= stored))
         elif block.kind == "head":
-            peaks.append(head_bytes(block, run, shape.vocab_size, head_trains))
+            peaks.append(head_bytes(shape, block, run, head_trains))
         else:
             peaks.append(embedding_bytes(block, run))
+    if whole_logits(shape, run):
+        # Also of heads that are part of another block.
+        peaks.append((5 + run.itemsize) * run.micro_tokens * shape.vocab_size)
     return max(peaks)

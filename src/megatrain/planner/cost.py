@@ -213,7 +213,7 @@ class Costs:
         """Head and loss in chunks, with their gradients, which are taken at once."""
         tokens, vocabulary = self.run.micro_tokens, max(1, self.shape.vocab_size)
         weights = block.hidden_size * vocabulary
-        chunks = -(-tokens // head_chunk(self.run, vocabulary, tokens))
+        chunks = -(-tokens // head_chunk(self.shape, self.run, tokens))
         moved = tokens * vocabulary * LOGIT_TRAFFIC + chunks * weights * CHUNK_TRAFFIC
         return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self._hbm
 

@@ -80,7 +80,7 @@ def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
             expert_matmul_parameters=0, hidden_size=hidden, intermediate_size=intermediate, experts=0,
             experts_per_token=0, expert_biases=False, heads=width if layer else 0,
             kv_heads=min(8, width) if layer else 0, head_dim=128 if layer else 0, norms=2 if layer else 0,
-            fused_norms=0, head_norms=False, span=0, tied=False,
+            fused_norms=0, head_norms=False, span=0, attends=layer, tied=False,
         )  # fmt: skip
 
     layer = hidden * (2 * hidden + 2 * kv + 3 * intermediate)

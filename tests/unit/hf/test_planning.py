@@ -81,12 +81,19 @@ def test_masks_are_planned_for(tmp_path: Path) -> None:
     assert not padded(equal)
     assert padded(shorter)
     assert not padded(shorter, per_device_train_batch_size=1), "nothing to pad to"
+    filled = torch.ones(small.LENGTH, dtype=torch.long)
+    ready = [row | {"attention_mask": filled} for row in equal]
+    ready[5] = ready[5] | {"attention_mask": filled * (torch.arange(small.LENGTH) < 3)}
+    for size in (1, 2):
+        assert padded(ready, per_device_train_batch_size=size), "by a tokenizer, to one length"
     packed = [row | {"position_ids": torch.arange(small.LENGTH) % 5} for row in equal]
     assert padded(packed), "documents are kept apart"
     assert not padded([row | {"position_ids": torch.arange(small.LENGTH)} for row in equal])
-    assert padded(equal, settings={"length": 64}), "not looked at, and the collator can pad"
+    assert padded(shorter, settings={"length": 64})
+    assert not padded(equal, settings={"length": 64})
+    assert padded(Stream(), settings={"length": 64}, max_steps=2), "not looked at, and the collator can pad"
     stacked = {"data_collator": default_data_collator}
-    assert not padded(equal, settings={"length": 64}, **stacked)
+    assert not padded(Stream(), settings={"length": 64}, max_steps=2, **stacked)
     assert not padded(shorter, **stacked), "rows of different lengths are never together"
 
 

@@ -14,7 +14,8 @@ RUNS = json.loads((Path(__file__).parent / "accuracy.json").read_text())
 CASES = [(commit, number) for commit, found in RUNS.items() for number in range(len(found["rows"]))]
 OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_compression")
 TAKEN_AHEAD = list(RUNS)[2:]
-"""Runs in which the memory of a plan was taken when the engine attached."""
+"""Runs in which VRAM of a plan was taken when the engine attached, so that what is held here is that steps fit in it;
+`test_memory.py` holds tensors alone."""
 FARTHER_OFF = {"gpt2-xl": 0.15}
 """Whose steps the host bounds, and more so while the CPU updates."""
 

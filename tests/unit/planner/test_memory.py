@@ -78,13 +78,13 @@ def test_fp32_attention_of_shared_keys_writes_scores(name, batch, length, kept, 
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "phi3"])
-@pytest.mark.parametrize("length", [128, 256])
+@pytest.mark.parametrize("length", [128, 192, 256])
 def test_what_layers_keep_of_a_mask_is_planned(family, length):
     """Real layers on the CPU: with padding, or a sequence longer than a sliding window, keys are spread, and a mask in
     BF16 is kept by every layer."""
     config = AutoConfig.for_model(
         family, vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, pad_token_id=0, sliding_window=200,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, pad_token_id=0, sliding_window=192,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     block = next(block for block in shapes.describe(model).blocks if block.kind == "layer")
@@ -95,7 +95,7 @@ def test_what_layers_keep_of_a_mask_is_planned(family, length):
         # Keys that are part of a larger tensor free it when they are spread, which is not counted (phi3).
         assert 0.995 <= sizes[padded][1] / sizes[padded][0] <= (1.01 if family != "phi3" else 1.1)
     assert family == "phi3" or sizes[True][1] - sizes[False][1] == sizes[True][0] - sizes[False][0]
-    assert (sizes[True] == sizes[False]) == (length > 200 and family != "qwen2"), "a mask of its own"
+    assert (sizes[True] == sizes[False]) == (length >= 192 and family != "qwen2"), "a mask of its own"
 
 
 def kept_by_the_first_layer(model, length, padded):
@@ -154,6 +154,68 @@ def test_logits_that_are_whole_are_planned(loss, dtype):
             loss(model, ids).backward()
     assert 0.55 * planned <= live.peak <= planned
     assert activations.logits_bytes(shape, replace(run, head_chunk=None)) == 0
+
+
+def test_masks_and_whole_logits_are_there_for_every_micro_batch():
+    shape, run = shape_of("qwen2.5-1.5b"), Run(micro_batch=2, length=2048, accumulation=4)
+    for changed, per_micro_batch in (
+        (replace(run, padded=True), 2 * 2048 * 2048),
+        (replace(run, head_chunk=0), 2 * 2048 * 151936 * 8),
+    ):
+        held = [
+            Ledger(shape, each).account(Decision(offload=True, window=window)).vram[4]
+            for each in (run, changed) for window in (1, 4)
+        ]  # fmt: skip
+        assert [held[2] - held[0], held[3] - held[1]] == [per_micro_batch, 4 * per_micro_batch]
+
+
+def test_every_kind_of_layer_is_looked_at():
+    """Alike but for how far back they look: the second has no mask, and in FP32 its scores are written out."""
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=1000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, use_sliding_window=True, sliding_window=512,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    shape, run = shapes.describe(config), Run(length=4096, precision="fp32")
+    layers = [block for block in shape.blocks if block.kind == "layer"]
+    peaks = [activations.layer_bytes(block, run, "sdpa", stored=False) for block in layers]
+    assert peaks[1] > 2 * peaks[0]
+    assert activations.workspace_bytes(shape, run, "sdpa", 0) == max(peaks)
+
+
+def test_layers_without_attention_have_no_masks_and_no_scores():
+    config = AutoConfig.for_model(
+        "lfm2", vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    conv, full = (block for block in shapes.describe(config).blocks if block.kind == "layer")
+    assert (conv.attends, full.attends) == (False, True)
+    run = Run(length=1024, precision="fp32")
+    for changed in (run, replace(run, padded=True)):
+        assert not activations.masked(conv, changed, "sdpa")
+        assert not activations.written_out(conv, changed, "sdpa")
+    assert activations.written_out(full, run, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("family", "logits"),
+    [
+        ("llama", "chunked"),
+        ("gpt2", "chunked"),
+        ("t5", "whole"),
+        ("bart", "whole"),
+        ("bert", "whole"),
+        ("mamba", "chunked"),
+    ],
+)
+def test_logits_of_models_that_write_their_loss_out_are_whole(family, logits):
+    asked = {"bert": "BertForMaskedLM"}.get(family)
+    config = AutoConfig.for_model(family, **({"architectures": [asked]} if asked else {}))
+    shape, run = shapes.describe(config), Run(length=512)
+    assert shape.logits == logits
+    assert (activations.logits_bytes(shape, run) > 0) == (logits == "whole")
+    peak = activations.workspace_bytes(shape, replace(run, micro_batch=64), "sdpa", 0)
+    assert logits == "chunked" or peak >= 7 * 64 * 512 * shape.vocab_size
 
 
 def test_offload_does_not_grow_with_depth():
