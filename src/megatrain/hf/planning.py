@@ -143,7 +143,9 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
         announce(f"nothing is planned: no batch could be made of the dataset to look at ({error!r:.200})")
         return None
     if length is not None:
-        return size, length, padded
+        # Collators may make one row of all.
+        joined = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] < size
+        return (ids.shape[0], size * length // ids.shape[0], padded) if joined else (size, length, padded)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         announce("nothing is planned: batches of this dataset have no `input_ids` of rows and columns")
         return None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests import small
 from torch.utils.data import IterableDataset
-from transformers import BatchEncoding, default_data_collator
+from transformers import BatchEncoding, DataCollatorWithFlattening, default_data_collator
 
 import megatrain as mt
 from megatrain.errors import NotEnoughMemory
@@ -95,6 +95,15 @@ def test_masks_are_planned_for(tmp_path: Path) -> None:
     stacked = {"data_collator": default_data_collator}
     assert not padded(Stream(), settings={"length": 64}, max_steps=2, **stacked)
     assert not padded(shorter, **stacked), "rows of different lengths are never together"
+
+
+@pytest.mark.parametrize("length", [None, 64])
+def test_documents_that_are_joined_to_one_row(tmp_path: Path, length: int | None) -> None:
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in small.rows(8)]
+    joined = {"data_collator": DataCollatorWithFlattening(), "remove_unused_columns": False}
+    run = made(tmp_path, rows, settings={"length": length}, **joined).engine.settings.plan.run
+    assert (run.micro_batch, run.length) == (1, 2 * (length or small.LENGTH))
+    assert run.padded
 
 
 def test_losses_that_look_at_logits_are_planned_for(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
