@@ -39,12 +39,13 @@ RUN: dict[str, Any] = {"batch": 4, "length": 2048, "accumulation": 16, "compile"
 HEAD = """# Plans
 
 Made by `PYTHONPATH=src python -m benchmarks.plans > docs/plans.md` from configs and machine descriptions alone. These
-are predictions, not measurements. Only the H200 with 128 GB has been measured, with dense models from 1.5B to 14B
+are predictions, not measurements. Only the H200 with 128 GB has been measured, with dense models from 1B to 14B and two
+mixtures of experts cut to six layers
 (`benchmarks/results/2026-11-15-h200.md`; `tests/unit/planner` holds the predictions to them). The other machines are
 specifications times the efficiency seen there (`src/megatrain/hardware/machines`).
 
 Assumed throughout: BF16 with an exact FP32 master, AdamW, clipping, compiled layers; a step is 16 micro-batches of 4 ×
-2048 tokens (131,072) unless said; packed sequences without padding masks; {usable:.0%} of VRAM and RAM may be used; a
+2048 tokens (131,072) unless said; full sequences without masks; {usable:.0%} of VRAM and RAM may be used; a
 disk reads 3.7 and writes 2.1 GB/s. Experts reach two thirds of the rate of dense
 products, as one layer of Qwen3-30B-A3B does on the H200. GiB everywhere.
 The disk tier is planned as designed, ahead of the engine, which does not have it yet.

@@ -20,7 +20,7 @@ TOUCHED = {"fp32": 26.0, "bf16": 18.0, "8bit": 14.1, "4bit": 12.1}
 """Width of the optimizer's states → bytes that AdamW reads and writes per parameter (split master, BF16 gradient)."""
 
 CUDA_CONTEXT_BYTES = 960 << 20
-"""GPU memory that the CUDA context, modules and libraries take beside PyTorch's allocator: 0.82 to 0.91 GiB seen on an
+"""GPU memory that the CUDA context, modules and libraries take beside PyTorch's allocator: 0.75 to 0.91 GiB seen on an
 H200 (benchmarks/results/2026-11-15-h200.md)."""
 PINNED_PER_BYTE = 512
 """Bytes of host memory that the GPU can reach for each byte of its own that this takes: an entry of 8 bytes per page of
@@ -31,7 +31,7 @@ handle. Measured for eight threads, one after the other, on an H200."""
 THREADS = 2
 """Threads that are in CUDA_CONTEXT_BYTES already."""
 PROCESS_BYTES = 1434 << 20
-"""RAM of the interpreter, PyTorch, transformers and the driver: 1.02 to 1.17 GiB beside their state in nineteen runs
+"""RAM of the interpreter, PyTorch, transformers and the driver: 0.99 to 1.30 GiB beside their state in fifty runs
 there."""
 
 _SHIPPED = Path(__file__).parent / "machines"

@@ -66,7 +66,7 @@ def test_a_layers_graph_is_what_was_measured():
     [("llama3.2-1b", 2, 2048, 1856, 2671), ("qwen2.5-1.5b", 1, 4096, 1568, 1838)],
 )
 def test_fp32_attention_of_shared_keys_writes_scores(name, batch, length, kept, above):
-    """MiB of one layer on an H200; with a kernel it would be a third."""
+    """MiB of one layer on an H200; with a kernel it would keep half."""
     block = shape_of(name).blocks[1]
     run = Run(micro_batch=batch, length=length, precision="fp32")
     assert kept <= activations.graph_bytes(block, run, "sdpa") / (1 << 20) <= 1.06 * kept
