@@ -52,10 +52,7 @@ class _Baton:
     """
 
     def __init__(self, seats: int, device: torch.device) -> None:
-        lock = threading.RLock()
-        # Each waits for itself: woken all at once, they would take Python's lock from the one that runs.
-        self._called = [threading.Condition(lock) for _ in range(seats)]
-        self._ended = threading.Condition(lock)
+        self._condition = threading.Condition()
         self._live = dict.fromkeys(range(seats), (-1, 0))
         """How far each is: its position in the step, and how many blocks it has come to."""
         self._finished: set[int] = set()
@@ -67,7 +64,7 @@ class _Baton:
 
     def hand_on(self, number: int, position: int) -> None:
         """Give the baton to whoever is least far and wait until it comes back."""
-        with self._called[number]:
+        with self._condition:
             furthest, blocks = self._live[number]
             self._live[number] = (max(furthest, position), blocks + 1)
             self._pass_on()
@@ -78,8 +75,8 @@ class _Baton:
             drawn.restore()
 
     def wait(self, number: int) -> None:
-        with self._called[number]:
-            self._called[number].wait_for(lambda: self._turn == number)
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == number)
         if self.over:
             raise WindowAborted("another micro-batch of the window failed.")
 
@@ -92,7 +89,7 @@ class _Baton:
 
     def leave(self, number: int) -> None:
         """The micro-batch is done, or has failed."""
-        with self._ended:
+        with self._condition:
             del self._live[number]
             self._pass_on()
 
@@ -101,21 +98,21 @@ class _Baton:
         deadline: float | None = None
         while True:
             try:
-                with self._ended:
+                with self._condition:
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                    return self._ended.wait_for(lambda: not self._live, left)
+                    return self._condition.wait_for(lambda: not self._live, left)
             except BaseException as error:
                 self.abort(error)
                 deadline = deadline or time.monotonic() + PATIENCE
 
     def abort(self, error: BaseException) -> None:
         """Whoever gets the baton from now on gives up."""
-        with self._ended:
+        with self._condition:
             self.error, self.over = self.error or error, True
 
     def _pass_on(self) -> None:
         self._turn = min(self._live, key=lambda seat: (self._live[seat], seat), default=-1)
-        (self._called[self._turn] if self._live else self._ended).notify()
+        self._condition.notify_all()
 
 
 class _Worker:
