@@ -3,8 +3,7 @@
     PYTHONPATH=src python -m benchmarks.accuracy --shape qwen2.5-7b --max-vram-gb 48 [--compile] [--compression 8bit]
 
 The machine is probed first (if it has not been, or with `--refresh`). VRAM is what the driver reports beside PyTorch's
-allocator (total minus free minus reserved, so nothing else may run there) and the most that this has reserved, which an
-engine with a plan takes ahead; in brackets what tensors take, by the plan and after the second step. RAM is
+allocator (total minus free minus reserved, so nothing else may run there) and the most that this has reserved; RAM is
 RssAnon + RssShmem. `--all` runs the rows of the published table, `--others` rows of other kinds, each in a process of
 its own, and probes anew before the first.
 """
@@ -35,7 +34,6 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 import megatrain as mt
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.step import GIB, driver_vram, resident_ram
-from megatrain.planner.memory import SLACK_BYTES, SLACK_SHARE, outside_allocator
 
 ROWS = [
     ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "12"],
@@ -86,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ram["end"] = resident_ram()
     # The most that the driver saw: what is outside PyTorch's allocator, and the most that this reserved.
     outside = driver_vram() - torch.cuda.memory_reserved() / GIB
-    reserved = max(ram.pop("reserved"), torch.cuda.max_memory_reserved() / GIB)
+    reserved = torch.cuda.max_memory_reserved() / GIB
     at_end = torch.cuda.memory_reserved() / GIB
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     result = {
@@ -95,9 +93,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "resident": f"{len(plan.resident)} of {plan.blocks}",
         "policy": plan._policies(),
         "seconds": [plan.step.seconds, measured, measured / plan.step.seconds - 1],
-        "vram_gib": [plan.total("vram") / GIB, outside + reserved],
+        "vram_gib": [plan.total("vram") / GIB, outside + reserved, torch.cuda.max_memory_allocated() / GIB],
         "vram_detail": {"outside": outside, "reserved": reserved, "retries": retries, "at_end": at_end},
-        "tensors_gib": [allocated(plan) / GIB, torch.cuda.max_memory_allocated() / GIB],
         "vram_planned": {role: round(nbytes / GIB, 3) for role, nbytes in plan.memory["vram"].items()},
         "ram_gib": [plan.total("ram") / GIB, max(ram["stepped"], ram["end"])],
         "ram_detail": ram,
@@ -108,18 +105,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "all_seconds": seconds,
     }
     return result
-
-
-def settled(ram: dict[str, float]) -> None:
-    """After the second step: what the engine took ahead has been a peak, and from now on only what it needs counts."""
-    ram["stepped"], ram["reserved"] = resident_ram(), torch.cuda.max_memory_reserved() / GIB
-    torch.cuda.reset_peak_memory_stats()
-
-
-def allocated(plan: mt.Plan) -> float:
-    """Of a plan's VRAM, what tensors take: without CUDA itself, and without the allocator's slack."""
-    inside = plan.total("vram") - outside_allocator(plan.memory, plan.window) - SLACK_BYTES
-    return inside / (1 + SLACK_SHARE)
 
 
 def with_own_loop(
@@ -158,7 +143,7 @@ def with_own_loop(
         return sum(loss.item() for loss in losses)
 
     losses, seconds = [step(), step()], []
-    settled(ram)
+    ram["stepped"] = resident_ram()
     for _ in range(args.steps):
         began = time.perf_counter()
         losses.append(step())
@@ -177,7 +162,7 @@ def with_trainer(
         def on_step_end(self, *_: object, **__: object) -> None:
             ends.append(time.perf_counter())
             if len(ends) == 2:
-                settled(ram)
+                ram["stepped"] = resident_ram()
 
     mt.init(
         machine=machine,
@@ -274,9 +259,8 @@ def main() -> None:
         planned, measured, off = found["seconds"]
         print(
             f"| {found['row']}, {found['tokens']} tokens | {found['resident']}, {found['policy']} | {planned:.2f}, "
-            f"{measured:.2f} ({off:+.1%}) | {found['vram_gib'][0]:.2f}, {found['vram_gib'][1]:.2f} (tensors "
-            f"{found['tensors_gib'][0]:.2f}, {found['tensors_gib'][1]:.2f}) | {found['ram_gib'][0]:.2f}, "
-            f"{found['ram_gib'][1]:.2f} |",
+            f"{measured:.2f} ({off:+.1%}) | {found['vram_gib'][0]:.2f}, {found['vram_gib'][1]:.2f} (allocated "
+            f"{found['vram_gib'][2]:.2f}) | {found['ram_gib'][0]:.2f}, {found['ram_gib'][1]:.2f} |",
             flush=True,
         )
         print(f"  {json.dumps(found)}", file=sys.stderr, flush=True)
