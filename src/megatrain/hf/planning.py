@@ -72,7 +72,8 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     )
     whole = settings.head_chunk == 0 or trainer.label_smoother is not None
     try:
-        if not whole and model.logits == "chunked" and _own_loss(trainer):
+        own = trainer._own_loss or not trainer._stock_method("training_step")
+        if own and not whole and model.logits == "chunked":
             with suppress(NotEnoughMemory):
                 return known(head_chunk=0)
             announce(
@@ -90,12 +91,6 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
 
 def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
-
-
-def _own_loss(trainer: Any) -> bool:
-    """Whether steps have a loss that is not transformers' own, and may look at logits."""
-    stock = trainer._stock_method("compute_loss") and trainer._stock_method("training_step")
-    return trainer.compute_loss_func is not None or not stock
 
 
 def _looks_at_logits(trainer: Any, settings: Settings, model: ModelShape) -> bool:

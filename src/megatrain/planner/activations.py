@@ -105,13 +105,8 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
     if block.traced is not None:
         # Compiled, it keeps no more; how much less has been measured for other layers only.
-        kept_too = _beyond(block, run, _added(run, attention))[0]
-        if block.traced.graph.pair and masked(block, run, attention):
-            # A bias of positions has a number per head already; where it is given to attention, a mask joins it.
-            return _traced(block.traced.graph, run, run.micro_tokens, 0) + (
-                block.heads * run.length * run.micro_tokens * run.itemsize
-            )
-        return _traced(block.traced.graph, run, run.micro_tokens, kept_too)
+        more = _uncounted(block, run, attention)[0]
+        return _traced(block, block.traced.graph, run, attention, run.micro_tokens, more)
     kept = COMPILED if run.compile else EAGER
     heads = block.attention_width + block.kv_width
     per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
@@ -125,14 +120,17 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * _beyond(block, run, attention)[0]
 
 
-def _added(run: Run, attention: str) -> str:
-    """How attention is computed, unless the model was counted with it."""
-    return run.attention or (attention if attention == "sdpa" else "")
+def _uncounted(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
+    """The same of a layer that was counted: its way of computing attention is in the count, PyTorch's own as fused."""
+    return _beyond(block, run, run.attention or (attention if attention == "sdpa" else ""))
 
 
-def _traced(counted: Grows, run: Run, tokens: int, scores: int) -> int:
-    """Bytes of so many tokens; scores are added where there are any and the model was counted without."""
-    return int(counted.of(tokens, run.length) * run.itemsize / 2) + (0 if counted.pair else tokens * scores)
+def _traced(block: BlockShape, counted: Grows, run: Run, attention: str, tokens: int, more: int) -> int:
+    """Bytes of so many tokens, with `more` per token that the model was not counted with."""
+    if counted.pair:
+        # Scores or a bias of positions, a number per head; where that is given to attention, a mask joins it.
+        more = block.heads * run.length * run.itemsize if masked(block, run, attention) else 0
+    return int(counted.of(tokens, run.length) * run.itemsize / 2) + tokens * more
 
 
 def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> int:
@@ -151,8 +149,8 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     early = last + rows + (width + inputs if run.compile else 2 * width)
     if block.traced is not None:
         # How much of the graph is given back before which gradient of a weight comes is not known: all are counted.
-        beside = _beyond(block, run, _added(run, attention))[1]
-        early = weights + _traced(block.traced.work, run, run.micro_tokens, beside)
+        beside = _uncounted(block, run, attention)[1]
+        early = weights + _traced(block, block.traced.work, run, attention, run.micro_tokens, beside)
     # When scores come the MLP is done, but for the gradients of its weights.
     extra = max(early, weights + 2 * inputs - graph, weights + 2 * inputs + run.micro_tokens * beside if beside else 0)
     # A graph that is made again has an input and an output of its own.
@@ -221,8 +219,8 @@ def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """Peak of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
     if block.traced is not None:
         flowing = 2 * block.hidden_size * run.evaluation * run.itemsize
-        scores = max(_beyond(block, run, _added(run, attention)))
-        return _traced(block.traced.forward, run, run.evaluation, scores) + flowing
+        more = max(_uncounted(block, run, attention))
+        return _traced(block, block.traced.forward, run, attention, run.evaluation, more) + flowing
     scores = max(_beyond(block, run, attention))
     # Experts are given rows of their own, and give as many.
     rows = 2 * block.experts_per_token * block.hidden_size

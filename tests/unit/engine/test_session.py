@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, BatchEncoding
 
 import megatrain as mt
 from megatrain.errors import EngineClosed
+from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.store.parameter import StoreTensor
 from megatrain.store.split import join
 from megatrain.stream.lanes import ThreadLanes
@@ -424,3 +425,16 @@ def test_a_window_is_as_large_as_memory_allows_whatever_a_collator_gives(monkeyp
     sizes = {engine.window_size(each) for each in (batch, BatchEncoding(batch), [batch], tuple(batch.values()))}
     assert len(sizes) == 1
     assert 1 < sizes.pop() < 64
+    # On a GPU each micro-batch has a thread, for which libraries keep some of its memory.
+    monkeypatch.setattr("megatrain.hardware.inventory.free_memory", lambda _: 8 * THREAD_BYTES + (1 << 20))
+    assert engine.window_size(batch) == 64
+    monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
+    assert engine.window_size(batch) == 4
+
+
+def test_a_window_says_how_many_threads_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a cap on GPU memory includes them."""
+    engine, seated = mt.Engine(small.llama(), device="cpu"), []
+    monkeypatch.setattr(engine.relief, "seated", seated.append)
+    engine.window([lambda: None] * 3)
+    assert seated == [3]
