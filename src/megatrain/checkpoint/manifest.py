@@ -1,77 +1,175 @@
 """The manifest: what a complete checkpoint consists of, with sizes and CRC-32, written last.
 
-A directory without one was not written to its end. Paths are relative to the checkpoint; none is absolute.
+A directory without one was not written to its end. Paths are relative to the checkpoint; none leads out of it. The
+file ends with the SHA-256 of everything before that line, so that a change of any bit of it is seen.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megatrain import files
 from megatrain._version import __version__
 from megatrain.errors import CheckpointError
 
 FOLDER = "megatrain"
 FILE = f"{FOLDER}/manifest.json"
-FORMAT = 1
+FORMAT = 2
+UNSUMMED = 1
+"""The format before, which has neither a checksum of itself nor a sequence number."""
+MOST_BYTES = 1 << 30
+"""A manifest is text; one that is larger is not read."""
+MOST = 1 << 63
+_SUM = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
-def write(directory: Path, files: Iterable[Path], content: dict[str, Any]) -> None:
-    """Under a temporary name, flushed to disk, then renamed: it is there whole or not at all."""
-    listed = {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "crc32": _checksum(path)}
-        for path in files
-    }
-    text = json.dumps({"format": FORMAT, "megatrain": __version__, "files": listed} | content, indent=1)
-    target = directory / FILE
-    temporary = target.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(target)
+def write(directory: Path, listed: Iterable[Path], content: dict[str, Any]) -> int:
+    """Seal a checkpoint whose files are on the disk; the bytes that it has."""
+    entries = {}
+    for path in listed:
+        name = path.relative_to(directory).as_posix()
+        size, checksum = _content(directory, name)
+        entries[name] = {"bytes": size, "crc32": checksum}
+    head = {"format": FORMAT, "megatrain": __version__, "sequence": next_sequence(directory), "files": entries}
+    text = json.dumps(head | content, indent=1, default=_number).removesuffix("\n}")
+    files.write(directory / FILE, f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
+    return sum(entry["bytes"] for entry in entries.values())
+
+
+def next_sequence(directory: Path) -> int:
+    """The place of a checkpoint in the order in which those beside it were sealed."""
+    beside = Path(os.path.realpath(directory)).parent.iterdir()
+    return 1 + max((found for path in beside if (found := sequence_of(path)) is not None), default=0)
+
+
+def sequence_of(directory: str | os.PathLike[str]) -> int | None:
+    """When a checkpoint was sealed, in the order of those beside it (0: before there was one); None: it is not."""
+    try:
+        found: int = read(directory).get("sequence", 0)
+    except (CheckpointError, OSError):
+        return None
+    return found
 
 
 def read(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest as it stands; an unreadable one is a CheckpointError."""
     path = Path(directory) / FILE
     try:
-        manifest = json.loads(path.read_text())
+        with files.opened_inside(directory, FILE) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_BYTES:
+                raise CheckpointError(f"{path} is damaged: it is {size} bytes long.")
+            data = file.read()
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {FILE}: the checkpoint was not written to its end.") from None
-    except ValueError:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse(path, data)
+
+
+def parse(path: Path, data: bytes) -> dict[str, Any]:
+    """The content of a manifest, if it is one; `path` is what errors name."""
+    ending = _SUM.search(data)
+    if ending is not None and hashlib.sha256(data[: ending.start()]).hexdigest().encode() != ending[1]:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one at its end.")
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is damaged: it is not valid JSON.") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise CheckpointError(f"{path} has format {found}, this MegaTrain ({__version__}) reads format {FORMAT}.")
-    missing = [key for key in ("files", "steps", "groups") if key not in manifest]
-    if missing:
-        raise CheckpointError(f"{path} is damaged: it lacks {missing[0]!r}.")
-    return manifest
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found == FORMAT and ending is None:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is missing.")
+    # True == 1, and 1.0 == 1.
+    if type(found) is not int or found not in (FORMAT, UNSUMMED):
+        raise CheckpointError(f"{path} has format {found}, this MegaTrain ({__version__}) reads up to {FORMAT}.")
+    _check(path, manifest)
+    return manifest  # type: ignore[no-any-return]
 
 
 def verify(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest of a checkpoint whose every file is there, of the right size and unchanged."""
     manifest = read(directory)
-    for name, entry in manifest["files"].items():
-        path = Path(directory) / name
-        size = path.stat().st_size if path.exists() else -1
-        if size != entry["bytes"]:
-            state = "missing" if size < 0 else f"{size} bytes long"
-            raise CheckpointError(f"{path} is {state}, not {entry['bytes']} bytes: the checkpoint is damaged.")
-    for name, entry in manifest["files"].items():
-        if _checksum(Path(directory) / name) != entry["crc32"]:
-            raise CheckpointError(f"{Path(directory) / name} is damaged: its CRC-32 is not the one in the manifest.")
+    for check in (_check_size, _check_content):
+        for name, entry in manifest["files"].items():
+            try:
+                check(Path(directory), name, entry)
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{Path(directory) / name} is missing, not {entry['bytes']} bytes: the checkpoint is damaged."
+                ) from None
+            except OSError as error:
+                raise CheckpointError(
+                    f"{Path(directory) / FILE} names {name!r}, which cannot be read: {error.strerror}."
+                ) from error
     return manifest
 
 
-def _checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while piece := file.read(16 << 20):
-            value = zlib.crc32(piece, value)
-    return value
+def _check_size(directory: Path, name: str, entry: dict[str, int]) -> None:
+    with files.opened_inside(directory, name) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != entry["bytes"]:
+        raise CheckpointError(
+            f"{directory / name} is {size} bytes long, not {entry['bytes']} bytes: the checkpoint is damaged."
+        )
+
+
+def _check_content(directory: Path, name: str, entry: dict[str, int]) -> None:
+    if _content(directory, name) != (entry["bytes"], entry["crc32"]):
+        raise CheckpointError(f"{directory / name} is damaged: its CRC-32 is not the one in the manifest.")
+
+
+def _content(directory: Path, name: str) -> tuple[int, int]:
+    """Size and CRC-32."""
+    size = value = 0
+    with files.opened_inside(directory, name) as file:
+        while piece := file.read(files.PIECE):
+            size, value = size + len(piece), zlib.crc32(piece, value)
+    return size, value
+
+
+def _check(path: Path, manifest: dict[str, Any]) -> None:
+    """Whether it has the keys that are read, with values of the right kind."""
+    wanted: dict[str, Callable[[Any], bool]] = {"files": _are_files, "steps": _are_steps, "groups": _are_groups}
+    wanted |= {"sequence": _is_count} if manifest["format"] == FORMAT else {}
+    wanted |= {"optimizer": lambda value: isinstance(value, str)} if "optimizer" in manifest else {}
+    for key, fits in wanted.items():
+        if key not in manifest:
+            raise CheckpointError(f"{path} is damaged: it lacks {key!r}.")
+        if not fits(manifest[key]):
+            raise CheckpointError(f"{path} is damaged: its {key!r} is not what a manifest has there.")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(entry, dict) and _is_count(entry.get("bytes")) and _is_count(entry.get("crc32"))
+        for entry in value.values()
+    )
+
+
+def _are_steps(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_count(steps) for steps in value.values())
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in value
+    )
+
+
+def _number(value: Any) -> Any:
+    """A learning rate may be a tensor or a NumPy number."""
+    return value.item()

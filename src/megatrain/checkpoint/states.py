@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatrain import files
 from megatrain.checkpoint import manifest
 from megatrain.errors import CheckpointError
 from megatrain.native import lossless
@@ -71,10 +72,10 @@ class Optimizer(Protocol):
 def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
     """Moments, residuals, step counts and groups. `seal` makes the checkpoint complete."""
     folder = Path(directory) / manifest.FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    (Path(directory) / manifest.FILE).unlink(missing_ok=True)
+    files.make_directory(folder)
+    files.remove(Path(directory) / manifest.FILE)
     for stale in folder.glob("optimizer-*.safetensors"):
-        stale.unlink()
+        files.remove(stale)
     names = _names(model)
     parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
     for _, parameter in parameters:
@@ -83,13 +84,17 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
     coder = _Coder() if optimizer.lossless else None
     for number, shard in enumerate(shards, start=1):
         path = folder / f"optimizer-{number:05d}-of-{len(shards):05d}.safetensors"
+        files.before("write", path)
         save_file(shard if coder is None else coder.encode(shard), path, metadata={"format": "pt"})
     if coder is not None:
         announce(coder.report())
 
 
-def seal(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
-    """Write the manifest of everything that is in the directory: from now on it is a complete checkpoint."""
+def seal(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> int:
+    """Make everything in the directory durable, then write its manifest: from now on it is a complete checkpoint.
+
+    Returns its size in bytes. Older checkpoints may be deleted after this, not before.
+    """
     names = _names(model)
     content = {
         "optimizer": optimizer.kind,
@@ -100,10 +105,18 @@ def seal(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathL
             for group in optimizer.param_groups
         ],
     }
-    own = Path(directory) / manifest.FILE
-    files = sorted(path for path in Path(directory).rglob("*") if path.is_file() and path.parent != own.parent)
-    files += sorted(own.parent.glob("optimizer-*.safetensors"))
-    manifest.write(Path(directory), files, content)
+    files.sync_tree(directory)
+    nbytes = manifest.write(Path(directory), _listed(Path(directory)), content)
+    files.sync_names(directory)
+    return nbytes
+
+
+def _listed(directory: Path) -> list[Path]:
+    """Files of a checkpoint that its manifest names. Links are not followed when it is read, so they are left out."""
+    own = directory / manifest.FOLDER
+    found = sorted(path for path in directory.rglob("*") if own not in (path, *path.parents))
+    found += sorted(own.glob("optimizer-*.safetensors"))
+    return [path for path in found if path.is_file() and not path.is_symlink()]
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:

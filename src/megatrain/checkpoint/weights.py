@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatrain import files
 from megatrain.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -21,10 +22,12 @@ def save_model(
     model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: str | os.PathLike[str]
 ) -> None:
     """Through `save_pretrained` if the model has it, else as one safetensors file."""
+    path = Path(directory) / "model.safetensors"
+    files.before("write", path)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
     else:
-        save_file(without_aliases(host_state()), Path(directory) / "model.safetensors", metadata={"format": "pt"})
+        save_file(without_aliases(host_state()), path, metadata={"format": "pt"})
 
 
 def without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from megatrain import files
 from megatrain._version import __version__
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware import described, inventory, measure
@@ -288,15 +288,8 @@ class _Record:
 
     def write(self, file: Path) -> None:
         """Whole or not at all: nothing is left of what could not be finished."""
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(asdict(self), indent=2))
-            partial.replace(file)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink()
-            raise
+        files.make_directory(file.parent)
+        files.write(file, json.dumps(asdict(self), indent=2))
 
 
 def _keep(record: _Record, file: Path | None) -> None:

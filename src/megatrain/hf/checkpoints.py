@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from megatrain import files
 from megatrain.checkpoint import manifest, states, weights
 from megatrain.engine.session import Engine
 from megatrain.errors import CheckpointError, OutOfRam
@@ -50,13 +51,19 @@ class Checkpoints:
             # The epoch's end may want it once more; what is complete is not put at risk while RAM is short.
             return
         resumable = short or not self.args.save_only_model
+        stopwatch = files.Stopwatch()
         with changed(self.args, save_total_limit=None, save_only_model=not resumable):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = os.path.join(run_dir, name)
         if resumable:
-            folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            states.seal(self.model, self._own_optimizer(), folder)
+            nbytes = states.seal(self.model, self._own_optimizer(), folder)
             self._ram_stop.sealed = (self.state.global_step, folder)
+        else:
+            nbytes = files.sync_tree(folder)
+            files.sync_names(folder)
+        announce(stopwatch.report(name, nbytes))
         rotate_checkpoints(
             output_dir=run_dir,
             save_total_limit=limit,
@@ -87,7 +94,9 @@ class Checkpoints:
             return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+        path = os.path.join(output_dir, SCHEDULER_FILE)
+        files.before("write", path)
+        torch.save(self.lr_scheduler.state_dict(), path)
         states.save_optimizer(self.model, self._own_optimizer(), output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

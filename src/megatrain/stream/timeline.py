@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from megatrain import files
+
 
 @dataclass(frozen=True)
 class Span:
@@ -232,7 +234,7 @@ class Timeline:
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": {"name": lane}}
             for index, lane in enumerate(lanes)
         ]
-        Path(path).write_text(json.dumps({"traceEvents": names + events}))
+        files.write(path, json.dumps({"traceEvents": names + events}))
 
     def _room(self, page: _Page) -> bool:
         return self.recording or len(page.spans) + len(page.waits) + len(page.pending) < MOST

@@ -16,7 +16,8 @@ from tests import small
 from transformers import AutoModelForCausalLM
 
 import megatrain as mt
-from megatrain.checkpoint import manifest, states
+from megatrain import files
+from megatrain.checkpoint import states
 from megatrain.errors import CheckpointError
 from megatrain.store.parameter import states_of
 from megatrain.store.split import join
@@ -227,7 +228,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "manifest cut": (MANIFEST, shorten, "not valid JSON"),
     "manifest a list": (MANIFEST, rewrite("[]"), "format"),
     "manifest empty": (MANIFEST, rewrite("{}"), "format"),
-    "manifest of the future": (MANIFEST, rewrite('{"format": 2}'), "format 2"),
+    "manifest of the future": (MANIFEST, rewrite('{"format": 3}'), "format 3"),
     "manifest without groups": (MANIFEST, rewrite('{"format": 1, "files": {}, "steps": {}}'), "groups"),
     "states missing": (STATES, Path.unlink, "missing"),
     "states cut": (STATES, shorten, "bytes"),
@@ -318,22 +319,15 @@ def test_stopped_while_saving(tmp_path: Path, where: str, said: pytest.LogCaptur
     assert small.same(everything(again.model), everything(whole.model))
 
 
-def test_the_last_complete_one_is_kept_until_the_next_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = manifest.write
-
-    def dies(directory: Path, *args: Any, **kwargs: Any) -> None:
-        if directory.name == "checkpoint-4":
+def test_the_last_complete_one_is_kept_until_the_next_is_complete(tmp_path: Path) -> None:
+    def dies(operation: str, path: Path) -> None:
+        if operation == "rename" and path == tmp_path / "checkpoint-4" / MANIFEST:
             raise KeyboardInterrupt
-        real(directory, *args, **kwargs)
 
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     first = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
-    with monkeypatch.context() as patched:
-        patched.setattr(manifest, "write", dies)
-        with pytest.raises(KeyboardInterrupt):
-            first.train()
+    with files.watching(dies), pytest.raises(KeyboardInterrupt):
+        first.train()
     again = mt.Trainer(model=small.llama(1), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
     again.train(resume_from_checkpoint=True)
     assert small.same(small.snapshot(again.model), small.snapshot(first.model))

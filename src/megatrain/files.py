@@ -1,0 +1,287 @@
+"""File operations: durable where it matters, seen by observers, and open to injected faults.
+
+Checkpoints, caches and traces are written through here. Files that another library writes are announced with `before`
+and made durable with `sync`. An observer is called before every operation and may raise OSError in its place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from megatrain.native import renames
+from megatrain.telemetry.notices import warn
+
+AnyPath = str | os.PathLike[str]
+Observer = Callable[[str, Path], None]
+"""Called with the operation and its path: make, write, sync, sync_directory, rename, exchange, link, copy, remove,
+remove_tree. A rename and a link name the new path."""
+
+CANNOT_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+CANNOT_LINK = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP})
+PIECE = 16 << 20
+
+_observers: tuple[Observer, ...] = ()
+_failed: set[tuple[int, int, int]] = set()
+"""Device, inode and time of change of what could not be synced."""
+_unable: set[int] = set()
+"""Devices whose file system cannot sync directories."""
+_seconds = 0.0
+
+
+# ---- observers
+
+
+@contextmanager
+def watching(observer: Observer) -> Iterator[None]:
+    """Call `observer` before every operation of this process, in whichever thread that is."""
+    global _observers
+    _observers = (*_observers, observer)
+    try:
+        yield
+    finally:
+        _observers = tuple(kept for kept in _observers if kept is not observer)
+
+
+def before(operation: str, path: AnyPath) -> None:
+    """Tell observers what comes next. Call it directly only for what another library is about to write."""
+    for observer in _observers:
+        observer(operation, Path(path))
+
+
+# ---- to the disk
+
+
+class Stopwatch:
+    """How long something took that was written, and how much of that went into syncing."""
+
+    def __init__(self) -> None:
+        self._start, self._synced = time.perf_counter(), _seconds
+
+    def report(self, name: str, nbytes: int) -> str:
+        took, syncing = time.perf_counter() - self._start, _seconds - self._synced
+        return f"{name} written to disk: {_size(nbytes)} in {took:.1f} s, {syncing:.1f} s of it syncing"
+
+
+def sync(path: AnyPath) -> int:
+    """Wait until a regular file's content is on the disk; its size.
+
+    After a failed sync the kernel may have dropped what was not written, and the next sync of the same file would
+    succeed. So such a file is refused until it is written anew.
+    """
+    with _opened(path, os.O_RDONLY) as descriptor:
+        return _fsync(descriptor, path, "sync")
+
+
+def sync_directory(path: AnyPath) -> None:
+    """Wait until the names in a directory are on the disk. Some file systems cannot do that, which is said once."""
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        try:
+            _fsync(descriptor, path, "sync_directory", CANNOT_SYNC_DIRECTORY)
+        except OSError as error:
+            device = os.fstat(descriptor).st_dev
+            if error.errno not in CANNOT_SYNC_DIRECTORY:
+                raise
+            if device not in _unable:
+                _unable.add(device)
+                warn(f"the file system of {path} cannot sync directories; after a power cut new files may be missing")
+
+
+def sync_tree(directory: AnyPath) -> int:
+    """Sync every regular file below a directory, then every directory from the bottom up; the size of the files."""
+    tree = list(os.walk(directory, topdown=False, onerror=_raise))
+    files = (os.path.join(folder, name) for folder, _, names in tree for name in names)
+    total = sum(sync(path) for path in files if stat.S_ISREG(os.lstat(path).st_mode))
+    for folder, _, _ in tree:
+        sync_directory(folder)
+    return total
+
+
+def sync_names(path: AnyPath) -> None:
+    """Sync the directories that lead to a path, within its file system: each may be new itself."""
+    path = Path(os.path.realpath(path))
+    device = path.stat().st_dev
+    for folder in path.parents:
+        if folder.stat().st_dev != device:
+            return
+        # A directory that this user may not read has been there before.
+        if os.access(folder, os.R_OK):
+            sync_directory(folder)
+
+
+# ---- changes
+
+
+def make_directory(path: AnyPath) -> None:
+    """With its parents; no error if it is there."""
+    before("make", path)
+    Path(path).mkdir(parents=True, exist_ok=True)
+
+
+def write(path: AnyPath, content: str | bytes) -> None:
+    """Write a file whole or not at all: under a temporary name beside it, synced, renamed, and the directory synced.
+
+    What is not a regular file (a terminal, a pipe) is written to as it is.
+    """
+    # A link stays one: the file that it leads to is replaced.
+    target = Path(os.path.realpath(path))
+    data = content.encode() if isinstance(content, str) else content
+    if target.exists() and not target.is_file():
+        before("write", target)
+        target.write_bytes(data)
+        return
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        before("write", temporary)
+        temporary.write_bytes(data)
+        sync(temporary)
+        rename(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(target.parent)
+
+
+def rename(source: AnyPath, target: AnyPath) -> None:
+    """Replaces a file that has the new name, as `os.rename` does."""
+    before("rename", target)
+    os.rename(source, target)
+
+
+def replace_directory(fresh: AnyPath, target: AnyPath, aside: AnyPath) -> None:
+    """Let `fresh` take the place of `target`, which is `aside` afterwards; all three lie in one directory.
+
+    The two are exchanged in one step where the file system can do that. Else there are two renames, and between them
+    nothing has the name `target`.
+    """
+    try:
+        before("exchange", target)
+        renames.exchange(fresh, target)
+    except OSError as error:
+        if error.errno not in CANNOT_EXCHANGE:
+            raise
+        rename(target, aside)
+        try:
+            rename(fresh, target)
+        except BaseException:
+            os.rename(aside, target)
+            raise
+    else:
+        rename(fresh, aside)
+
+
+def link_or_copy(source: AnyPath, target: AnyPath) -> None:
+    """A second name for a file (or for a symbolic link itself); a copy where there can be none."""
+    try:
+        before("link", target)
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in CANNOT_LINK:
+            raise
+        before("copy", target)
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def remove(path: AnyPath) -> None:
+    """Remove a file, if it is there."""
+    before("remove", path)
+    Path(path).unlink(missing_ok=True)
+
+
+def remove_tree(path: AnyPath) -> None:
+    """Remove a directory and what is in it, if it is there."""
+    before("remove_tree", path)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+# ---- looking
+
+
+def free_bytes(path: AnyPath) -> int:
+    """What this user may still write where `path` is or will be."""
+    there = Path(os.path.abspath(path))
+    while not there.exists():
+        there = there.parent
+    return shutil.disk_usage(there).free
+
+
+@contextmanager
+def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
+    """A regular file below a directory, for reading. Links are not followed, and nothing waits for a pipe's writer."""
+    parts = name.split("/")
+    if not _can_be_inside(name):
+        raise OSError(errno.EINVAL, "not a name inside the directory", name)
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(Path(directory) / name)) from error
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(Path(directory) / name))
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        yield file
+
+
+def _can_be_inside(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
+
+
+@contextmanager
+def _opened(path: AnyPath, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _fsync(descriptor: int, path: AnyPath, operation: str, harmless: Collection[int] = ()) -> int:
+    global _seconds
+    status = os.fstat(descriptor)
+    key = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    if key in _failed:
+        raise OSError(errno.EIO, "could not be synced before, and has not been written anew", os.fspath(path))
+    start = time.perf_counter()
+    try:
+        before(operation, path)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in harmless:
+            _failed.add(key)
+        raise OSError(error.errno, f"{error.strerror} while syncing", os.fspath(path)) from error
+    finally:
+        _seconds += time.perf_counter() - start
+    return status.st_size
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} bytes"

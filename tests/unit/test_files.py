@@ -1,0 +1,233 @@
+"""File operations: what is durable in which order, what observers see, and what a fault leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatrain import files
+
+Seen = list[tuple[str, str]]
+
+
+def recording(seen: Seen) -> files.Observer:
+    return lambda operation, path: seen.append((operation, path.name))
+
+
+def failing(operation: str, name: str, code: int = errno.EIO) -> files.Observer:
+    def observe(found: str, path: Path) -> None:
+        if (found, path.name) == (operation, name):
+            raise OSError(code, os.strerror(code))
+
+    return observe
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- writing
+
+
+def test_a_file_is_synced_before_it_has_its_name(tmp_path: Path) -> None:
+    seen: Seen = []
+    with files.watching(recording(seen)):
+        files.write(tmp_path / "name", "text")
+    files.write(tmp_path / "name", b"unseen")
+    assert [operation for operation, _ in seen] == ["write", "sync", "rename", "sync_directory"]
+    assert seen[0][1] == seen[1][1] != "name"
+    assert seen[2:] == [("rename", "name"), ("sync_directory", tmp_path.name)]
+    assert tree(tmp_path) == {"name": b"unseen"}
+
+
+@pytest.mark.parametrize("operation", ["write", "sync", "rename"])
+def test_what_cannot_be_written_leaves_the_old(tmp_path: Path, operation: str) -> None:
+    files.write(tmp_path / "name", "old")
+
+    def full(found: str, path: Path) -> None:
+        if found == operation:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with files.watching(full), pytest.raises(OSError, match="No space"):
+        files.write(tmp_path / "name", "new")
+    assert tree(tmp_path) == {"name": b"old"}
+
+
+def test_a_link_stays_one_and_a_device_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    files.write(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+    (tmp_path / "nowhere").symlink_to("/dev/null")
+    files.write(tmp_path / "nowhere", "gone")
+    assert not Path("/dev/null").is_file()
+
+
+def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    files.write(tmp_path / "name", "")
+    assert (tmp_path / "name").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+# ---- syncing
+
+
+def test_a_tree_is_synced_from_the_bottom_up(tmp_path: Path) -> None:
+    (tmp_path / "inner" / "deep").mkdir(parents=True)
+    for name in ("a", "inner/b", "inner/deep/c"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "away").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    seen: Seen = []
+    with files.watching(recording(seen)):
+        assert files.sync_tree(tmp_path) == len("a" + "inner/b" + "inner/deep/c")
+    assert sorted(seen[:3]) == [("sync", "a"), ("sync", "b"), ("sync", "c")]
+    assert seen[3:] == [("sync_directory", name) for name in ("deep", "inner", tmp_path.name)]
+
+
+def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
+    """The second would succeed, and what the kernel dropped after the first would be missed."""
+    (tmp_path / "name").write_text("lost")
+    with files.watching(failing("sync", "name")), pytest.raises(OSError, match="while syncing") as failed:
+        files.sync_tree(tmp_path)
+    assert failed.value.filename == str(tmp_path / "name")
+    seen: Seen = []
+    with files.watching(recording(seen)), pytest.raises(OSError, match="has not been written anew"):
+        files.sync(tmp_path / "name")
+    assert seen == []
+    (tmp_path / "name").unlink()
+    (tmp_path / "name").write_text("anew")
+    os.utime(tmp_path / "name", ns=(0, 1))
+    assert files.sync(tmp_path / "name") == 4
+
+
+def test_directories_that_cannot_be_synced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    with files.watching(failing("sync_directory", tmp_path.name, errno.EINVAL)):
+        files.sync_directory(tmp_path)
+        files.sync_directory(tmp_path)
+    assert [line for line in said.messages if "cannot sync directories" in line]
+    assert len(said.messages) == 1
+    files._unable.clear()
+    with files.watching(failing("sync_directory", tmp_path.name)), pytest.raises(OSError, match="while syncing"):
+        files.sync_directory(tmp_path)
+
+
+def test_syncing_is_timed(tmp_path: Path) -> None:
+    stopwatch = files.Stopwatch()
+    (tmp_path / "name").write_bytes(bytes(1_500_000))
+    assert stopwatch.report("x", files.sync(tmp_path / "name")).startswith("x written to disk: 1.5 MB in ")
+
+
+# ---- directories that change places
+
+
+def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
+    for name in ("fresh", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    return tmp_path / "fresh", tmp_path / "target", tmp_path / "aside"
+
+
+@pytest.mark.parametrize("code", [None, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_one_takes_the_place_of_the_other(tmp_path: Path, code: int | None) -> None:
+    observer = recording([]) if code is None else failing("exchange", "target", code)
+    with files.watching(observer):
+        files.replace_directory(*pair(tmp_path))
+    assert tree(tmp_path) == {"target/content": b"fresh", "aside/content": b"target"}
+
+
+def test_between_two_renames_the_old_one_is_aside(tmp_path: Path) -> None:
+    found = []
+
+    def observe(operation: str, path: Path) -> None:
+        if operation == "exchange":
+            raise OSError(errno.EINVAL, "")
+        if (operation, path.name) == ("rename", "target"):
+            found.append(sorted(os.listdir(tmp_path)))
+            raise KeyboardInterrupt
+
+    with files.watching(observe), pytest.raises(KeyboardInterrupt):
+        files.replace_directory(*pair(tmp_path))
+    assert found == [["aside", "fresh"]]
+    assert tree(tmp_path) == {"target/content": b"target", "fresh/content": b"fresh"}, "taken back"
+
+
+def test_a_directory_that_may_not_be_renamed_stays(tmp_path: Path) -> None:
+    with files.watching(failing("exchange", "target", errno.EBUSY)), pytest.raises(OSError, match="busy"):
+        files.replace_directory(*pair(tmp_path))
+    assert tree(tmp_path) == {"target/content": b"target", "fresh/content": b"fresh"}
+
+
+@pytest.mark.parametrize("code", [None, errno.EPERM, errno.EXDEV])
+def test_linked_or_copied(tmp_path: Path, code: int | None) -> None:
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "link").symlink_to("file")
+    with files.watching(recording([]) if code is None else failing("link", "other", code)):
+        files.link_or_copy(tmp_path / "file", tmp_path / "other")
+    files.link_or_copy(tmp_path / "link", tmp_path / "another")
+    assert (tmp_path / "other").read_text() == "content"
+    assert (tmp_path / "other").samefile(tmp_path / "file") == (code is None)
+    assert os.readlink(tmp_path / "another") == "file"
+
+
+# ---- reading what may be anything
+
+
+@pytest.mark.parametrize("name", ["", "/etc/hostname", "../outside", "inner/../../outside", "./file", "a//b", "a\0b"])
+def test_names_that_lead_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_text("")
+    (tmp_path / "in" / "inner").mkdir(parents=True)
+    with pytest.raises(OSError, match="not a name"), files.opened_inside(tmp_path / "in", name):
+        pass
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "pipe": make_pipe,
+    "directory": Path.mkdir,
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "name")
+    with pytest.raises(OSError, match=r"regular|symbolic") as error, files.opened_inside(tmp_path, "name"):
+        pass
+    assert error.value.filename == str(tmp_path / "name")
+
+
+def test_a_folder_may_not_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_text("content")
+    (tmp_path / "link").symlink_to("real")
+    with files.opened_inside(tmp_path, "real/file") as file:
+        assert file.read() == b"content"
+    with pytest.raises(OSError, match="Not a directory"), files.opened_inside(tmp_path, "link/file"):
+        pass
+    # The directory itself may be one.
+    with files.opened_inside(tmp_path / "link", "file") as file:
+        assert file.read() == b"content"
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    make_pipe(tmp_path / "pipe")
+    before = set(os.listdir("/proc/self/fd"))
+    for name in ("pipe", "absent", "absent/deeper", "/"):
+        with pytest.raises(OSError, match=r"E|n"), files.opened_inside(tmp_path, name):
+            pass
+    files.write(tmp_path / "name", "")
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:
+    assert files.free_bytes(tmp_path / "not" / "yet") > 0
