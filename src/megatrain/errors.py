@@ -35,6 +35,10 @@ class ModelMoved(MegaTrainError):
     """Somebody tried to move or cast a model whose weights live in the engine's store."""
 
 
+class ForkedProcess(MegaTrainError):
+    """A forked child tried to change or to run a model that belongs to its parent."""
+
+
 class DeviceUnavailable(MegaTrainError):
     """The device that was asked for is not there."""
 

@@ -34,13 +34,14 @@ from megatrain.model.blocks import find_blocks
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.optim.schedule import Updates
 from megatrain.settings import Settings
+from megatrain.store.forks import Owner
 from megatrain.store.parameter import Deposit, StoreTensor
 from megatrain.store.slab import Slab
+from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
-from megatrain.stream.cuda import CudaLanes
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
-from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes
+from megatrain.stream.lanes import Lanes
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
@@ -84,7 +85,7 @@ class Engine:
         self._placement = Placement(self.settings, self.device)
         self._memory = memory = self._placement.ram
         self.relief = Relief(self.settings, self.device, model, pinned=lambda: memory.pinned)
-        self._lanes = _lanes(self.settings.lanes, self.device)
+        self._lanes = cuda.choose(self.settings.lanes, self.device)
         self._adoption = Adoption(model, self.device, self.precision, self._memory, self._placement.tier)
         try:
             self.relief.hold_to_plan()
@@ -109,7 +110,7 @@ class Engine:
         self._lazy = self._lazy_head(hooks)
         self._surface = Surface(model, self, hooks, self._step.begin_pass)
         # Not a method of self: the finalizer must not keep the engine alive.
-        weakref.finalize(self, _stop, self._lanes, self._step.seats, self.relief)
+        weakref.finalize(self, _stop, memory.owner, self._lanes, self._step.seats, self.relief)
 
     # ---- what users do
 
@@ -164,6 +165,7 @@ class Engine:
         once, so that a sum may be rounded to the gradient dtype before it travels. If a task fails, its error is raised
         and all gradients of the step are dropped.
         """
+        self._memory.owner.require("run a window")
         self.relief.seated(len(tasks))
         return self._step.window(tasks, whole)
 
@@ -259,16 +261,18 @@ class Engine:
         if self._closed:
             return
         try:
-            self.synchronize()
+            if self._memory.owner.here:
+                self.synchronize()
         finally:
             self._end()
 
     def _end(self, patience: float | None = None) -> None:
         self._closed = True
-        self._step.close()
-        self._lanes.close(patience=patience)
-        self._memory.unpin()
-        self.relief.let_go()
+        if self._memory.owner.here:
+            self._step.close()
+            self._lanes.close(patience=patience)
+            self._memory.unpin()
+            self.relief.let_go()
         if self._lazy is not None:
             self._lazy.detach()
 
@@ -365,7 +369,10 @@ def announce_unavailable(settings: Settings) -> None:
         )
 
 
-def _stop(lanes: Lanes, seats: Seats, relief: Relief) -> None:
+def _stop(owner: Owner, lanes: Lanes, seats: Seats, relief: Relief) -> None:
+    # Threads, pinned memory and limits are those of the process that made the engine, not of a forked child.
+    if not owner.here:
+        return
     seats.close()
     lanes.close(patience=PATIENCE)
     # Of an engine that was closed nothing is left to let go; at the end of the process CUDA may be gone.
@@ -383,17 +390,3 @@ def _weakly(deposit: Deposit) -> Deposit:
             target(slab, index, gradient)
 
     return call
-
-
-def _lanes(asked: Any, device: torch.device) -> Lanes:
-    if not isinstance(asked, str):
-        return asked  # type: ignore[no-any-return]
-    if asked == "auto":
-        asked = "cuda" if device.type == "cuda" else "sync"
-    if asked == "cuda":
-        if device.type != "cuda":
-            raise SettingsError("lanes='cuda' needs a CUDA device; use 'sync' or 'threads' on the CPU.")
-        return CudaLanes(device)
-    if device.type == "cuda":
-        raise SettingsError(f"lanes={asked!r} run copies without CUDA streams; use 'auto' on a CUDA device.")
-    return SyncLanes() if asked == "sync" else ThreadLanes()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +44,25 @@ def trim() -> None:
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
         give_back(0)
+
+
+def prepare_protect() -> None:
+    """Look up what `protect` calls: right after a fork the loader's locks may be held by threads that are gone."""
+    _mprotect()
+
+
+def protect(address: int, nbytes: int) -> None:
+    """Make whole pages of this process's memory read-only; a write to them is a segmentation fault."""
+    if _mprotect()(address, _size(nbytes), mmap.PROT_READ) != 0:
+        _check(ctypes.get_errno(), f"protecting {nbytes} bytes")
+
+
+@functools.cache
+def _mprotect() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).mprotect
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_int
+    return function
 
 
 def copy(dst: int, src: int, nbytes: int, threads: int) -> None:

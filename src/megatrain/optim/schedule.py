@@ -154,6 +154,8 @@ class Updates:
 
     def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         """Submit one step: first the norm, then every slab that has a gradient, in the given order."""
+        for slab in self._slabs:
+            slab.require_owner()
         self.check()
         early = self._claim(rules, owner)
         outcome = early.outcome if early is not None else Outcome()

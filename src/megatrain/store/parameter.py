@@ -115,6 +115,7 @@ class StoreTensor(torch.Tensor):
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}."
             )
+        self.slab.require_owner()
         self.slab.grad.late(self.slab)
         values = value.detach().clone()
         part = self.slab.grad.merged()
@@ -179,8 +180,11 @@ class StoreTensor(torch.Tensor):
         if (func.is_view or func is torch.ops.aten.detach.default) and isinstance(args[0], StoreTensor):
             return _view(func, args[0], args[1:], kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(StoreTensor, StoreTensor.materialise, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
         written = _written(func, args, kwargs, plain_args, plain_kwargs)
+        for target, _ in written:
+            # On the CPU the operator writes the store itself.
+            target.slab.require_owner()
+        result = func(*plain_args, **plain_kwargs)
         for target, values in written:
             target.write(values)
         originals = {id(values): target for target, values in written}

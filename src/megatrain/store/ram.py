@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from megatrain.native import library as native
+from megatrain.store import forks
 from megatrain.telemetry.notices import warn
 
 _TOUCH_FROM = 8 << 20
@@ -28,6 +29,8 @@ class HostBuffer:
         self.pinned = False
         self._map = mmap.mmap(-1, max(nbytes, 1))
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        # Shared with forked children, on purpose: private pages that are pinned would be copied into every child.
+        forks.protect(self._map, self.address, max(nbytes, 1))
         if nbytes >= _TOUCH_FROM:
             native.touch(self.address, nbytes, threads)
 
@@ -46,7 +49,7 @@ class HostBuffer:
                 _clear_last_error()
                 return False
             self.pinned = True
-            self._unregister = weakref.finalize(self, _unregister, self.address)
+            self._unregister = weakref.finalize(self, _unregister, self.address, forks.Owner())
         return True
 
     def unpin(self) -> None:
@@ -65,6 +68,7 @@ class HostMemory:
         """Called with (bytes wanted, bytes held) before each allocation; raises to refuse it."""
         self.threads = threads
         self.held = 0
+        self.owner = forks.Owner()
         self._buffers: list[HostBuffer] = []
 
     @property
@@ -79,6 +83,7 @@ class HostMemory:
 
     def allocate(self, nbytes: int, *, transferred: bool) -> HostBuffer:
         """Zeroed memory; pinned if it takes part in transfers and pinning works here."""
+        self.owner.require("give its model more memory")
         self.require(nbytes)
         buffer = HostBuffer(nbytes, self.threads)
         if transferred and self.pinning and not buffer.pin():
@@ -115,5 +120,7 @@ def _clear_last_error() -> None:
         return
 
 
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unregister(address: int, owner: forks.Owner) -> None:
+    # A forked child ends with the same objects, and CUDA is its parent's.
+    if owner.here:
+        torch.cuda.cudart().cudaHostUnregister(address)

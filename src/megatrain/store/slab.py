@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.store import forks
 from megatrain.store.formats import Format
 from megatrain.store.layout import Layout
 from megatrain.store.memory import Buffer, Memory
@@ -51,6 +52,8 @@ class Slab:
         """Grows with every change of the weight; a slot that holds an older version is stale."""
         self.written: Ticket = DONE
         self.read: Ticket = DONE
+        self._owner = forks.Owner()
+        forks.settle_before(self)
 
     def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
         """What `allocate_states` will take beside what is there already."""
@@ -103,8 +106,25 @@ class Slab:
         """Wait until the weight is what the last submitted update makes it."""
         self.written.wait()
 
+    def finish_work(self) -> None:
+        """Wait for all that writes any role of it."""
+        self.settle()
+        for part in list(self.grad.parts.values()):
+            part.landed.wait()
+
+    def forget_work(self) -> None:
+        """In a forked child: lanes are its parent's, who does what was submitted."""
+        self.written = self.read = DONE
+        for part in self.grad.parts.values():
+            part.landed = DONE
+
+    def require_owner(self) -> None:
+        """Call before changing any role: raises in a forked child, which shares the memory."""
+        self._owner.require("change them")
+
     def overwrite(self) -> None:
         """Call before changing the weight from the user's thread: pending work first, then slots are stale."""
+        self.require_owner()
         self.written.wait()
         # A copy still reading the old bytes would carry a mixture to the GPU.
         self.read.wait()
@@ -260,6 +280,7 @@ class Gradient:
 
     def writable(self) -> torch.Tensor:
         """The flat tensor that holds the present gradients, for the user to write to."""
+        self._slab.require_owner()
         self.late(self._slab)
         part = self.merged()
         part.landed.wait()

@@ -11,12 +11,23 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from megatrain.errors import LaneFailed
+from megatrain.errors import LaneFailed, SettingsError
 from megatrain.store.ticket import Ticket
-from megatrain.stream.lanes import Failures, HostTicket, Lane, ThreadLane, Work, close_all
+from megatrain.stream.lanes import (
+    Failures,
+    HostTicket,
+    Lane,
+    Lanes,
+    SyncLanes,
+    ThreadLane,
+    ThreadLanes,
+    Work,
+    close_all,
+)
 from megatrain.stream.timeline import Timeline
 
 SWITCH_INTERVAL = 1e-4
@@ -136,3 +147,18 @@ class CudaLanes:
 
     def close(self, patience: float | None = None) -> None:
         close_all([self._update, *self._streams], patience)
+
+
+def choose(asked: Any, device: torch.device) -> Lanes:
+    """The lanes that the settings ask for, by name or as they are."""
+    if not isinstance(asked, str):
+        return asked  # type: ignore[no-any-return]
+    if asked == "auto":
+        asked = "cuda" if device.type == "cuda" else "sync"
+    if asked == "cuda":
+        if device.type != "cuda":
+            raise SettingsError("lanes='cuda' needs a CUDA device; use 'sync' or 'threads' on the CPU.")
+        return CudaLanes(device)
+    if device.type == "cuda":
+        raise SettingsError(f"lanes={asked!r} run copies without CUDA streams; use 'auto' on a CUDA device.")
+    return SyncLanes() if asked == "sync" else ThreadLanes()

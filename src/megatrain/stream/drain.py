@@ -61,6 +61,7 @@ class Drain:
 
     def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
         """Take the gradients of some of a slab's parameters, by segment, from one place in the model."""
+        slab.require_owner()
         slot = self.rings.next(slab)
         # The copy that last drained this slot must have read it before compute writes it again.
         with self.lanes.timeline.waiting("compute", "d2h"):
@@ -79,6 +80,7 @@ class Drain:
 
     def land(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> Ticket:
         """The whole gradient of the step so far, in the gradient dtype: into the part's buffer, with its norm."""
+        slab.require_owner()
         part.clear()
         target = part.landing
         slot.square_sum.copy_(square_sum(flat))
@@ -98,6 +100,7 @@ class Drain:
 
     def land_sum(self, slab: Slab, part: Part, flat: torch.Tensor) -> Ticket:
         """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
+        slab.require_owner()
         target = part.sum_buffer
         part.landed = self.leaving(slab).submit(
             lambda: self.transfer.to_host(target.view(torch.float32), flat, target.pinned),
@@ -113,6 +116,7 @@ class Drain:
         parts = slab.grad.active()
         if len(parts) < 2:
             return
+        slab.require_owner()
         first, *others = parts
         total = first.sum_buffer.view(torch.float32)
         seed = None if first.summed else first.flat

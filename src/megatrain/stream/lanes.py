@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Protocol
 
 from megatrain.errors import LaneFailed
+from megatrain.store.forks import Owner
 from megatrain.store.ticket import DONE, Ticket
 from megatrain.stream.timeline import Timeline
 from megatrain.telemetry.notices import warn
@@ -120,6 +121,8 @@ class HostTicket:
         self._error: LaneFailed | None = None
 
     def wait(self) -> None:
+        if not self._finished.is_set():
+            self._worker.owner.require("wait for what its lanes do")
         # In slices: a thread that has died, or does not get on, must be found out, and Ctrl-C must get through.
         while not self._finished.wait(_LOOK_EVERY):
             self._worker.watch(self._label)
@@ -142,6 +145,7 @@ class ThreadLane:
     ) -> None:
         self.name = name
         self.timeline = timeline
+        self.owner = Owner()
         self._failures = failures
         self._delay = delay
         self._job: tuple[str, float] | None = None
@@ -152,6 +156,7 @@ class ThreadLane:
         self._thread.start()
 
     def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+        self.owner.require("run the model")
         ticket = HostTicket(self, label)
         self._queue.put((work, after, label, ticket))
         return ticket
@@ -173,8 +178,8 @@ class ThreadLane:
         """Called by whoever waits: names the lane if it is dead, or has been at one job for too long."""
         if not self._thread.is_alive():
             raise LaneFailed(
-                f"the {self.name} lane is dead, so {waited_for!r} will never be done: {self._standing()}. A lane does "
-                "not outlive a fork; otherwise restart from the last checkpoint."
+                f"the {self.name} lane is dead, so {waited_for!r} will never be done: {self._standing()}; "
+                "restart from the last checkpoint."
             )
         job = self._job
         if job is None:
