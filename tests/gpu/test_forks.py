@@ -57,7 +57,7 @@ def train(forks):
         assert engine._memory.pinned > 0
         optimizer = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
         slab = engine.slabs[0]
-        for number in range(4):
+        for _ in range(4):
             ids = torch.randint(0, 512, (2, 96), generator=generator).cuda()
             loss = model(input_ids=ids, labels=ids).loss
             if forks:
