@@ -12,7 +12,7 @@ class SettingsError(MegaTrainError, ValueError):
 
 
 class NothingToStream(MegaTrainError, ValueError):
-    """The model has no repeated layers, so there is nothing to stream."""
+    """The model has no parameters, or (`megatrain.plan`) no repeated layers to plan for."""
 
 
 class UnsupportedModel(MegaTrainError, ValueError):

@@ -406,10 +406,10 @@ def test_parameters_on_meta() -> None:
 
 
 def test_nothing_to_stream() -> None:
-    for model in (nn.Linear(3, 3), nn.ReLU()):
-        with pytest.raises(errors.NothingToStream) as caught:
-            mt.Engine(model, device="cpu")
-        assert type(model).__name__ in sentence(caught)
+    model = nn.ReLU()
+    with pytest.raises(errors.NothingToStream) as caught:
+        mt.Engine(model, device="cpu")
+    assert "ReLU" in sentence(caught)
     assert model(torch.ones(1)).item() == 1
 
 

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import megatrain as mt
-
 from . import compare, zoo
 from .compare import adopted, assert_runs_match, backward_in_both, engine_adamw, train, train_both, weights_of
 
@@ -178,12 +176,3 @@ def test_weight_is_untouched_in_the_very_step_without_gradient():
         after = weights_of(model)
     for key in before:
         assert torch.equal(before[key], after[key]) == key.endswith("extra"), key
-
-
-@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.ReLU()], ids=["one layer", "no parameters"])
-def test_nothing_to_stream(model: nn.Module):
-    inputs = torch.randn(2, 4)
-    expected = model(inputs)
-    with pytest.raises(mt.errors.NothingToStream):
-        mt.Engine(model, device="cpu", precision="fp32")
-    assert torch.equal(model(inputs), expected), "the model was left damaged"

@@ -68,6 +68,9 @@ class Adoption:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
+            if isinstance(module, torch.nn.RNNBase):
+                # It would point its parameters at a buffer of its own, which cuDNN likes; weights in the store stay.
+                module.flatten_parameters = _keep_where_they_are  # type: ignore[method-assign]
             self._guard(module)
         # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
         self.memory.trim()
@@ -80,6 +83,8 @@ class Adoption:
             del module._apply
         replaced: dict[int, torch.nn.Parameter] = {}
         for module in self.model.modules():
+            if isinstance(module, torch.nn.RNNBase):
+                module.__dict__.pop("flatten_parameters", None)
             for key, parameter in module._parameters.items():
                 if isinstance(parameter, StoreTensor):
                     plain = torch.nn.Parameter(parameter.master(), requires_grad=parameter.requires_grad)
@@ -103,7 +108,7 @@ class Adoption:
                     low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
                     taken += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
                     freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
-            if self.tier(item.name) is not self.memory:
+            if self.tier(item.label) is not self.memory:
                 resident, extra = resident + taken, extra - freed
                 continue
             total += taken
@@ -137,9 +142,8 @@ class Adoption:
         """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
         for (dtype, _), parameters in self._groups(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
-            name = item.name or type(item.module).__name__
             master = self.precision != "bf16-sr"
-            slab = Slab(len(self.slabs), name, layout, self.tier(item.name), master=master)
+            slab = Slab(len(self.slabs), item.label, layout, self.tier(item.label), master=master)
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 slab.put(index, parameter)
@@ -189,12 +193,16 @@ class Adoption:
         self._guarded.append(module)
 
 
+def _keep_where_they_are() -> None:
+    """Stands in for `RNNBase.flatten_parameters`."""
+
+
 def precision_of(model: torch.nn.Module, asked: str | None) -> str:
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():
             counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    loaded = max(counts, key=lambda dtype: counts[dtype])
+    loaded = max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
     natural = "fp32" if loaded == torch.float32 else "bf16"
     if loaded == torch.float16 and asked is None:
         announce("the model was loaded in FP16: training in BF16 with an exact FP32 master")

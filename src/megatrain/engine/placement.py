@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 
@@ -18,6 +19,7 @@ from megatrain.store.memory import Memory
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
+from megatrain.telemetry.notices import announce
 
 
 class Placement:
@@ -42,9 +44,8 @@ class Placement:
         """A pattern that matches nothing is a mistake, not a wish."""
         for pattern in self._settings.resident:
             if not any(fnmatch(name, pattern) for name in blocks):
-                raise SettingsError(
-                    f"resident={pattern!r} matches no block; blocks are {blocks[0]}, {blocks[1]}, … {blocks[-1]}."
-                )
+                named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
+                raise SettingsError(f"resident={pattern!r} matches no block; blocks are {', '.join(named)}.")
 
     def kernels(self) -> dict[str, Kernel]:
         """What updates the state of each tier."""
@@ -66,6 +67,36 @@ class Placement:
             needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient)",
             self._settings.max_ram_gb, self.ram.held,
         )  # fmt: skip
+
+
+def announce_unavailable(settings: Settings) -> None:
+    """Settings that this version accepts and cannot honour yet are said, never ignored in silence."""
+    if settings.offload_dir is not None:
+        announce(f"offload_dir={settings.offload_dir!r}: the disk tier is not in this version, all state stays in RAM")
+    if settings.moment_width != "fp32":
+        announce(
+            f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "
+            f"{settings.moment_width} and lose precision (docs/optimizer.md shows what that costs)"
+        )
+
+
+def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Module) -> Settings:
+    """Say that a model has no repeated layers, and keep it on the GPU if its state takes half of what is free or less.
+
+    Its weights are read at every use, so in RAM each use would be a transfer.
+    """
+    fits = device.type == "cuda" and _state_bytes(model) <= inventory.free_memory(device) // 2
+    stays = fits and not settings.resident and settings.plan is None
+    announce(
+        f"{type(model).__name__} has no repeated layers, so it is one block: "
+        + ("it stays on the GPU" if stays else "its weights are read where its forward uses them")
+    )
+    return replace(settings, resident=("*",)) if stays else settings
+
+
+def _state_bytes(model: torch.nn.Module) -> int:
+    """Of weights and, where they train, FP32 gradients and two FP32 moments."""
+    return sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
 
 
 def _require_ram(max_ram_gb: float | None, nbytes: int, held: int) -> None:

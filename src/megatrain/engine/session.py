@@ -20,7 +20,7 @@ from megatrain.compute.compiled import Compiled
 from megatrain.compute.window import Seats
 from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of
 from megatrain.engine.lazyhead import LazyHead
-from megatrain.engine.placement import Placement
+from megatrain.engine.placement import Placement, announce_unavailable, place_one_block
 from megatrain.engine.planning import follow
 from megatrain.engine.relief import Policies, Relief
 from megatrain.engine.step import Step
@@ -31,6 +31,7 @@ from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.watch import RamWatch
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
+from megatrain.model.skeleton import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.optim.schedule import Updates
 from megatrain.settings import Settings
@@ -45,7 +46,6 @@ from megatrain.stream.lanes import Lanes
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
-from megatrain.telemetry.notices import announce
 
 Result = TypeVar("Result")
 PATIENCE = 3.0
@@ -79,6 +79,8 @@ class Engine:
             kept: str = previous.precision
             self.settings = replace(self.settings, precision=self.settings.precision or kept)
         found = find_blocks(model, hooks)
+        if all(item.loose for item in found):
+            self.settings = place_one_block(self.settings, self.device, model)
         announce_unavailable(self.settings)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
@@ -171,12 +173,14 @@ class Engine:
 
     def window_size(self, batch: Any) -> int:
         """How many micro-batches like this one may pass a block together: their inputs to every block must fit."""
+        if not self.blocks:
+            return 1  # nothing travels per block, so nothing is gained
         if self.settings.window is not None:
             return self.settings.window
         # Collators give a mapping of tokenizers' own, which is one leaf to a tree.
         leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
         tokens = max((t.numel() for t in leaves if isinstance(t, torch.Tensor)), default=1)
-        config = getattr(self.model, "config", None)
+        config = config_of(self.model)
         hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
         # Each has a thread, which takes some of the GPU too.
@@ -305,7 +309,9 @@ class Engine:
     def _build(self, hooks: transformers_hooks.Hooks) -> Step:
         policies = self.relief.policies = Policies(self.settings.policy, [block.name for block in self.blocks])
         transfers = [Transfer(self.device, inventory.cores()) for _ in range(2)]
-        fetcher = Fetcher(self.slabs, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
+        # Loose parameters are read where they are used: no slot is for them.
+        fetched = [slab for slab in self.slabs if any(slab in block.slabs for block in self.blocks)]
+        fetcher = Fetcher(fetched, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
         drain = Drain(self.slabs, self.settings.grad_slots, self.device, self._lanes, transfers[1], self.counters)
         return Step(
             device=self.device,
@@ -356,17 +362,6 @@ class Engine:
                     f"{name} was replaced after the engine was attached, so the engine does not know it; change the "
                     "model before attaching, or write into the parameter (`parameter.data.copy_`)."
                 )
-
-
-def announce_unavailable(settings: Settings) -> None:
-    """Settings that this version accepts and cannot honour yet are said, never ignored in silence."""
-    if settings.offload_dir is not None:
-        announce(f"offload_dir={settings.offload_dir!r}: the disk tier is not in this version, all state stays in RAM")
-    if settings.moment_width != "fp32":
-        announce(
-            f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "
-            f"{settings.moment_width} and lose precision (docs/optimizer.md shows what that costs)"
-        )
 
 
 def _stop(owner: Owner, lanes: Lanes, seats: Seats, relief: Relief) -> None:

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from megatrain.errors import DataError
 from megatrain.hf.collate import IGNORED, PER_TOKEN, CausalCollator, columns_of, length_of
+from megatrain.model.skeleton import config_of
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class RowEncoder:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> RowEncoder:
         forward = inspect.signature(model.forward).parameters
-        config = getattr(model, "config", None)
+        config = config_of(model)
         text = None if config is None else config.get_text_config()
         eos = getattr(text, "eos_token_id", None)
         vocab_size = getattr(text, "vocab_size", None)

@@ -248,7 +248,8 @@ class MegaMixin(Checkpoints):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self._micro_batches = samples
+        # Without blocks nothing is shared between micro-batches: they come one by one, as in a stock Trainer.
+        self._micro_batches = samples if self.engine.blocks else []
         return samples, items
 
     def _guarded(self, work: Callable[[], Any], batches: Sequence[Any]) -> Any:

@@ -4,6 +4,9 @@ Layers are what transformers marks as `GradientCheckpointingLayer` (the outermos
 `ModuleList` elsewhere. What is left over is cut at the topmost module that owns parameters itself. Parameters of a
 module that also contains layers (a position table on the model itself) are `loose`: they belong to no call and are
 read where the model uses them.
+
+A model without repeated layers is one block: all its parameters are loose. Its forward is not wrapped, so it may
+return anything, have side effects, and be one of several methods; gradients are autograd's own.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ class Found:
     loose: bool = False
     layer: bool = False
 
+    @property
+    def label(self) -> str:
+        """Its name, or its class if it is the model itself, which has none."""
+        return self.name or type(self.module).__name__
+
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Names inside the module, tied ones under each of their names."""
         if self.loose:
@@ -39,11 +47,7 @@ def find_blocks(model: torch.nn.Module, hooks: Hooks) -> list[Found]:
     _check_parameters(model)
     layers = _layers(model, hooks)
     if not layers:
-        raise NothingToStream(
-            f"{type(model).__name__} has no repeated layers: MegaTrain found no GradientCheckpointingLayer and no "
-            "ModuleList or Sequential with at least two members of one class that own parameters, so there is "
-            "nothing to stream; train it with plain PyTorch."
-        )
+        return [Found(name, module, loose=True) for name, module in model.named_modules() if _own(module)]
     blocks = {id(module): Found(name, module, layer=True) for name, module in layers}
     return list(_walk("", model, blocks, set()))
 
@@ -89,7 +93,7 @@ def _walk(name: str, module: torch.nn.Module, layers: dict[int, Found], seen: se
     if id(module) in layers:
         yield layers[id(module)]
         return
-    own = any(parameter is not None for parameter in module._parameters.values())
+    own = _own(module)
     contains_layers = any(id(part) in layers for part in module.modules())
     if own and not contains_layers:
         yield Found(name, module)
@@ -98,6 +102,11 @@ def _walk(name: str, module: torch.nn.Module, layers: dict[int, Found], seen: se
         yield Found(name, module, loose=True)
     for key, child in module.named_children():
         yield from _walk(f"{name}.{key}".lstrip("."), child, layers, seen)
+
+
+def _own(module: torch.nn.Module) -> bool:
+    """Whether it has parameters itself, not only in its submodules."""
+    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def _owns(module: torch.nn.Module) -> bool:

@@ -255,7 +255,7 @@ class _Reader:
         span = fields.span(config, item.name) if kind == "layer" and _inner(item.module) is not None else 0
         norms, fused, head_norms = fields.norms(item.module, hidden) if kind == "layer" else (0, 0, False)
         return BlockShape(
-            name=item.name or type(item.module).__name__,
+            name=item.label,
             kind=kind,
             slabs=self._slabs(item.name, named),
             matmul_parameters=0 if kind == "embedding" else dense + active,

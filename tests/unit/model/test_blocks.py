@@ -169,9 +169,11 @@ def test_a_module_used_under_two_names_is_one_block():
     ],
     ids=["linear", "sequential", "list of one", "list of two kinds", "list without parameters"],
 )
-def test_nothing_to_stream(model):
-    with pytest.raises(NothingToStream, match=type(model).__name__):
-        find(model)
+def test_without_repeated_layers_all_parameters_are_loose(model):
+    blocks = find(model)
+    assert blocks
+    assert all(block.loose for block in blocks)
+    assert_complete(model)
 
 
 def test_no_parameters_at_all():
