@@ -19,6 +19,11 @@ from transformers import (
 
 VOCAB = 64
 LENGTH = 8
+WEIGHTS = 2.0**-21
+"""Of `drift` between two FP32 runs of a few steps that mean the same: each step rounds a weight below 2 to a multiple
+of 2**-23, in either run. Runs that mean something else are a hundred times further apart."""
+LOSSES = 2.0**-17
+"""Between losses of such runs: 16 units in the last place of a loss between 4 and 8, a sum over as many tokens."""
 _SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -94,6 +99,16 @@ def furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
     """The largest difference of two states, element by element."""
     assert left.keys() == right.keys()
     return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
+
+
+def drift(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The mean difference of two states, of the tensor where it is largest.
+
+    Not the largest difference: Adam divides by the gradient's own size, so where a gradient is close to zero its last
+    bits decide how far an element moves, and which elements those are depends on the CPU.
+    """
+    assert left.keys() == right.keys()
+    return max((left[name].double() - right[name].double()).abs().mean().item() for name in left)
 
 
 def losses(trainer: Any) -> list[float]:

@@ -170,11 +170,22 @@ def test_lanes(family: str, precision: str, reference: Any):
     assert_equal(run(family, precision=precision, lanes="threads"), reference(family, precision))
 
 
+class OnTwoThreads(Run):
+    """Forward and backward on one thread, norms and updates on two: PyTorch's own matrix products may round differently
+    on another number of threads, as they do in FP32 on AVX2."""
+
+    def micro_batch(self, step: int, micro: int) -> torch.Tensor:
+        torch.set_num_threads(1)
+        try:
+            return super().micro_batch(step, micro)
+        finally:
+            torch.set_num_threads(2)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_thread_count(precision: str, reference: Any):
-    expected = reference("llama", precision)
-    torch.set_num_threads(2)
-    assert_equal(run("llama", precision=precision), expected)
+    found = OnTwoThreads("llama", precision).steps(range(STEPS)).result()
+    assert_equal(found, reference("llama", precision))
 
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])

@@ -43,7 +43,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SPLITS = ((4,), (2, 2), (1, 3), (3, 1), (1, 1, 1, 1))
 LENGTHS = (20, 13, 17, 11)
 STEPS = 2
-ROUNDING = 2e-6
 
 Task = Callable[[], Any]
 
@@ -609,10 +608,10 @@ def test_a_trainer_equals_stock(tmp_path: Path, window: int | None):
     mt.init(window=window)
     ours = run_trainer(mt.Trainer, tmp_path, data=padded())
     for one, other in zip(logged(ours), logged(stock), strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], abs=ROUNDING)
-        assert one["grad_norm"] == pytest.approx(float(other["grad_norm"]), abs=1e-5)
+        assert one["loss"] == pytest.approx(other["loss"], abs=small.LOSSES)
+        assert one["grad_norm"] == pytest.approx(float(other["grad_norm"]), rel=1e-5)
         assert one["learning_rate"] == other["learning_rate"]
-    assert small.furthest(small.snapshot(ours.model), small.snapshot(stock.model)) < ROUNDING
+    assert small.drift(small.snapshot(ours.model), small.snapshot(stock.model)) < small.WEIGHTS
     ours.engine.close()
 
 
@@ -634,8 +633,8 @@ def test_the_remainder_of_an_epoch(tmp_path: Path):
         assert ours.state.global_step == 6
         results.append((logged(ours), roles(ours.engine)))
         for one, other in zip(logged(ours), logged(stock), strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], abs=ROUNDING)
-        assert small.furthest(small.snapshot(ours.model), small.snapshot(stock.model)) < ROUNDING
+            assert one["loss"] == pytest.approx(other["loss"], abs=small.LOSSES)
+        assert small.drift(small.snapshot(ours.model), small.snapshot(stock.model)) < small.WEIGHTS
         ours.engine.close()
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
@@ -686,8 +685,8 @@ def test_a_subclass_with_its_own_loss(tmp_path: Path):
         kind = with_own_loss(mt.Trainer)
         ours = run_trainer(kind, tmp_path, data=padded())
         assert kind.calls == 12  # type: ignore[attr-defined]
-        assert small.losses(ours) == pytest.approx(small.losses(stock), abs=ROUNDING)
-        assert small.furthest(small.snapshot(ours.model), small.snapshot(stock.model)) < ROUNDING
+        assert small.losses(ours) == pytest.approx(small.losses(stock), abs=small.LOSSES)
+        assert small.drift(small.snapshot(ours.model), small.snapshot(stock.model)) < small.WEIGHTS
         results.append((logged(ours), roles(ours.engine)))
         ours.engine.close()
     assert_equal(*results)

@@ -597,8 +597,8 @@ def test_label_smoothing_through_a_trainer(tmp_path: Path, smoothing: float, chu
         trainer = kind(model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
         trainer.train()
         runs.append(trainer)
-    assert small.losses(runs[0]) == pytest.approx(small.losses(runs[1]), abs=ROUNDING)
-    assert small.furthest(small.snapshot(runs[0].model), small.snapshot(runs[1].model)) < ROUNDING
+    assert small.losses(runs[0]) == pytest.approx(small.losses(runs[1]), abs=small.LOSSES)
+    assert small.drift(small.snapshot(runs[0].model), small.snapshot(runs[1].model)) < small.WEIGHTS
     assert len(chunked) == (0 if smoothing else 8)
 
 
