@@ -23,9 +23,11 @@ def clean():
     # Twice: the first time ends the lanes of engines that nobody has any more, the second frees what those held.
     gc.collect()
     gc.collect()
+    # cuBLAS keeps a workspace for every thread that has computed, whichever test it was in.
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.cuda.memory_allocated() < GIB // 4, "only what cuBLAS keeps is left"
+    assert torch.cuda.memory_allocated() < GIB // 16, "an engine that was dropped holds memory"
 
 
 def rows(count=16, length=1024):

@@ -10,6 +10,7 @@ import pytest
 NEEDED_RAM = 105 << 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama2-7b", "qwen2.5-7b"])
 def test_8k_tokens_under_14_gib(shape):
     if psutil.virtual_memory().available < NEEDED_RAM:

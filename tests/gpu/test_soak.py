@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 
+import pytest
 import torch
 from benchmarks.shapes import random_model
 
@@ -13,6 +14,7 @@ from megatrain.compute.compiled import Compiled
 STEPS = 2000
 
 
+@pytest.mark.slow
 def test_vram_and_compilations_stay_flat():
     model = random_model("tiny", torch.bfloat16, num_hidden_layers=3).train()
     lengths = random.Random(0)
