@@ -343,11 +343,11 @@ def test_cuda_lanes_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"lr": float("nan")}, "lr must not be negative"),
-        ({"betas": (0.9, 1.0)}, "betas must lie in"),
-        ({"eps": -1e-8}, "eps must not be negative"),
-        ({"weight_decay": -0.1}, "weight_decay must not be negative"),
+        ({"lr": -1.0}, "lr=-1.0, which must be finite and not negative"),
+        ({"lr": float("nan")}, "lr=nan, which must be finite and not negative"),
+        ({"betas": (0.9, 1.0)}, "which must be in [0, 1)"),
+        ({"eps": -1e-8}, "eps=-1e-08, which must be finite"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1, which must be finite"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
     ],
     ids=str,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from megatrain.errors import CheckpointError, SettingsError
@@ -127,10 +130,14 @@ class Optimizer(torch.optim.Optimizer):
         return self._outcome
 
     def _rules(self) -> RuleTable:
-        """Rules by slab and segment, copied: a learning rate changed after `step()` must not leak in."""
+        """Rules by slab and segment, copied: a learning rate changed after `step()` must not leak in.
+
+        Schedulers and users write into the groups, so they are checked each time, before anything is updated.
+        """
+        _check_norm(self.max_grad_norm)
         table: dict[int, dict[int, Rule]] = {}
-        for group in self.param_groups:
-            rule = self.rule.of(group)
+        for number, group in enumerate(self.param_groups):
+            rule = _rule_of(self.rule, group, f"parameter group {number}")
             for parameter in group["params"]:
                 table.setdefault(parameter.slab.index, {})[parameter.segment] = rule
         return table
@@ -164,8 +171,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"the optimizer state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
                 f"of {[len(g['params']) for g in self.param_groups]}; build the same groups before loading."
             )
-        for group in groups:
-            _check_group(self.kind, self.rule, group)
+        self.check_groups(groups)
         for number, entry in state_dict["state"].items():
             self._check_entry(number, entry)
         rounded = 0
@@ -179,6 +185,12 @@ class Optimizer(torch.optim.Optimizer):
                 rounded += not restore_states(parameter, held)
         if rounded:
             announce(f"the moments of {rounded} parameters were rounded to {self.width} on loading")
+
+    def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise unless these groups of a stored state can be taken over. Nothing is changed."""
+        for number, group in enumerate(groups):
+            _check_group(self.kind, self.rule, group)
+            _rule_of(self.rule, group, f"parameter group {number} of the stored state")
 
     def _check_entry(self, number: Any, entry: Mapping[str, Any]) -> None:
         """Moments of another rule, or under other names, would be dropped in silence and the step count kept."""
@@ -229,10 +241,51 @@ def _check_group(kind: str, rule: type[Rule], group: Mapping[str, Any]) -> None:
 def _check(kind: str, rule: type[Rule], options: Mapping[str, Any], max_grad_norm: float | None) -> None:
     if unknown := sorted(set(options) - set(rule.defaults)):
         raise SettingsError(f"{kind} has no {unknown[0]}; its options are {', '.join(rule.defaults)}.")
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        if not float(options.get(name, 0.0)) >= 0.0:
-            raise SettingsError(f"{name} must not be negative, and is {options[name]!r}.")
-    if not all(0.0 <= float(beta) < 1.0 for beta in options.get("betas", ())):
-        raise SettingsError(f"betas must lie in [0, 1), and are {options['betas']!r}.")
-    if max_grad_norm is not None and not float(max_grad_norm) > 0.0:
+    _rule_of(rule, options, "the optimizer")
+    _check_norm(max_grad_norm)
+
+
+def _rule_of(rule: type[Rule], group: Mapping[str, Any], where: str) -> Rule:
+    """The rule that a group asks for; SettingsError if one of its values would destroy weights or is no number.
+
+    Values are read once: a learning rate that lives on a GPU is copied to the host.
+    """
+    values = {name: group[name] for name in rule.defaults}
+    for name, value in values.items():
+        listed = tuple(value) if name == "betas" and isinstance(value, (tuple, list)) else (value,)
+        if name == "betas" and len(listed) != 2:
+            raise _wrong(where, name, value, "two numbers")
+        if not all(_is_number(item) for item in listed):
+            raise _wrong(where, name, value, "a number")
+        values[name] = floats = tuple(float(item) for item in listed)
+        if name != "betas":
+            values[name] = floats[0]
+            if not 0.0 <= floats[0] < math.inf:
+                raise _wrong(where, name, value, "finite and not negative")
+        elif not all(0.0 <= beta < 1.0 for beta in floats):
+            raise _wrong(where, name, value, "in [0, 1)")
+    found = rule.of(values)
+    with np.errstate(over="ignore"):
+        # Bias correction is largest in the first step.
+        scalars = found.scalars(1, 1.0)
+    if not all(math.isfinite(scalar) for scalar in scalars):
+        raise SettingsError(f"{where} has {values}, which overflow FP32 in the update; use smaller values.")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _wrong(where: str, name: str, value: Any, wanted: str) -> SettingsError:
+    return SettingsError(
+        f"{where} has {name}={value!r}, which must be {wanted}; no update was started with it. Check what sets it (a "
+        "scheduler, a callback, a loaded state), then write a valid value into the group."
+    )
+
+
+def _check_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and float(max_grad_norm) > 0.0):
         raise SettingsError(f"max_grad_norm must be positive or None, and is {max_grad_norm!r}.")

@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(tmp_path: P
         ({"kind": "sgd", "betas": (0.9, 0.99)}, "sgd has no betas; its options are lr, momentum, weight_decay"),
         ({"kind": "lion", "eps": 1e-8}, "lion has no eps"),
         ({"momentum": 0.9}, "adamw has no momentum"),
-        ({"kind": "sgd", "momentum": -1.0}, "momentum must not be negative"),
+        ({"kind": "sgd", "momentum": -1.0}, "momentum=-1.0, which must be finite"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
