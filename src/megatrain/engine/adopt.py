@@ -6,7 +6,7 @@ Originals are freed as it goes, so peak RAM is the model and one block. `release
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Adoption:
         precision: str,
         memory: HostMemory,
         tier: Callable[[str], Memory],
+        saved: Mapping[str, torch.dtype],
     ) -> None:
         self.model = model
         self.device = device
@@ -43,6 +44,8 @@ class Adoption:
         self.memory = memory
         self.tier = tier
         """Where the block of a name keeps its state."""
+        self.saved = saved
+        """The dtypes that an earlier engine saved parameters in: it handed all its masters over as FP32."""
         self.slabs: list[Slab] = []
         self.blocks: list[Block] = []
         self._wrapped: list[torch.nn.Module] = []
@@ -147,6 +150,8 @@ class Adoption:
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 slab.put(index, parameter)
+                if slab.split_master and parameter.dtype == torch.float32:
+                    slab.saved[index] = self.saved.get(layout.segments[index].name, torch.float32)
                 visible = as_parameter(
                     StoreTensor.whole(slab, index, "weight", self.device), parameter.requires_grad, deposit
                 )
@@ -195,6 +200,12 @@ class Adoption:
 
 def _keep_where_they_are() -> None:
     """Stands in for `RNNBase.flatten_parameters`."""
+
+
+def saved_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """The dtype that an engine saves each of its parameters in, by every name it has."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.slab.saved[p.segment] for name, p in named if isinstance(p, StoreTensor)}
 
 
 def precision_of(model: torch.nn.Module, asked: str | None) -> str:

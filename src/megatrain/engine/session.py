@@ -18,7 +18,7 @@ from megatrain.checkpoint import manifest, states, weights
 from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.window import Seats
-from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of
+from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of, saved_dtypes
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement, announce_unavailable, place_one_block
 from megatrain.engine.planning import follow
@@ -35,6 +35,7 @@ from megatrain.model.skeleton import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.optim.schedule import Updates
 from megatrain.settings import Settings
+from megatrain.store.export import exported
 from megatrain.store.forks import Owner
 from megatrain.store.parameter import Deposit, StoreTensor
 from megatrain.store.slab import Slab
@@ -73,6 +74,7 @@ class Engine:
             raise AlreadyAttached(
                 f"this {type(model).__name__} already belongs to an engine; use that one, or close it first."
             )
+        saved = saved_dtypes(model)
         if previous is not None:
             previous.release()
             # A split master comes back as FP32; the mode of the run stays what it was.
@@ -88,7 +90,7 @@ class Engine:
         self._memory = memory = self._placement.ram
         self.relief = Relief(self.settings, self.device, model, pinned=lambda: memory.pinned)
         self._lanes = cuda.choose(self.settings.lanes, self.device)
-        self._adoption = Adoption(model, self.device, self.precision, self._memory, self._placement.tier)
+        self._adoption = Adoption(model, self.device, self.precision, self._memory, self._placement.tier, saved)
         try:
             self.relief.hold_to_plan()
             # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
@@ -228,12 +230,10 @@ class Engine:
             self._lanes.timeline.stop()
 
     def host_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state dict as plain tensors: views of the store where it lies, not copies."""
+        """The model's state dict for saving. Parameters are brought to host memory one by one, when they are written,
+        in the dtype the model was loaded in: FP32 is joined from both halves of the master."""
         self._check_whole()
-        return {
-            name: value.stored() if isinstance(value, StoreTensor) else value
-            for name, value in self.model.state_dict().items()
-        }
+        return exported(self.model.state_dict())
 
     def save(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Write an HF directory (sharded safetensors, config) and, with an optimizer, its exact state."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,14 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelMoved
 from megatrain.model.hooks import Hooks, refuse_cache
+from megatrain.store.export import ExportTensor, exported
+from megatrain.store.parameter import StoreTensor
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
 
+SHARD_BYTES = 2 << 30
+"""Weights that have to be copied to be saved are written in shards of about this size."""
 _ATTACHED = "_megatrain_engine"
 
 
@@ -60,10 +65,45 @@ class Surface:
             kwargs["use_cache"] = False
         return args, kwargs
 
-    def _save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-        # Views of host memory: stock code would bring whole shards to the GPU to make them contiguous.
-        state = self._engine.host_state_dict() if state_dict is None else state_dict
-        return self._own_save(save_directory, *args, state_dict=state, **kwargs)
+    def _save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        signature = inspect.signature(self._own_save)
+        call = signature.bind(*args, **kwargs)
+        rest = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+        # PEFT names the state dict only in its **kwargs.
+        options = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault(rest, {})
+        given = options.get("state_dict")
+        state = options["state_dict"] = self._engine.host_state_dict() if given is None else exported(given)
+        copied = any(isinstance(tensor, ExportTensor) and tensor.copies for tensor in state.values())
+        if copied and "max_shard_size" in signature.parameters:
+            # A shard is in host memory as a whole while it is written.
+            call.arguments.setdefault("max_shard_size", SHARD_BYTES)
+        with self._config_as_saved():
+            return self._own_save(*call.args, **call.kwargs)
+
+    @contextmanager
+    def _config_as_saved(self) -> Iterator[None]:
+        """`save_pretrained` writes the dtype of the model into its config; the file gets that of the weights saved."""
+        config: Any = getattr(self._model, "config", None)
+        first = next((p for p in self._model.parameters() if p.is_floating_point()), None)
+        if not hasattr(type(config), "save_pretrained") or not isinstance(first, StoreTensor):
+            yield
+            return
+        dtype = str(ExportTensor.of(first).dtype).removeprefix("torch.")
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            # What is in the instance would be written too.
+            config.__dict__.pop("save_pretrained")
+            before, config.dtype = config.dtype, dtype
+            try:
+                return config.save_pretrained(*args, **kwargs)
+            finally:
+                config.dtype = before
+
+        config.__dict__["save_pretrained"] = save
+        try:
+            yield
+        finally:
+            config.__dict__.pop("save_pretrained", None)
 
 
 def _refuse_resize(*_: Any, **__: Any) -> Any:

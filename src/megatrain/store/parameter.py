@@ -77,6 +77,10 @@ class StoreTensor(torch.Tensor):
         """The current values on the claimed device."""
         return self.stored().to(dtype=self.dtype, device=self.device)
 
+    def require_writable(self) -> None:
+        """Raise where the values must not be changed."""
+        self.slab.require_owner()
+
     def write(self, values: torch.Tensor) -> None:
         """Replace the values; a split master is then exactly the BF16 values written."""
         if self.role == "weight":
@@ -179,11 +183,13 @@ class StoreTensor(torch.Tensor):
         kwargs = kwargs or {}
         if (func.is_view or func is torch.ops.aten.detach.default) and isinstance(args[0], StoreTensor):
             return _view(func, args[0], args[1:], kwargs)
-        plain_args, plain_kwargs = pytree.tree_map_only(StoreTensor, StoreTensor.materialise, (args, kwargs))
+        plain_args, plain_kwargs = pytree.tree_map_only(
+            StoreTensor, lambda tensor: tensor.materialise(), (args, kwargs)
+        )
         written = _written(func, args, kwargs, plain_args, plain_kwargs)
         for target, _ in written:
             # On the CPU the operator writes the store itself.
-            target.slab.require_owner()
+            target.require_writable()
         result = func(*plain_args, **plain_kwargs)
         for target, values in written:
             target.write(values)
@@ -195,7 +201,7 @@ def _view(func: Any, base: StoreTensor, args: tuple[Any, ...], kwargs: dict[str,
     """Apply a view operator to the geometry alone."""
     return pytree.tree_map_only(
         torch.Tensor,
-        lambda geometry: StoreTensor(base.slab, base.segment, base.role, base.device, geometry),
+        lambda geometry: type(base)(base.slab, base.segment, base.role, base.device, geometry),
         func(base.geometry, *args, **kwargs),
     )
 

@@ -43,6 +43,8 @@ class Slab:
         self.residual: torch.Tensor | None = None
         self.moments: dict[str, Moment] = {}
         """The optimizer's running averages, by name."""
+        self.saved: list[torch.dtype] = [layout.dtype] * len(layout.segments)
+        """The dtype each parameter is saved in: FP32 if it was loaded so and both halves of its master are here."""
         self.steps: list[int] = [0] * len(layout.segments)
         """Optimizer steps taken, per parameter: a parameter without gradient in a step does not count it."""
         self.grad = Gradient(self)

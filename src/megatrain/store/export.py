@@ -1,0 +1,98 @@
+"""Parameters on their way to a file: each is brought to host memory when it is written, and freed after it.
+
+Writers of state dicts copy a tensor that is not on the CPU to it, one after the other. So these claim a device of their
+own. They also claim a storage each: views of one slab would be taken for tensors that share memory, and be cloned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatrain.errors import MegaTrainError
+from megatrain.store.parameter import StoreTensor
+from megatrain.store.slab import PIECE
+from megatrain.store.split import join
+
+DEVICE = torch.device("lazy")
+
+
+class ExportTensor(StoreTensor):
+    """A weight in the dtype it is saved in: FP32, joined from both halves, if the model was loaded in FP32."""
+
+    @classmethod
+    def of(cls, parameter: StoreTensor) -> ExportTensor:
+        slab, view = parameter.slab, parameter.geometry
+        dtype = slab.saved[parameter.segment]
+        flat = torch.empty(slab.layout.numel, dtype=dtype, device="meta")
+        geometry = flat.as_strided(view.size(), view.stride(), view.storage_offset())
+        return cls(slab, parameter.segment, "weight", DEVICE, geometry)
+
+    @property
+    def copies(self) -> bool:
+        """Whether reading it takes host memory."""
+        return self.dtype != self.slab.layout.dtype or self.slab.resident
+
+    def host(self) -> torch.Tensor:
+        """The values in host memory, dense: a view of the store if they lie there in this dtype."""
+        weight = super().host().contiguous()
+        if self.dtype == self.slab.layout.dtype:
+            return weight
+        if self.slab.residual is None:
+            return weight.to(self.dtype)
+        residual = self._strided(self.slab.residual).cpu().contiguous().view(-1)
+        whole = torch.empty(weight.numel(), dtype=self.dtype)
+        # In pieces, so that the halves as integers stay small beside the result.
+        pieces = zip(weight.view(-1).split(PIECE), residual.split(PIECE), whole.split(PIECE), strict=True)
+        for high, low, target in pieces:
+            target.copy_(join(high, low))
+        return whole.view(weight.shape)
+
+    def materialise(self) -> torch.Tensor:
+        return self.host()
+
+    def require_writable(self) -> None:
+        raise MegaTrainError("a state dict that was made for saving cannot be written to; write into the parameter.")
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.host().to(*args, **kwargs)
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.host()
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        """What `to("cpu")` gives is."""
+        return True
+
+    def contiguous(self, *_: Any, **__: Any) -> ExportTensor:
+        return self
+
+    def data_ptr(self) -> int:
+        """Tells tensors apart; nothing can be read there."""
+        return self.slab.weight.data_ptr() + int(self.geometry.storage_offset()) * self.slab.layout.dtype.itemsize
+
+    def untyped_storage(self) -> Any:
+        return _Storage(self.data_ptr(), self.numel() * self.dtype.itemsize)
+
+
+class _Storage:
+    """As much of a storage as tells tensors apart and sizes shards."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._address, self._nbytes = address, nbytes
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+
+def exported(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict for saving: the store's tensors are read when they are written, everything else is as it was."""
+    return {
+        name: ExportTensor.of(value) if isinstance(value, StoreTensor) and value.role == "weight" else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,179 @@
+"""Weights are saved in the dtype they were loaded in: FP32 from both halves of the master, without a second copy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests import small
+
+import megatrain as mt
+from megatrain.checkpoint import states
+from megatrain.native import library as native
+from megatrain.store.parameter import states_of
+
+BUILDERS = {"llama": small.llama, "gpt2": small.gpt2, "mixtral": small.mixtral, "qwen3_moe": small.qwen3_moe}
+
+
+def attached(build: Callable[..., Any] = small.llama, seed: int = 0, **settings: Any) -> tuple[Any, Any, Any]:
+    model = build(seed)
+    engine = mt.Engine(model, device="cpu", **({"precision": "bf16"} | settings))
+    return model, engine, engine.optimizer(lr=1e-2)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model(**small.batch()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def masters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.master().clone() for name, parameter in model.named_parameters()}
+
+
+def dtypes(directory: Path) -> set[torch.dtype]:
+    return {tensor.dtype for path in directory.glob("*.safetensors") for tensor in load_file(path).values()}
+
+
+def config_dtype(directory: Path) -> Any:
+    return json.loads((directory / "config.json").read_text())["dtype"]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_model_loaded_in_fp32_is_saved_in_fp32(tmp_path: Path, name: str) -> None:
+    model, engine, optimizer = attached(BUILDERS[name])
+    step(model, optimizer)
+    engine.save(tmp_path / "engine", optimizer)
+    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "given", True, model.state_dict())
+    expected = masters(model)
+    for folder in ("engine", "model", "given"):
+        assert dtypes(tmp_path / folder) == {torch.float32}
+        assert config_dtype(tmp_path / folder) == "float32"
+        stock = type(model).from_pretrained(tmp_path / folder)
+        assert small.same(dict(stock.named_parameters()), expected)
+    assert model.dtype == torch.bfloat16, "compute stays what it was"
+    for whole in (True, False):
+        other, fresh, another = attached(BUILDERS[name], seed=1)
+        fresh.load(tmp_path / "engine", another if whole else None)
+        assert small.same(masters(other), expected)
+
+
+def test_residuals_are_not_zero(tmp_path: Path) -> None:
+    """Else the tests above would pass with BF16 values in FP32 files."""
+    model, engine, _ = attached()
+    engine.save(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values())
+    assert small.same({name: saved[name] for name in masters(model)}, dict(small.llama().named_parameters()))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["one engine", "a second engine"])
+def test_a_model_loaded_in_bf16_is_saved_in_bf16(tmp_path: Path, again: bool) -> None:
+    model = small.llama().to(torch.bfloat16)
+    engine = mt.Engine(model, device="cpu")
+    step(model, engine.optimizer(lr=1e-2))
+    if again:
+        # Takes the masters over as FP32.
+        engine.close()
+        engine = mt.Engine(model, device="cpu")
+    engine.save(tmp_path)
+    assert dtypes(tmp_path) == {torch.bfloat16}
+    assert config_dtype(tmp_path) == "bfloat16"
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_trainer_saves_what_the_stock_trainer_saves(tmp_path: Path, bf16: bool) -> None:
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}
+    for kind in (transformers.Trainer, mt.Trainer):
+        trainer = kind(
+            model=small.llama(), args=small.arguments(tmp_path / kind.__module__, **options), train_dataset=small.rows()
+        )
+        trainer.train()
+        trainer.save_model(str(tmp_path / kind.__module__ / "last"))
+    for folder in ("checkpoint-2", "last"):
+        ours, theirs = (tmp_path / kind.__module__ / folder for kind in (mt.Trainer, transformers.Trainer))
+        left, right = (load_file(path / "model.safetensors") for path in (ours, theirs))
+        assert left.keys() == right.keys()
+        assert dtypes(ours) == dtypes(theirs) == {torch.float32}
+        assert config_dtype(ours) == config_dtype(theirs)
+
+
+def test_a_checkpoint_with_bf16_weights_and_residuals_resumes_exactly(tmp_path: Path) -> None:
+    """Versions before 0.5 wrote the weights of such a run in BF16; the residual lies beside the moments."""
+    model, engine, optimizer = attached()
+    step(model, optimizer)
+    engine.save(tmp_path, optimizer)
+    named: dict[str, Any] = dict(model.named_parameters())
+    save_file({n: p.host().clone() for n, p in named.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    states.seal(model, optimizer, tmp_path)
+    other, fresh, another = attached(seed=1)
+    fresh.load(tmp_path, another)
+    assert small.same(masters(other), masters(model))
+    for name, parameter in other.named_parameters():
+        assert torch.equal(states_of(parameter)["residual"], states_of(named[name])["residual"])
+
+
+def test_a_plain_module_in_two_halves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    model = torch.nn.ModuleDict({"layers": layers, "again": layers[0]})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = mt.Engine(model, device="cpu", precision="bf16")
+    engine.save(tmp_path, engine.optimizer())
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], before[name]) for name in saved)
+    assert {name.removeprefix("again.") for name in before if name not in saved} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_made_for_saving_can_be_read_and_pickled_and_not_written(tmp_path: Path, precision: str) -> None:
+    model, engine, _ = attached(precision=precision)
+    state = engine.host_state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    expected = masters(model)[name]
+    assert torch.equal(state[name].cpu(), expected)
+    assert torch.equal(state[name] + 0, expected)
+    assert torch.equal(state[name].t().cpu(), expected.t())
+    assert torch.equal(torch.from_numpy(state[name].numpy()), expected)
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.equal(torch.load(tmp_path / "state.pt")[name], expected)
+    with pytest.raises(mt.errors.MegaTrainError, match="cannot be written to"):
+        state[name].zero_()
+    assert torch.equal(masters(model)[name], expected)
+
+
+def peak_while(work: Callable[[], None]) -> int:
+    """By how many bytes the process grows at the most."""
+
+    def read(field: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(f"{field}:")[1].split()[0]) << 10
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("the peak of a process cannot be reset here")
+    before = read("VmRSS")
+    work()
+    return read("VmHWM") - before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_save_takes_no_second_copy_of_the_weights(tmp_path: Path, precision: str) -> None:
+    model = small.llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=24)
+    whole = sum(parameter.numel() for parameter in model.parameters()) * 4
+    engine = mt.Engine(model, device="cpu", precision=precision)
+    shard = whole // 16
+    # What the allocator has kept would hide a copy.
+    native.trim()
+    grown = peak_while(lambda: model.save_pretrained(tmp_path, max_shard_size=shard))
+    # In FP32 nothing is copied; in two halves a shard at a time. Half leaves room for what the allocator keeps.
+    assert grown < whole // 2, f"{grown / 1e6:.0f} MB for {whole / 1e6:.0f} MB of weights"
+    engine.close()
