@@ -143,10 +143,10 @@ class Adoption:
 
     def _move(self, item: Found, owners: Owners, deposit: Deposit) -> None:
         """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
-        for (dtype, _), parameters in self._groups(item, set()).items():
+        for (dtype, trains), parameters in self._groups(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             master = self.precision != "bf16-sr"
-            slab = Slab(len(self.slabs), item.label, layout, self.tier(item.label), master=master)
+            slab = Slab(len(self.slabs), item.label, layout, self.tier(item.label), master=master, trains=trains)
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 slab.put(index, parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,3 +27,6 @@ class Memory(Protocol):
 
     def allocate(self, nbytes: int, *, transferred: bool) -> Buffer:
         """Zeroed memory; `transferred` if the device copies from or to it."""
+
+    def free(self, buffer: Any) -> None:
+        """Give a buffer of this tier back; the caller has waited for all work on it."""

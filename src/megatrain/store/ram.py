@@ -97,7 +97,6 @@ class HostMemory:
         return buffer
 
     def free(self, buffer: HostBuffer) -> None:
-        """Give a buffer back; the caller has waited for all work on it."""
         buffer.unpin()
         self._buffers.remove(buffer)
         self.held -= buffer.nbytes

@@ -30,12 +30,16 @@ ADDED = 1 << 20
 class Slab:
     """One dtype's worth of a block's parameters and their state."""
 
-    def __init__(self, index: int, name: str, layout: Layout, memory: Memory, *, master: bool = True) -> None:
+    def __init__(
+        self, index: int, name: str, layout: Layout, memory: Memory, *, master: bool = True, trains: bool = True
+    ) -> None:
         self.index = index
         self.name = name
         self.split_master = master and layout.dtype == torch.bfloat16
         """BF16 weights are the high half of an FP32 master; FP32 weights are their own. False for BF16 weights without
         a master, which updates round stochastically."""
+        self.trains = trains
+        """Whether its parameters required grad when the model was attached."""
         self.layout = layout
         self.memory = memory
         self.weight_buffer: Buffer = memory.allocate(layout.nbytes, transferred=True)

@@ -59,3 +59,7 @@ class DeviceMemory:
         buffer = DeviceBuffer(nbytes, self.device)
         self.held += nbytes
         return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        # PyTorch takes the bytes back when nobody has the buffer any more.
+        self.held -= buffer.nbytes

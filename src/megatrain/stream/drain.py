@@ -32,7 +32,11 @@ class _Staging:
 
     def landing(self, slab: Slab) -> Buffer:
         if self.buffer is None or self.buffer.nbytes < slab.layout.nbytes:
+            # The last sum has read it, so nothing else uses what it held.
             self.summed.wait()
+            if self.buffer is not None:
+                slab.memory.free(self.buffer)
+                self.buffer = None
             self.buffer = slab.memory.allocate(slab.layout.nbytes, transferred=True)
         return self.buffer
 

@@ -35,7 +35,9 @@ class GradRings:
     def __init__(self, slabs: Sequence[Slab], slots: int, device: torch.device) -> None:
         self._rings: dict[int, tuple[list[GradSlot], int]] = {}
         self._turns: dict[int, int] = {}
-        for members in by_size(slabs):
+        # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others.
+        groups = [members for trains in (True, False) for members in by_size([s for s in slabs if s.trains == trains])]
+        for members in groups:
             # A group of one or two (embedding and head) needs one: their gradients come at opposite ends of a backward.
             ring = [GradSlot(device) for _ in range(min(slots, (len(members) + 1) // 2))]
             largest = max(slab.layout.numel for slab in members)

@@ -6,6 +6,7 @@ import torch
 from megatrain.store.layout import lay_out
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
+from megatrain.store.vram import DeviceMemory
 from megatrain.stream.drain import Drain
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 from megatrain.stream.norm import snapshot_square_sum, square_sum
@@ -205,3 +206,32 @@ def test_a_snapshot_outlives_zero_grad_until_the_update_is_done(dtype):
     bench.slab.written.wait()
     assert seen == [float(step * (1 + step % 2)) for step in range(20)]
     bench.lanes.close()
+
+
+@pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
+def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
+    memory = HostMemory(pin=False, threads=1)
+    sizes = [5_000, 20_000, 80_000]
+    slabs = [Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), memory) for i, n in enumerate(sizes)]
+    drain = Drain(slabs, 2, CPU, lanes, Transfer(CPU, 1), Counters())
+    for slab in slabs:
+        for micro in range(5):
+            drain.collect(slab, (0, 0), {0: torch.full((slab.layout.segments[0].numel,), 2.0**micro)})
+    assert [slab.grad.look().flat[0].item() for slab in slabs] == [31.0] * 3
+    kept = sum(2 * slab.layout.nbytes for slab in slabs)  # weights and gradients
+    assert memory.held == kept + 2 * slabs[-1].layout.nbytes
+    assert len(memory._buffers) == 2 * len(slabs) + 2
+    lanes.close()
+
+
+def test_staging_on_the_device_grows_alike():
+    memory = DeviceMemory(CPU)
+    slabs = [
+        Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), memory) for i, n in enumerate((9, 9000))
+    ]
+    before = memory.held
+    drain = Drain(slabs, 1, CPU, SyncLanes(), Transfer(CPU, 1), Counters())
+    for slab in slabs:
+        for _ in range(4):
+            drain.collect(slab, (0, 0), {0: torch.ones(slab.layout.segments[0].numel)})
+    assert memory.held == before + sum(slab.layout.nbytes for slab in slabs) + 2 * slabs[1].layout.nbytes
