@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatrain import files
+from megatrain.checkpoint import adapters
 from megatrain.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -44,7 +45,13 @@ def without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_model(model: torch.nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Into the store, tensor by tensor where names on disk are the model's own. Nothing is written before all fits."""
+    """Into the store, tensor by tensor where names on disk are the model's own. Nothing is written before all fits.
+
+    Of a model with adapters a checkpoint holds the adapters alone.
+    """
+    if getattr(model, "peft_config", None) and adapters.found_in(Path(directory)):
+        adapters.load(model, Path(directory), lambda target, values: _put(target, None, values))
+        return
     named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers())
     files = weight_files(Path(directory))
@@ -66,6 +73,10 @@ def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]
     """The safetensors files of a directory, with the shapes of their tensors."""
     files = sorted(directory.glob("model*.safetensors"))
     if not files:
+        if adapters.found_in(directory):
+            raise CheckpointError(
+                f"{directory} holds the weights of adapters, and the model has none; add them with peft first."
+            )
         raise CheckpointError(f"{directory} holds no model*.safetensors; it is not a complete checkpoint.")
     if (directory / INDEX).exists():
         listed = set(json.loads((directory / INDEX).read_text())["weight_map"].values())

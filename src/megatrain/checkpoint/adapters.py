@@ -1,0 +1,101 @@
+"""Adapters (PEFT): what a checkpoint holds of such a model, and reading it straight into the store.
+
+The base model is not in the checkpoint. Each adapter has a file: "default" in the directory itself, others in folders
+of their names. Keys in a file lack the adapter's name; PEFT itself says which of the model's tensors a key stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megatrain.errors import CheckpointError
+from megatrain.store.parameter import StoreTensor
+
+FILE = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
+Put = Callable[[StoreTensor, torch.Tensor], None]
+
+
+def found_in(directory: Path) -> list[Path]:
+    """The adapter files of a directory."""
+    places = (directory / FILE, directory / PICKLED, *directory.glob(f"*/{FILE}"), *directory.glob(f"*/{PICKLED}"))
+    return [path for path in places if path.is_file()]
+
+
+def load(model: Any, directory: Path, put: Put) -> None:
+    """Every adapter of the model, from its file. Nothing is written before all fit."""
+    wrapped = not getattr(model, "_hf_peft_config_loaded", False)
+    # A transformers model with an adapter inside saves the active one only, in the directory itself.
+    names = list(model.peft_config) if wrapped else model.active_adapters()
+    read = {}
+    for name in names:
+        place = directory if name == "default" or not wrapped else directory / name
+        values, targets = _read(place, name), _targets(model, name, "" if wrapped else "base_model.model.")
+        _check(place, name, values, targets)
+        read[name] = (values, targets)
+    for name, (values, targets) in read.items():
+        if None in targets.values():
+            _load_through_peft(model, name, values)
+            continue
+        for key, target in targets.items():
+            if isinstance(target, StoreTensor):
+                put(target, values[key])
+            elif target is not None:
+                target.copy_(values[key])
+
+
+def targets(model: Any) -> list[StoreTensor]:
+    """What a save of the adapters writes, of the store."""
+    wrapped = not getattr(model, "_hf_peft_config_loaded", False)
+    names = list(model.peft_config) if wrapped else model.active_adapters()
+    return [t for name in names for t in _targets(model, name, "").values() if isinstance(t, StoreTensor)]
+
+
+def _targets(model: Any, name: str, prefix: str) -> dict[str, torch.Tensor | None]:
+    """The model's tensors by their keys in the adapter's file; None for what PEFT computes when it saves."""
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict()
+    own = {id(value) for value in state.values()}
+    found = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+    return {
+        prefix + key: value if isinstance(value, StoreTensor) or id(value) in own else None
+        for key, value in found.items()
+    }
+
+
+def _read(place: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        if (place / FILE).is_file():
+            return load_file(place / FILE)
+        if (place / PICKLED).is_file():
+            return torch.load(place / PICKLED, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except SafetensorError as cause:
+        raise CheckpointError(f"{place / FILE} is damaged: {cause}.") from cause
+    raise CheckpointError(f"{place} holds no {FILE}, where the adapter {name!r} of the model would be.")
+
+
+def _check(
+    place: Path, name: str, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor | None]
+) -> None:
+    odd = sorted(values.keys() ^ targets.keys())
+    if odd:
+        says = "lacks" if odd[0] in targets else "has, and the model has not,"
+        raise CheckpointError(f"the adapter {name!r} in {place} is another one: it {says} {odd[0]}.")
+    for key, target in targets.items():
+        if target is not None and values[key].shape != target.shape:
+            raise CheckpointError(
+                f"{key} has shape {tuple(values[key].shape)} in {place}, and the model has {tuple(target.shape)}."
+            )
+
+
+def _load_through_peft(model: Any, name: str, values: dict[str, torch.Tensor]) -> None:
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, values, adapter_name=name)
