@@ -47,10 +47,14 @@ def without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def load_model(model: torch.nn.Module, directory: str | os.PathLike[str]) -> None:
     """Into the store, tensor by tensor where names on disk are the model's own. Nothing is written before all fits.
 
-    Of a model with adapters a checkpoint holds the adapters alone.
+    Of a model with adapters a checkpoint holds the adapters alone. A class with a `load_state_dict` of its own is asked
+    to take everything, as a stock Trainer would ask it.
     """
     if getattr(model, "peft_config", None) and adapters.found_in(Path(directory)):
         adapters.load(model, Path(directory), lambda target, values: _put(target, None, values))
+        return
+    if type(model).load_state_dict is not torch.nn.Module.load_state_dict:
+        _load_by_model(model, Path(directory))
         return
     named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers())
@@ -67,6 +71,19 @@ def load_model(model: torch.nn.Module, directory: str | os.PathLike[str]) -> Non
         with safe_open(path, framework="pt") as shard:
             for key in entries:
                 _put(named.get(key), buffers.get(key), shard.get_tensor(key))
+
+
+def _load_by_model(model: torch.nn.Module, directory: Path) -> None:
+    state: dict[str, torch.Tensor] = {}
+    for path, entries in weight_files(directory):
+        with safe_open(path, framework="pt") as shard:
+            state |= {key: shard.get_tensor(key) for key in entries}
+    model.load_state_dict(state, strict=False)
+    # What was copied to a parameter was rounded to its dtype, unless the method changed it; a master takes it exactly.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        values = state.get(name)
+        if values is not None and torch.equal(parameter.detach().cpu(), values.to(parameter.dtype)):
+            _put(parameter, None, values)
 
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:

@@ -15,12 +15,12 @@ from megatrain import files
 from megatrain.checkpoint import manifest, states, weights
 from megatrain.engine.session import Engine
 from megatrain.errors import CheckpointError, OutOfRam
+from megatrain.hf import stock
 from megatrain.hf.recovery import RamStop
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
 SCHEDULER_FILE = "scheduler.pt"
-STOCK_OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Checkpoints:
@@ -98,6 +98,11 @@ class Checkpoints:
         files.before("write", path)
         torch.save(self.lr_scheduler.state_dict(), path)
         states.save_optimizer(self.model, self._own_optimizer(), output_dir)
+        state = stock.stock_state(self._own_optimizer())
+        if state is not None:
+            path = os.path.join(output_dir, stock.FILE)
+            files.before("write", path)
+            torch.save(state, path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -105,9 +110,9 @@ class Checkpoints:
         folder = Path(checkpoint)
         if (folder / manifest.FOLDER).is_dir():
             states.load_optimizer(self.model, self._own_optimizer(), checkpoint)
-        elif (folder / STOCK_OPTIMIZER_FILE).is_file():
+        elif (folder / stock.FILE).is_file():
             announce(f"{checkpoint} was written by a stock Trainer: taking over its AdamW state")
-            stored = torch.load(folder / STOCK_OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+            stored = torch.load(folder / stock.FILE, map_location="cpu", weights_only=True)
             self._own_optimizer().load_state_dict(stored)
         else:
             raise CheckpointError(
@@ -152,7 +157,7 @@ def last_complete(output_dir: str) -> str:
 
 def is_stock(path: Path) -> bool:
     """Whether a stock Trainer wrote this checkpoint."""
-    return not (path / manifest.FOLDER).exists() and (path / STOCK_OPTIMIZER_FILE).exists()
+    return not (path / manifest.FOLDER).exists() and (path / stock.FILE).exists()
 
 
 @contextmanager

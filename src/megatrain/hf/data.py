@@ -85,11 +85,24 @@ def load_tokenizer(model: nn.Module | str, column: str = "text") -> Any:
     return tokenizer
 
 
-class Rows(Dataset[dict[str, Any]]):
-    """A map-style dataset whose rows are encoded when they are read."""
+class _Encoded:
+    """A dataset in front of another one, whose public attributes it shows as its own."""
+
+    source: Any
+    encode: RowEncoder
 
     def __init__(self, source: Any, encode: RowEncoder) -> None:
         self.source, self.encode = source, encode
+
+    def __getattr__(self, name: str) -> Any:
+        # Not `__getitems__`, which would read rows past the encoder; not what is missing while this is unpickled.
+        if name.startswith("_") or name in ("source", "encode"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.source, name)
+
+
+class Rows(_Encoded, Dataset[dict[str, Any]]):
+    """A map-style dataset whose rows are encoded when they are read."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -98,11 +111,8 @@ class Rows(Dataset[dict[str, Any]]):
         return self.encode(index, self.source[index])
 
 
-class StreamedRows(IterableDataset[dict[str, Any]]):
+class StreamedRows(_Encoded, IterableDataset[dict[str, Any]]):
     """An iterable dataset whose rows are encoded as they come."""
-
-    def __init__(self, source: Any, encode: RowEncoder) -> None:
-        self.source, self.encode = source, encode
 
     def __len__(self) -> int:
         return len(self.source)  # TypeError where the source has none, which is what DataLoader expects

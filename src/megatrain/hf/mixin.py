@@ -23,6 +23,7 @@ from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
 from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
 from megatrain.hardware import inventory
+from megatrain.hf.callbacks import Handler
 from megatrain.hf.checkpoints import Checkpoints, is_stock, last_complete
 from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import Pace, StepLines
@@ -63,8 +64,7 @@ class MegaMixin(Checkpoints):
         self._attach()
         self._refuse_foreign_optimizer()
         self._ram_stop = RamStop(lambda: self.engine)
-        for callback in (StepLines(self), Pace(self), self._ram_stop):
-            self.add_callback(callback)  # type: ignore[attr-defined]
+        self.callback_handler = Handler(self.callback_handler, (StepLines(self), Pace(self), self._ram_stop))
 
     # ---- set-up
 

@@ -1,0 +1,34 @@
+"""Optimizer state as a stock Trainer reads it, so that it can go on where this one stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatrain.optim.optimizer import Optimizer
+
+FILE = "optimizer.pt"
+LARGEST = 256 << 20
+"""Bytes up to which a state is written a second time (small models, adapters)."""
+CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def stock_state(optimizer: Optimizer) -> dict[str, Any] | None:
+    """The `state_dict` of torch's optimizer of this name; None if it is large, or torch has no such state."""
+    if optimizer.kind not in CLASSES or optimizer.width != "fp32":
+        return None
+    own = optimizer.state_dict()
+    # A residual is the low half of a master, which the saved weights have whole.
+    state = {
+        number: {key: value for key, value in entry.items() if key != "residual"}
+        for number, entry in own["state"].items()
+    }
+    if sum(value.nbytes for entry in state.values() for value in entry.values()) > LARGEST:
+        return None
+    defaults = CLASSES[optimizer.kind]([torch.empty(0)]).defaults
+    return {
+        # Copies: of a view, torch.save writes all of the memory behind it.
+        "state": {n: {key: value.cpu().clone() for key, value in entry.items()} for n, entry in state.items()},
+        "param_groups": [defaults | group for group in own["param_groups"]],
+    }
