@@ -12,7 +12,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -96,11 +96,10 @@ def sync_directory(path: AnyPath) -> None:
                 warn(f"the file system of {path} cannot sync directories; after a power cut new files may be missing")
 
 
-def sync_tree(directory: AnyPath) -> int:
-    """Sync every regular file below a directory, then every directory from the bottom up; the size of the files."""
-    tree = list(os.walk(directory, topdown=False, onerror=_raise))
-    files = (os.path.join(folder, name) for folder, _, names in tree for name in names)
-    total = sum(sync(path) for path in files if stat.S_ISREG(os.lstat(path).st_mode))
+def sync_tree(directory: AnyPath, only: Iterable[AnyPath] | None = None) -> int:
+    """Sync regular files below a directory (None: all), then every directory from the bottom up; the files' size."""
+    tree = list(os.walk(directory, topdown=False, onerror=reraise))
+    total = sum(sync(path) for path in (regular_files(directory) if only is None else only))
     for folder, _, _ in tree:
         sync_directory(folder)
     return total
@@ -121,10 +120,15 @@ def sync_names(path: AnyPath) -> None:
 # ---- changes
 
 
-def make_directory(path: AnyPath) -> None:
-    """With its parents; no error if it is there."""
+def make_directory(path: AnyPath, like: AnyPath | None = None) -> None:
+    """With its parents; no error if it is there. Owner and permissions are those of `like`, as far as this user may."""
     before("make", path)
     Path(path).mkdir(parents=True, exist_ok=True)
+    if like is not None:
+        status = os.stat(like)
+        with suppress(PermissionError):
+            os.chown(path, status.st_uid, status.st_gid)
+        shutil.copystat(like, path)
 
 
 def write(path: AnyPath, content: str | bytes) -> None:
@@ -181,7 +185,7 @@ def replace_directory(fresh: AnyPath, target: AnyPath, aside: AnyPath) -> None:
 
 
 def link_or_copy(source: AnyPath, target: AnyPath) -> None:
-    """A second name for a file (or for a symbolic link itself); a copy where there can be none."""
+    """A second name for a file (or for a symbolic link itself); a durable copy where there can be none."""
     try:
         before("link", target)
         os.link(source, target, follow_symlinks=False)
@@ -190,6 +194,8 @@ def link_or_copy(source: AnyPath, target: AnyPath) -> None:
             raise
         before("copy", target)
         shutil.copy2(source, target, follow_symlinks=False)
+        if stat.S_ISREG(os.lstat(target).st_mode):
+            sync(target)
 
 
 def remove(path: AnyPath) -> None:
@@ -206,6 +212,13 @@ def remove_tree(path: AnyPath) -> None:
 
 
 # ---- looking
+
+
+def regular_files(directory: AnyPath) -> list[Path]:
+    """Every regular file below a directory, in order; links are not followed."""
+    tree = os.walk(directory, onerror=reraise)
+    found = (Path(folder, name) for folder, _, names in tree for name in names)
+    return sorted(path for path in found if stat.S_ISREG(path.lstat().st_mode))
 
 
 def free_bytes(path: AnyPath) -> int:
@@ -276,7 +289,8 @@ def _fsync(descriptor: int, path: AnyPath, operation: str, harmless: Collection[
     return status.st_size
 
 
-def _raise(error: OSError) -> None:
+def reraise(error: OSError) -> None:
+    """For `os.walk`, which passes over what it cannot read otherwise."""
     raise error
 
 

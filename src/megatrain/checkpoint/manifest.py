@@ -30,14 +30,14 @@ MOST = 1 << 63
 _SUM = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
-def write(directory: Path, listed: Iterable[Path], content: dict[str, Any]) -> int:
-    """Seal a checkpoint whose files are on the disk; the bytes that it has."""
+def write(directory: Path, listed: Iterable[Path], content: dict[str, Any], place: Path | None = None) -> int:
+    """Seal a checkpoint whose files are on the disk; the bytes that it has. `place` is where it will be."""
     entries = {}
     for path in listed:
         name = path.relative_to(directory).as_posix()
         size, checksum = _content(directory, name)
         entries[name] = {"bytes": size, "crc32": checksum}
-    head = {"format": FORMAT, "megatrain": __version__, "sequence": next_sequence(directory), "files": entries}
+    head = {"format": FORMAT, "megatrain": __version__, "sequence": next_sequence(place or directory), "files": entries}
     text = json.dumps(head | content, indent=1, default=_number).removesuffix("\n}")
     files.write(directory / FILE, f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
     return sum(entry["bytes"] for entry in entries.values())
@@ -93,11 +93,12 @@ def parse(path: Path, data: bytes) -> dict[str, Any]:
     return manifest  # type: ignore[no-any-return]
 
 
-def verify(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is there, of the right size and unchanged."""
+def verify(directory: str | os.PathLike[str], states: bool = True) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file (without `states`: those outside `FOLDER`) is there, unchanged."""
     manifest = read(directory)
+    entries = {name: e for name, e in manifest["files"].items() if states or not name.startswith(f"{FOLDER}/")}
     for check in (_check_size, _check_content):
-        for name, entry in manifest["files"].items():
+        for name, entry in entries.items():
             try:
                 check(Path(directory), name, entry)
             except FileNotFoundError:
@@ -138,7 +139,8 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
     """Whether it has the keys that are read, with values of the right kind."""
     wanted: dict[str, Callable[[Any], bool]] = {"files": _are_files, "steps": _are_steps, "groups": _are_groups}
     wanted |= {"sequence": _is_count} if manifest["format"] == FORMAT else {}
-    wanted |= {"optimizer": lambda value: isinstance(value, str)} if "optimizer" in manifest else {}
+    optional: dict[str, Callable[[Any], bool]] = {"optimizer": _is_text, "residuals": _are_texts}
+    wanted |= {key: fits for key, fits in optional.items() if key in manifest}
     for key, fits in wanted.items():
         if key not in manifest:
             raise CheckpointError(f"{path} is damaged: it lacks {key!r}.")
@@ -148,6 +150,14 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MOST
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
 def _are_files(value: Any) -> bool:
@@ -163,10 +173,7 @@ def _are_steps(value: Any) -> bool:
 
 def _are_groups(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(group, dict)
-        and isinstance(group.get("params"), list)
-        and all(isinstance(name, str) for name in group["params"])
-        for group in value
+        isinstance(group, dict) and _are_texts(group.get("params")) for group in value
     )
 
 

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatrain import files
-from megatrain.checkpoint import manifest
+from megatrain.checkpoint import manifest, shards
 from megatrain.errors import CheckpointError
 from megatrain.native import lossless
 from megatrain.store.parameter import StoreTensor, restore_states, states_of
 from megatrain.telemetry.notices import announce
 
-CODED = ".lossless"
-"""Ends the names of tensors that are coded (native/lossless.py); their bytes are a uint8 tensor."""
-THREADS = 256
-"""At the most: the pool takes no more than this process may use."""
+LARGEST = 3e38
+"""Options are computed with in FP32."""
+SHARDS = "optimizer-*.safetensors"
 SHARD_BYTES = 4 << 30
 """Tensors are gathered into shards of about this size, which is also the extra RAM a save may take."""
 
@@ -44,8 +42,8 @@ class _Coder:
         start = time.perf_counter()
         coded = {key: tensor for key, tensor in shard.items() if tensor.dtype != torch.float32}
         for key in sorted(shard.keys() - coded.keys()):
-            found = lossless.encode(shard[key].reshape(-1).cpu(), THREADS).clone()
-            coded[key + CODED] = found
+            found = lossless.encode(shard[key].reshape(-1).cpu(), shards.THREADS).clone()
+            coded[key + shards.CODED] = found
             self._before += shard[key].nbytes
             self._after += found.nbytes
         self._seconds += time.perf_counter() - start
@@ -66,6 +64,7 @@ class Optimizer(Protocol):
     width: str
     lossless: bool
     moments: tuple[str, ...]
+    defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
 
 
@@ -74,75 +73,72 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
     folder = Path(directory) / manifest.FOLDER
     files.make_directory(folder)
     files.remove(Path(directory) / manifest.FILE)
-    for stale in folder.glob("optimizer-*.safetensors"):
+    for stale in folder.glob(SHARDS):
         files.remove(stale)
     names = _names(model)
     parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
     for _, parameter in parameters:
         parameter.slab.settle()
-    shards = list(_shards(parameters, optimizer.moments))
+    gathered = list(_gathered(parameters, optimizer.moments))
     coder = _Coder() if optimizer.lossless else None
-    for number, shard in enumerate(shards, start=1):
-        path = folder / f"optimizer-{number:05d}-of-{len(shards):05d}.safetensors"
+    for number, shard in enumerate(gathered, start=1):
+        path = folder / f"optimizer-{number:05d}-of-{len(gathered):05d}.safetensors"
         files.before("write", path)
         save_file(shard if coder is None else coder.encode(shard), path, metadata={"format": "pt"})
     if coder is not None:
         announce(coder.report())
 
 
-def seal(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> int:
-    """Make everything in the directory durable, then write its manifest: from now on it is a complete checkpoint.
+def seal(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    directory: str | os.PathLike[str],
+    listed: Collection[Path] | None = None,
+    place: Path | None = None,
+) -> int:
+    """Make a checkpoint durable, then write its manifest: from now on it is complete. Its size in bytes.
 
-    Returns its size in bytes. Older checkpoints may be deleted after this, not before.
+    `listed` are the files that it consists of (None: all that are in the directory), `place` is where the directory
+    will be. Older checkpoints may be deleted after this, not before.
     """
     names = _names(model)
     content = {
         "optimizer": optimizer.kind,
-        "steps": {names[id(p)]: p.slab.steps[p.segment] for group in optimizer.param_groups for p in group["params"]},
+        "steps": {name: p.slab.steps[p.segment] for name, p in _parameters(model, optimizer).items()},
+        "residuals": [name for name, p in _parameters(model, optimizer).items() if p.slab.residual is not None],
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [names[id(parameter)] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ],
     }
-    files.sync_tree(directory)
-    nbytes = manifest.write(Path(directory), _listed(Path(directory)), content)
+    if listed is None:
+        listed = consists_of(Path(directory))
+    files.sync_tree(directory, listed)
+    nbytes = manifest.write(Path(directory), listed, content, place)
     files.sync_names(directory)
     return nbytes
 
 
-def _listed(directory: Path) -> list[Path]:
-    """Files of a checkpoint that its manifest names. Links are not followed when it is read, so they are left out."""
+def consists_of(directory: Path) -> list[Path]:
+    """The files of a checkpoint: all but what only this package keeps beside its shards. Links are left out."""
     own = directory / manifest.FOLDER
-    found = sorted(path for path in directory.rglob("*") if own not in (path, *path.parents))
-    found += sorted(own.glob("optimizer-*.safetensors"))
-    return [path for path in found if path.is_file() and not path.is_symlink()]
+    return [path for path in files.regular_files(directory) if path.parent != own or path.match(SHARDS)]
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
-    """The reverse of `save_optimizer`. The caller has verified the checkpoint."""
+    """The reverse of `save_optimizer`. The caller has verified the checkpoint; what does not fit changes nothing."""
     saved = check_optimizer(model, optimizer, directory)
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({k: tuple(v) if k == "betas" else v for k, v in stored.items() if k != "params"})
-    names = _names(model)
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    parameters = _parameters(model, optimizer)
     for name, parameter in parameters.items():
         parameter.slab.overwrite()
         parameter.slab.steps[parameter.segment] = saved["steps"][name]
     rounded = 0
-    for path in sorted((Path(directory) / manifest.FOLDER).glob("optimizer-*.safetensors")):
-        entries: dict[str, dict[str, torch.Tensor]] = {}
-        with safe_open(path, framework="pt") as shard:
-            for key in shard.keys():  # noqa: SIM118
-                name, _, role = key.rpartition("/")
-                entries.setdefault(name, {})[role] = shard.get_tensor(key)
-                if role.endswith(CODED):
-                    coded = entries[name].pop(role)
-                    plain = torch.empty(parameters[name].numel())
-                    lossless.decode(coded, plain, THREADS)
-                    entries[name][role.removesuffix(CODED)] = plain
+    for path in _shard_files(Path(directory), saved):
         # A parameter's roles are always in one shard.
-        for name, entry in entries.items():
+        for name, entry in shards.read(path, parameters).items():
             if not restore_states(parameters[name], entry):
                 rounded += 1
     if rounded:
@@ -150,7 +146,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest, if it is of this optimizer's parameters and groups."""
+    """The manifest, if its optimizer, its groups and every tensor of its shards fit this optimizer."""
     saved = manifest.read(directory)
     kind = saved.get("optimizer", "adamw")
     if kind != optimizer.kind:
@@ -158,21 +154,50 @@ def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str
             f"the optimizer state in {directory} is of {kind}, this optimizer is {optimizer.kind}; continue with the "
             "same kind, or load the weights alone."
         )
+    parameters = _parameters(model, optimizer)
     names = _names(model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if groups != [group["params"] for group in saved["groups"]]:
+    if groups != [group["params"] for group in saved["groups"]] or saved["steps"].keys() != parameters.keys():
         raise CheckpointError(
             f"the optimizer state in {directory} is of other parameters or groups "
             f"({[len(g['params']) for g in saved['groups']]} per group, not {[len(g) for g in groups]})."
         )
+    for stored in saved["groups"]:
+        for key, default in optimizer.defaults.items():
+            if not _alike(stored.get(key), default):
+                raise CheckpointError(f"{key} is {stored.get(key)!r} in {Path(directory) / manifest.FILE}.")
+    shards.check(_shard_files(Path(directory), saved), parameters, optimizer.moments, saved.get("residuals"))
     return saved
+
+
+def _shard_files(directory: Path, saved: dict[str, Any]) -> list[Path]:
+    """The shards that the manifest names, no others."""
+    return sorted(directory / name for name in saved["files"] if Path(name).match(f"{manifest.FOLDER}/{SHARDS}"))
+
+
+def _alike(value: Any, default: Any) -> bool:
+    """Whether an option that was stored is of the kind that the optimizer has."""
+    if isinstance(default, tuple | list):
+        return (
+            isinstance(value, list)
+            and len(value) == len(default)
+            and all(_alike(*pair) for pair in zip(value, default, strict=True))
+        )
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _parameters(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, StoreTensor]:
+    names = _names(model)
+    return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _shards(parameters: list[tuple[str, StoreTensor]], moments: Iterable[str]) -> Iterator[dict[str, torch.Tensor]]:
+def _gathered(parameters: list[tuple[str, StoreTensor]], moments: Iterable[str]) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, parameter in parameters:

@@ -7,17 +7,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from megatrain import settings as settings_module
-from megatrain.checkpoint import manifest, states, weights
 from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.window import Seats
+from megatrain.engine import saving
 from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of, saved_dtypes
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement, announce_unavailable, place_one_block
@@ -236,23 +235,21 @@ class Engine:
         return exported(self.model.state_dict())
 
     def save(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
-        """Write an HF directory (sharded safetensors, config) and, with an optimizer, its exact state."""
-        self._step.check()
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        weights.save_model(self.model, self.host_state_dict, directory)
-        if optimizer is not None:
-            states.save_optimizer(self.model, optimizer, directory)
-            states.seal(self.model, optimizer, directory)
+        """Write an HF directory (sharded safetensors, config) and, with an optimizer, its exact state.
+
+        What the directory held before is replaced in one step; files of others in it stay.
+        """
+        self.ready_to_save()
+        saving.save(self.model, self.host_state_dict, directory, optimizer)
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Read back what `save` wrote; training continues bit for bit. All is checked before anything is changed."""
         self._step.check()
-        if optimizer is not None:
-            manifest.verify(directory)
-            states.check_optimizer(self.model, optimizer, directory)
-        weights.load_model(self.model, directory)
-        if optimizer is not None:
-            states.load_optimizer(self.model, optimizer, directory)
+        saving.load(self.model, directory, optimizer)
+
+    def ready_to_save(self) -> None:
+        """Wait for the last step to be decided, and raise if weights are between two steps."""
+        self._step.whole()
 
     @property
     def step_times(self) -> StepTimes | None:

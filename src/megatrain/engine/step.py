@@ -276,6 +276,16 @@ class Step:
         self._lanes.check()
         self._updates.check()
 
+    def whole(self) -> None:
+        """Raise if weights are partly those of the next step, or of one that turned out not to be finite."""
+        self._updates.decided()
+        self.check()
+        if self._updates.moving:
+            raise UnsupportedCall(
+                "a checkpoint cannot be saved between final_backward() and step(): some weights are already those of "
+                "the next step; save after step()."
+            )
+
     def close(self) -> None:
         self.seats.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain import files
-from megatrain.checkpoint import manifest, states, weights
+from megatrain.checkpoint import manifest, replace, states, weights
 from megatrain.engine.session import Engine
 from megatrain.errors import CheckpointError, OutOfRam
 from megatrain.hf import stock
@@ -51,18 +52,22 @@ class Checkpoints:
             # The epoch's end may want it once more; what is complete is not put at risk while RAM is short.
             return
         resumable = short or not self.args.save_only_model
+        self.engine.ready_to_save()
         stopwatch = files.Stopwatch()
-        with changed(self.args, save_total_limit=None, save_only_model=not resumable):
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder = os.path.join(run_dir, name)
-        if resumable:
-            nbytes = states.seal(self.model, self._own_optimizer(), folder)
-            self._ram_stop.sealed = (self.state.global_step, folder)
-        else:
-            nbytes = files.sync_tree(folder)
-            files.sync_names(folder)
+        # It may be there already: of a run before, or of this step (the end of an epoch saves too).
+        with replace.rewriting(folder) as before:
+            with changed(self.args, save_total_limit=None, save_only_model=not resumable):
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            listed = replace.carry(before, Path(folder))
+            if resumable:
+                nbytes = states.seal(self.model, self._own_optimizer(), folder, listed)
+                self._ram_stop.sealed = (self.state.global_step, folder)
+            else:
+                nbytes = files.sync_tree(folder, listed)
+                files.sync_names(folder)
         announce(stopwatch.report(name, nbytes))
         rotate_checkpoints(
             output_dir=run_dir,
@@ -123,6 +128,10 @@ class Checkpoints:
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if (Path(resume_from_checkpoint) / manifest.FOLDER).is_dir():
+            # Here, not where the optimizer is loaded: weights have changed by then.
+            self.create_optimizer()  # type: ignore[attr-defined]
+            states.check_optimizer(self.model, self._own_optimizer(), resume_from_checkpoint)
         weights.load_model(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
@@ -137,17 +146,15 @@ class Checkpoints:
 
 def last_complete(output_dir: str) -> str:
     """The newest checkpoint that was written to its end; incomplete ones are skipped, announced."""
-    found = sorted(
-        (path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()),
-        key=lambda path: int(path.name.split("-")[-1]),
-        reverse=True,
-    )
-    for path in found:
+    numbered = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
+    found = sorted(filter(numbered.fullmatch, replace.names(output_dir)), key=lambda name: int(name.split("-")[-1]))
+    for name in reversed(found):
         try:
+            path = replace.find(Path(output_dir) / name)
             if not is_stock(path):
                 manifest.verify(path)
         except (CheckpointError, OSError) as reason:
-            warn(f"{path.name} was skipped: {reason}")
+            warn(f"{name} was skipped: {reason}")
         else:
             return str(path)
     raise CheckpointError(

@@ -18,7 +18,7 @@ import transformers
 from transformers import TrainerCallback
 
 from megatrain import settings as settings_module
-from megatrain.checkpoint import manifest
+from megatrain.checkpoint import manifest, replace
 from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
 from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
@@ -184,8 +184,10 @@ class MegaMixin(Checkpoints):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete(self.args.output_dir)
-        elif resume_from_checkpoint and not is_stock(Path(resume_from_checkpoint)):
-            manifest.verify(resume_from_checkpoint)
+        elif resume_from_checkpoint:
+            resume_from_checkpoint = str(replace.find(resume_from_checkpoint))
+            if not is_stock(Path(resume_from_checkpoint)):
+                manifest.verify(resume_from_checkpoint)
         self.engine.relief.hold_to_plan()
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]

@@ -186,6 +186,11 @@ class Updates:
         self.last = outcome
         return outcome
 
+    def decided(self) -> None:
+        """Wait until it is known what became of the last step."""
+        if self.last is not None:
+            self.last.ticket.wait()
+
     def check(self) -> None:
         """Raise in the user's thread what the update lane found out."""
         half_done, self._half_done = self._half_done, None

@@ -1,0 +1,142 @@
+"""Optimizer shards as files: what their tensors must look like, and reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatrain.errors import CheckpointError
+from megatrain.native import lossless
+from megatrain.store.formats import FORMATS
+from megatrain.store.parameter import StoreTensor
+
+CODED = ".lossless"
+"""Ends the names of tensors that are coded (native/lossless.py); their bytes are a uint8 tensor."""
+THREADS = 256
+"""At the most: the pool takes no more than this process may use."""
+RESIDUAL = "residual"
+
+Parameters = Mapping[str, StoreTensor]
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape, by role."""
+
+
+def check(
+    paths: Iterable[Path], parameters: Parameters, moments: Collection[str], residuals: Collection[str] | None
+) -> None:
+    """Raise unless the shards hold every moment of every parameter, once and in its shape, and nothing else.
+
+    `residuals` are the parameters that have one (None: not known).
+    """
+    where: dict[str, Path] = {}
+    found_residuals = set()
+    for path in paths:
+        for name, tensors in _described(path).items():
+            if name not in parameters:
+                raise CheckpointError(f"{path} holds the state of {name!r}, which this optimizer does not have.")
+            if name in where:
+                raise CheckpointError(f"{path} holds the state of {name}, and so does {where[name].name}.")
+            where[name] = path
+            if RESIDUAL in tensors:
+                found_residuals.add(name)
+            _check_tensors(f"the state of {name} in {path}", tensors, parameters[name], moments)
+        _check_codes(path, parameters)
+    if missing := sorted(parameters.keys() - where.keys()):
+        raise CheckpointError(f"no shard holds the state of {missing[0]} ({len(missing)} missing).")
+    if residuals is not None and (other := sorted(found_residuals ^ set(residuals))):
+        has = "has a" if other[0] in found_residuals else "lacks its"
+        raise CheckpointError(f"the state of {other[0]} in {where[other[0]]} {has} residual: the shard was changed.")
+
+
+def read(path: Path, parameters: Parameters) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors of a shard that was checked, decoded: parameter → role → tensor."""
+    entries: dict[str, dict[str, torch.Tensor]] = {}
+    with _opened(path) as shard:
+        for key in shard.keys():  # noqa: SIM118
+            name, _, role = key.rpartition("/")
+            tensor = shard.get_tensor(key)
+            if role.endswith(CODED):
+                role, tensor = role.removesuffix(CODED), _decoded(path, name, tensor, parameters[name].numel())
+            entries.setdefault(name, {})[role] = tensor
+    return entries
+
+
+def _described(path: Path) -> dict[str, Tensors]:
+    found: dict[str, Tensors] = {}
+    with _opened(path) as shard:
+        for key in shard.keys():  # noqa: SIM118
+            name, _, role = key.rpartition("/")
+            view = shard.get_slice(key)
+            found.setdefault(name, {})[role] = (view.get_dtype(), tuple(view.get_shape()))
+    return found
+
+
+def _check_tensors(where: str, tensors: Tensors, parameter: StoreTensor, moments: Collection[str]) -> None:
+    expected: Tensors = {RESIDUAL: ("I16", tuple(parameter.shape))} if RESIDUAL in tensors else {}
+    for moment in moments:
+        ways = _ways(parameter, moment)
+        kept = next((way for way in ways if way.keys() <= tensors.keys()), None)
+        if kept is None:
+            raise CheckpointError(f"{where} has no {moment}.")
+        expected |= kept
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise CheckpointError(f"{where} has {unknown[0]!r}, which has no meaning here.")
+    for role, (dtype, shape) in expected.items():
+        found = tensors[role]
+        if role.endswith(CODED):
+            # The size of a code depends on what it holds.
+            shape = found[1] if len(found[1]) == 1 else (0,)
+        if found != (dtype, shape):
+            raise CheckpointError(f"{where} has {role} as {found[0]} of shape {found[1]}, not {dtype} of {shape}.")
+
+
+def _ways(parameter: StoreTensor, moment: str) -> list[Tensors]:
+    """The ways in which a moment may be stored."""
+    shape, numel = tuple(parameter.shape), parameter.numel()
+    ways: list[Tensors] = [
+        {moment: ("F32", shape)},
+        {f"{moment}.bf16": ("BF16", shape)},
+        {f"{moment}{CODED}": ("U8", (0,))},
+    ]
+    for name in ("8bit", "4bit"):
+        codes = FORMATS[name][0]
+        blocks = -(-numel // codes.block)
+        ways.append(
+            {
+                f"{moment}.{name}": ("U8", (codes.payload_bytes(blocks * codes.block),)),
+                f"{moment}.{name}.scale": ("F32", (blocks,)),
+            }
+        )
+    return ways
+
+
+def _check_codes(path: Path, parameters: Parameters) -> None:
+    """What is coded must decode, which is known only afterwards."""
+    with _opened(path) as shard:
+        for key in shard.keys():  # noqa: SIM118
+            name, _, role = key.rpartition("/")
+            if role.endswith(CODED):
+                _decoded(path, name, shard.get_tensor(key), parameters[name].numel())
+
+
+def _decoded(path: Path, name: str, coded: torch.Tensor, numel: int) -> torch.Tensor:
+    plain = torch.empty(numel)
+    try:
+        lossless.decode(coded, plain, THREADS)
+    except CheckpointError as error:
+        raise CheckpointError(f"the state of {name} in {path} is damaged: {error}") from error
+    return plain
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error

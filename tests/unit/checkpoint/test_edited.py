@@ -1,0 +1,298 @@
+"""What does not fit is refused before anything is changed, also if the manifest says that it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests import small
+
+import megatrain as mt
+from megatrain import files
+from megatrain.checkpoint import manifest, states
+from megatrain.errors import CheckpointError, NonFiniteGradients, UnsupportedCall
+from megatrain.store.parameter import states_of
+
+Tensors = dict[str, torch.Tensor]
+SHARD = "megatrain/optimizer-00001-of-00001.safetensors"
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def everything(model: Any) -> Tensors:
+    found = small.snapshot(model)
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}/{role}": view.clone() for role, view in states_of(parameter).items()}
+        found[f"{name}/step"] = torch.tensor(parameter.slab.steps[parameter.segment])
+    return found
+
+
+def resealed(directory: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
+    """The manifest again, with checksums of what is there now."""
+    path = directory / manifest.FILE
+    content = json.loads(path.read_text())
+    content.pop("sha256", None)
+    for name, entry in content["files"].items():
+        data = (directory / name).read_bytes()
+        entry.update(bytes=len(data), crc32=zlib.crc32(data))
+    change(content)
+    text = json.dumps(content, indent=1).removesuffix("\n}")
+    path.write_text(f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
+
+
+def edited(directory: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(directory / SHARD)
+    change(tensors)
+    save_file(tensors, directory / SHARD, metadata={"format": "pt"})
+    resealed(directory)
+
+
+def put(key: str, tensor: torch.Tensor) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({key: tensor})
+
+
+def coded(code: torch.Tensor) -> Callable[[Tensors], Any]:
+    def change(tensors: Tensors) -> None:
+        del tensors[f"{NAME}/exp_avg"]
+        tensors[f"{NAME}/exp_avg.lossless"] = code
+
+    return change
+
+
+EDITS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "a parameter gone": (lambda t: [t.pop(key) for key in list(t) if key.startswith(NAME)], "no shard holds"),
+    "a moment gone": (lambda t: t.pop(f"{NAME}/exp_avg_sq"), "has no exp_avg_sq"),
+    "a residual gone": (lambda t: t.pop(f"{NAME}/residual"), "lacks its residual"),
+    "a moment of another shape": (put(f"{NAME}/exp_avg", torch.zeros(32)), "of shape"),
+    "a moment transposed": (put(f"{NAME}/exp_avg", torch.zeros(16, 64)), "of shape"),
+    "a moment of another dtype": (put(f"{NAME}/exp_avg", torch.zeros(32, 32, dtype=torch.float64)), "F64"),
+    "a residual of another dtype": (put(f"{NAME}/residual", torch.zeros(32, 32, dtype=torch.int32)), "I32"),
+    "a residual of another shape": (put(f"{NAME}/residual", torch.zeros(31, 32, dtype=torch.int16)), "of shape"),
+    "a name unknown": (put("model.layers.9.weight/exp_avg", torch.zeros(1)), "does not have"),
+    "a role unknown": (put(f"{NAME}/momentum", torch.zeros(32, 32)), "no meaning"),
+    "no role": (put(NAME, torch.zeros(32, 32)), "does not have"),
+    "a moment twice": (put(f"{NAME}/exp_avg.bf16", torch.zeros(32, 32, dtype=torch.bfloat16)), "no meaning"),
+    "codes without scales": (put(f"{NAME}/exp_avg.8bit", torch.zeros(1024, dtype=torch.uint8)), "no meaning"),
+    "a code that is none": (coded(torch.zeros(99, dtype=torch.uint8)), "damaged"),
+    "a code in two dimensions": (coded(torch.zeros(9, 9, dtype=torch.uint8)), "of shape"),
+    "a code without dimensions": (coded(torch.zeros((), dtype=torch.uint8)), "of shape"),
+}
+
+CHANGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a step missing": (lambda m: m["steps"].pop(NAME), "other parameters"),
+    "a step too many": (lambda m: m["steps"].update(more=1), "other parameters"),
+    "another group": (lambda m: m["groups"][0]["params"].pop(), "other parameters"),
+    "another kind": (lambda m: m.update(optimizer="lion"), "is of lion"),
+    "no lr": (lambda m: m["groups"][0].pop("lr"), "lr is None"),
+    "lr a text": (lambda m: m["groups"][0].update(lr="0.1"), "lr is '0.1'"),
+    "lr not a number": (lambda m: m["groups"][0].update(lr=float("nan")), "lr is nan"),
+    "lr huge": (lambda m: m["groups"][0].update(lr=10**400), "lr is 1000"),
+    "one beta": (lambda m: m["groups"][0].update(betas=[0.9]), r"betas is \[0.9\]"),
+    "betas of text": (lambda m: m["groups"][0].update(betas=["a", "b"]), "betas is"),
+    "no shards": (lambda m: m["files"].pop(SHARD), "no shard holds"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a Trainer's run in BF16, and one of `Engine.save`."""
+    directory = tmp_path_factory.mktemp("saved")
+    args = small.arguments(directory, max_steps=2, save_strategy="steps", save_steps=2, bf16=True)
+    mt.Trainer(model=small.llama(), args=args, train_dataset=small.rows()).train()
+    return directory / "checkpoint-2"
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    args = small.arguments(tmp_path_factory.mktemp("other"), max_steps=3, bf16=True)
+    made = mt.Trainer(model=small.llama(1), args=args, train_dataset=small.rows())
+    made.create_optimizer()
+    return made
+
+
+def refused(trainer: Any, directory: Path, message: str) -> None:
+    """Neither way of loading changes anything."""
+    optimizer = trainer.optimizer
+    before, groups = everything(trainer.model), json.dumps([g["lr"] for g in optimizer.param_groups])
+    for load in (
+        lambda: trainer.engine.load(directory, trainer._own_optimizer()),
+        lambda: trainer.train(resume_from_checkpoint=str(directory)),
+    ):
+        with pytest.raises(CheckpointError, match=message) as error:
+            load()
+        assert str(directory) in str(error.value) or "no shard" in str(error.value)
+        assert small.same(before, everything(trainer.model))
+        assert json.dumps([g["lr"] for g in trainer.optimizer.param_groups]) == groups
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_an_edited_shard_changes_nothing(saved: Path, trainer: Any, tmp_path: Path, case: str) -> None:
+    shutil.copytree(saved, tmp_path / "checkpoint-2")
+    change, message = EDITS[case]
+    edited(tmp_path / "checkpoint-2", change)
+    refused(trainer, tmp_path / "checkpoint-2", message)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_changed_manifest_changes_nothing(saved: Path, trainer: Any, tmp_path: Path, case: str) -> None:
+    shutil.copytree(saved, tmp_path / "checkpoint-2")
+    change, message = CHANGED[case]
+    resealed(tmp_path / "checkpoint-2", change)
+    refused(trainer, tmp_path / "checkpoint-2", message)
+
+
+def test_a_parameter_in_two_shards(saved: Path, trainer: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint-2"
+    shutil.copytree(saved, directory)
+    tensors = load_file(directory / SHARD)
+    second = {f"{NAME}/exp_avg": tensors.pop(f"{NAME}/exp_avg")}
+    save_file(second, directory / "megatrain/optimizer-00002-of-00002.safetensors")
+    entry = {"megatrain/optimizer-00002-of-00002.safetensors": {"bytes": 0, "crc32": 0}}
+    resealed(directory, lambda m: m["files"].update(entry))
+    resealed(directory)
+    refused(trainer, directory, "and so does")
+
+
+def test_a_shard_that_the_manifest_does_not_name_is_not_read(saved: Path, trainer: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint-2"
+    shutil.copytree(saved, directory)
+    (directory / "megatrain/optimizer-00009-of-00009.safetensors").write_bytes(b"nothing")
+    trainer.engine.load(directory, trainer._own_optimizer())
+
+
+def test_the_format_before_still_resumes(saved: Path, tmp_path: Path) -> None:
+    """Format 1 has no checksum of itself, no sequence and no list of residuals."""
+    directory = tmp_path / "checkpoint-2"
+    shutil.copytree(saved, directory)
+    content = json.loads((directory / manifest.FILE).read_text())
+    for key in ("sha256", "sequence", "residuals"):
+        del content[key]
+    (directory / manifest.FILE).write_text(json.dumps(content | {"format": 1}, indent=1))
+    args = small.arguments(tmp_path, max_steps=3, bf16=True, save_strategy="steps", save_steps=3)
+    again = mt.Trainer(model=small.llama(1), args=args, train_dataset=small.rows())
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3
+    assert [manifest.sequence_of(tmp_path / f"checkpoint-{n}") for n in (2, 3)] == [0, 1]
+
+
+def test_weights_alone_are_checked_where_there_is_a_manifest(saved: Path, trainer: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint-2"
+    shutil.copytree(saved, directory)
+    (directory / SHARD).write_bytes(b"not read")
+    trainer.engine.load(directory)
+    content = bytearray((directory / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (directory / "model.safetensors").write_bytes(content)
+    before = everything(trainer.model)
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        trainer.engine.load(directory)
+    assert small.same(before, everything(trainer.model))
+
+
+# ---- between two steps
+
+
+def step(model: Any, optimizer: Any, seed: int) -> None:
+    loss = model(**small.batch(seed=seed)).loss
+    with optimizer.final_backward():
+        loss.backward()
+
+
+@pytest.mark.parametrize("build", [small.llama, small.gpt2], ids=["untied", "tied"])
+def test_nothing_is_saved_between_two_steps(tmp_path: Path, build: Any) -> None:
+    model = build()
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer(lr=1e-2)
+    for number in range(2):
+        step(model, optimizer, number)
+        if number:
+            with pytest.raises(UnsupportedCall, match="between final_backward"):
+                engine.save(tmp_path / "one", optimizer)
+            with pytest.raises(UnsupportedCall, match="between final_backward"):
+                engine.save(tmp_path / "one")
+            assert list(tmp_path.iterdir()) == []
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(tmp_path / "one", optimizer)
+    assert set(manifest.verify(tmp_path / "one")["steps"].values()) == {2}
+
+
+def test_a_step_that_was_half_done_is_not_saved(tmp_path: Path) -> None:
+    """Its norm is known only on the update lane, after `step()` has returned."""
+    model = small.llama()
+    engine = mt.Engine(model, device="cpu", lanes="threads")
+    optimizer = engine.optimizer(lr=1e-2)
+    step(model, optimizer, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    hook = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * float("nan"))
+    step(model, optimizer, 1)
+    hook.remove()
+    with pytest.raises(NonFiniteGradients, match="Resume from the last checkpoint"):
+        optimizer.step() or engine.save(tmp_path / "one", optimizer)
+    assert list(tmp_path.iterdir()) == []
+    engine.close()
+
+
+# ---- the order of sealing
+
+
+def test_a_checkpoint_is_durable_before_its_manifest_and_older_ones_go_last(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def record(operation: str, path: Path) -> None:
+        seen.append((operation, str(path.relative_to(tmp_path)) if path.is_relative_to(tmp_path) else ""))
+        if operation == "rename" and path.name == "manifest.json" and "4" in path.parts[-3]:
+            assert (tmp_path / "checkpoint-2").is_dir()
+
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
+    with files.watching(record):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    sealing = [entry for entry in seen if entry[1].startswith("checkpoint-4") or entry[1] == "."]
+    order = [operation for operation, _ in sealing]
+    listed = json.loads((tmp_path / "checkpoint-4" / manifest.FILE).read_text())["files"]
+    named = sealing.index(("rename", "checkpoint-4/megatrain/manifest.json"))
+    for name in listed:
+        assert sealing.index(("sync", f"checkpoint-4/{name}")) < sealing.index(("sync_directory", "checkpoint-4"))
+    assert sealing.index(("sync_directory", "checkpoint-4")) < named
+    assert order[named - 2 : named + 2] == ["write", "sync", "rename", "sync_directory"]
+    assert sealing[named + 1] == ("sync_directory", "checkpoint-4/megatrain")
+    assert ("sync_directory", ".") in sealing[named:]
+
+
+def test_a_file_that_cannot_be_synced_is_not_sealed(tmp_path: Path) -> None:
+    model = small.llama()
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer()
+    engine.save(tmp_path / "one", optimizer)
+    before = manifest.verify(tmp_path / "one")
+
+    def fails(operation: str, path: Path) -> None:
+        if operation == "sync" and path.name == "model.safetensors":
+            raise OSError(5, "Input/output error")
+
+    with files.watching(fails), pytest.raises(OSError, match="while syncing") as error:
+        engine.save(tmp_path / "one", optimizer)
+    assert error.value.filename.endswith("model.safetensors")
+    assert manifest.verify(tmp_path / "one") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    states.save_optimizer(model, optimizer, tmp_path / "one")
+    with files.watching(fails), pytest.raises(OSError, match="while syncing"):
+        states.seal(model, optimizer, tmp_path / "one")
+    with pytest.raises(OSError, match="has not been written anew"):
+        states.seal(model, optimizer, tmp_path / "one")
+
+
+def test_the_seconds_are_said(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    engine = mt.Engine(small.llama(), device="cpu")
+    engine.save(tmp_path / "one")
+    assert any(line.startswith("one written to disk: ") and "s of it syncing" in line for line in said.messages)

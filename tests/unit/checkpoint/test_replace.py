@@ -1,0 +1,324 @@
+"""A directory that is saved again is whole at every moment, and files of others stay in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain import files
+from megatrain.checkpoint import manifest, replace
+
+Saved = dict[str, str]
+OLD: Saved = {"model-1.safetensors": "old 1", "model-2.safetensors": "old 2", "config.json": "old"}
+NEW: Saved = {"model.safetensors": "new", "config.json": "new", "megatrain/optimizer-1.safetensors": "new"}
+FOREIGN: Saved = {"notes.txt": "mine", "runs/today/events": "mine", "megatrain/readme": "mine"}
+
+
+def put(directory: Path, content: Saved) -> None:
+    for name, text in content.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def content(directory: Path) -> Saved:
+    """Without what a save that died has left inside."""
+    found = {path.relative_to(directory).as_posix(): path for path in files.regular_files(directory)}
+    return {name: path.read_text() for name, path in found.items() if "megatrain-saving" not in name}
+
+
+def save(directory: Path | str, saved: Saved = NEW) -> list[str]:
+    """As `Engine.save` does it; the names of what was listed."""
+    replacement = replace.Replacement(directory)
+    try:
+        put(replacement.fresh, saved)
+        listed = replacement.carry()
+        files.sync_tree(replacement.fresh, listed)
+        replacement.commit()
+    except BaseException:
+        replacement.abandon()
+        raise
+    return [path.relative_to(replacement.fresh).as_posix() for path in listed]
+
+
+def beside(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory.parent) if name != directory.name)
+
+
+def no_exchange(operation: str, path: Path) -> None:
+    if operation == "exchange":
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def no_rename(operation: str, path: Path) -> None:
+    if operation == "exchange":
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+
+def no_link(operation: str, path: Path) -> None:
+    if operation == "link":
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def nothing(operation: str, path: Path) -> None:
+    pass
+
+
+OBSTACLES: dict[str, list[files.Observer]] = {
+    "exchanged": [nothing],
+    "two renames": [no_exchange],
+    "stays": [no_rename],
+    "copied": [no_link],
+    "stays, copied": [no_rename, no_link],
+}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    put(tmp_path / "out" / "target", OLD | FOREIGN)
+    return tmp_path / "out" / "target"
+
+
+@pytest.fixture(params=OBSTACLES)
+def obstacles(request: pytest.FixtureRequest) -> Iterator[str]:
+    with files.watching(OBSTACLES[request.param][0]), files.watching(OBSTACLES[request.param][-1]):
+        yield request.param
+
+
+def test_the_new_replaces_the_old_and_nothing_else(target: Path, obstacles: str) -> None:
+    listed = save(target)
+    assert content(target) == NEW | FOREIGN
+    assert sorted(listed) == sorted(NEW)
+    assert beside(target) == []
+    assert replace.find(target) == target
+
+
+def test_a_first_save(tmp_path: Path) -> None:
+    save(tmp_path / "not" / "there" / "yet")
+    assert content(tmp_path / "not" / "there" / "yet") == NEW
+    assert beside(tmp_path / "not" / "there" / "yet") == []
+
+
+def die_at(number: int, work: Callable[[], object]) -> bool:
+    """Do it in a child that is killed before operation `number`; whether it came to that."""
+    child = os.fork()
+    if child == 0:
+        left = [number]
+
+        def count(operation: str, path: Path) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            with files.watching(count):
+                work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_killed_at_every_operation(target: Path, obstacles: str) -> None:
+    """What is found is the old or the new, whole; the save after it leaves nothing of the one that died."""
+    seen = set()
+    for number in range(0, 200, 1 if obstacles in ("exchanged", "two renames") else 3):
+        killed = die_at(number, lambda: save(target))
+        found = content(replace.find(target))
+        kind = "old" if found == OLD | FOREIGN else "new"
+        assert found == (OLD if kind == "old" else NEW) | FOREIGN, number
+        seen.add(kind)
+        if not killed:
+            break
+        save(target, OLD)
+        assert content(target) == OLD | FOREIGN
+        assert beside(target) == []
+    assert not killed
+    assert number > 10
+    assert seen == {"old", "new"}
+
+
+@pytest.mark.parametrize("operation", ["make", "sync", "sync_directory", "rename", "link", "remove_tree"])
+def test_a_failure_leaves_the_old_or_the_new(target: Path, operation: str) -> None:
+    for number in range(100):
+        left = [number]
+
+        def fails(found: str, path: Path, left: list[int] = left) -> None:
+            left[0] -= found == operation
+            if left[0] < 0:
+                left[0] = 1000
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        try:
+            with files.watching(fails):
+                save(target)
+        except OSError:
+            found = content(replace.find(target))
+            assert found in (OLD | FOREIGN, NEW | FOREIGN), number
+        if left[0] < 1000:
+            break
+        save(target, OLD)
+    assert number > 0
+    assert content(target) == NEW | FOREIGN
+
+
+def test_what_is_added_meanwhile_stays(target: Path) -> None:
+    """Between taking over and the exchange somebody writes a new file, and one anew."""
+
+    def adds(operation: str, path: Path) -> None:
+        if operation == "exchange":
+            (target / "runs" / "late").write_text("late")
+            (target / "anew").write_text("anew")
+            os.utime(target / "anew", ns=(0, 4_000_000_000_000_000_000))
+            (target / "anew").rename(target / "notes.txt")
+
+    with files.watching(adds):
+        save(target)
+    assert content(target) == NEW | FOREIGN | {"runs/late": "late", "notes.txt": "anew"}
+
+
+def test_an_open_file_of_somebody_else_goes_on(target: Path) -> None:
+    with (target / "notes.txt").open("a") as notes:
+        save(target)
+        notes.write(" and more")
+    assert (target / "notes.txt").read_text() == "mine and more"
+
+
+def test_links_and_directories_and_pipes_of_others(target: Path, tmp_path: Path) -> None:
+    (target / "link").symlink_to("notes.txt")
+    (target / "away").symlink_to(tmp_path)
+    (target / "dangling").symlink_to("nothing")
+    (target / "empty").mkdir(mode=0o700)
+    os.mkfifo(target / "pipe")
+    save(target)
+    assert {name: os.readlink(target / name) for name in ("link", "away", "dangling")} == {
+        "link": "notes.txt", "away": str(tmp_path), "dangling": "nothing"
+    }  # fmt: skip
+    assert (target / "empty").stat().st_mode & 0o777 == 0o700
+    assert (target / "pipe").is_fifo()
+
+
+def test_permissions_stay(target: Path) -> None:
+    target.chmod(0o2770)
+    save(target)
+    assert target.stat().st_mode & 0o7777 == 0o2770
+
+
+def test_a_linked_directory(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(target)
+    save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert content(target) == NEW | FOREIGN
+    assert sorted(os.listdir(tmp_path)) == ["link", "out"]
+
+
+@pytest.mark.parametrize("where", ["target", "."])
+def test_relative_and_current(target: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(target if where == "." else target.parent)
+    save(where)
+    assert content(Path(where)) == content(target) == NEW | FOREIGN
+    save("..", OLD)
+    assert os.listdir(".")
+    assert content(target) == NEW | FOREIGN or where == "target"
+
+
+def test_what_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="not a directory"):
+        replace.Replacement(tmp_path / "file")
+    with pytest.raises(FileExistsError):
+        replace.Replacement(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("which", ["target", "parent"])
+def test_read_only(target: Path, which: str) -> None:
+    """A parent that may not be written to is no obstacle; the directory itself is."""
+    for path in [target, *target.rglob("*")]:
+        os.chown(path, 65534, 65534)
+    (target if which == "target" else target.parent).chmod(0o555)
+    for folder in target.parents:
+        if folder.stat().st_mode & 0o005 != 0o005:
+            pytest.skip("somebody else cannot come here")
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        try:
+            save(target)
+        except PermissionError as error:
+            os._exit(1 if "may not write here" in str(error) and error.filename == str(target) else 2)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == (1 if which == "target" else 0)
+    assert content(target) == (OLD if which == "target" else NEW) | FOREIGN
+    assert beside(target) == []
+
+
+def test_what_another_process_is_writing_is_left_alone(target: Path) -> None:
+    running = target.parent / f".target.megatrain-saving-{os.getppid()}"
+    put(running, NEW)
+    save(target)
+    assert beside(target) == [running.name]
+
+
+def test_names_with_wildcards(tmp_path: Path) -> None:
+    target = tmp_path / "lr[1]*?"
+    for saved in (OLD, NEW):
+        put(tmp_path / ".lr[1]*?.megatrain-saving-999999999", OLD)
+        save(target, saved)
+        assert content(target) == saved
+        assert beside(target) == []
+
+
+# ---- checkpoints that are written under their own name
+
+
+def sealed(directory: Path, text: str) -> None:
+    put(directory, {"weights": text, "megatrain/states": text})
+    manifest.write(directory, [directory / "weights"], {"optimizer": "adamw", "steps": {}, "groups": []})
+
+
+def rewrite(directory: Path, text: str) -> None:
+    with replace.rewriting(directory) as before:
+        files.before("write", directory)
+        put(directory, {"weights": text})
+        files.before("write", directory)
+        replace.carry(before, directory)
+        sealed(directory, text)
+
+
+def test_rewritten_under_its_name(tmp_path: Path) -> None:
+    sealed(tmp_path / "one", "old")
+    put(tmp_path / "one", {"notes": "mine"})
+    for number in range(100):
+        killed = die_at(number, lambda: rewrite(tmp_path / "one", "new"))
+        found = replace.find(tmp_path / "one")
+        manifest.verify(found)
+        assert (found / "weights").read_text() == ("old" if killed and number < 8 else (found / "weights").read_text())
+        assert (found / "notes").read_text() == "mine"
+        assert "one" in replace.names(tmp_path)
+        rewrite(tmp_path / "one", "old")
+        assert os.listdir(tmp_path) == ["one"]
+        if not killed:
+            break
+    assert not killed
+
+
+def test_a_failed_rewrite_brings_the_old_back(tmp_path: Path) -> None:
+    sealed(tmp_path / "one", "old")
+
+    def half(directory: Path) -> None:
+        with replace.rewriting(directory):
+            put(directory, {"weights": "half"})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        half(tmp_path / "one")
+    assert os.listdir(tmp_path) == ["one"]
+    manifest.verify(tmp_path / "one")
+    with pytest.raises(KeyboardInterrupt):
+        half(tmp_path / "two")
+    assert (tmp_path / "two").is_dir(), "what was written is left, as it replaces nothing"
