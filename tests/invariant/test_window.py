@@ -664,6 +664,7 @@ def test_callbacks_come_in_the_order_of_stock(tmp_path: Path):
 
 def with_own_loss(kind: type) -> type:
     class Own(kind):  # type: ignore[misc]
+        micro_batches_are_independent = True
         calls = 0
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
@@ -712,6 +713,7 @@ def test_a_failure_in_a_trainers_window(tmp_path: Path):
     """The step that failed changed nothing, and the model trains on."""
 
     class Once(mt.Trainer):
+        micro_batches_are_independent = True
         bad_call = 4 + 2  # the third micro-batch of the second step
         calls = -1
 
@@ -895,6 +897,8 @@ def test_a_window_inside_a_window_is_refused():
 class Twice(mt.Trainer):
     """Two forwards for one loss, as in R-Drop and contrastive losses."""
 
+    micro_batches_are_independent = True
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         flipped = {name: value.flip(1) for name, value in inputs.items()}
         return model(**inputs).loss + 0.5 * model(**flipped).loss
@@ -902,6 +906,8 @@ class Twice(mt.Trainer):
 
 class Backwards(mt.Trainer):
     """A second loss that is differentiated at once."""
+
+    micro_batches_are_independent = True
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         model(**{name: value.flip(1) for name, value in inputs.items()}).loss.backward()
@@ -918,8 +924,12 @@ class _Stepping(transformers.Trainer):
 class Steps(mt.MegaMixin, _Stepping):
     """Two steps in one, by a Trainer that knows nothing of windows."""
 
+    micro_batches_are_independent = True
+
 
 class Once(mt.Trainer):
+    micro_batches_are_independent = True
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         return 2 * model.lm_head(model.model(input_ids=inputs["input_ids"]).last_hidden_state).square().mean()
 

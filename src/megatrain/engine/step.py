@@ -268,6 +268,11 @@ class Step:
         self.check()
         return self._updates.norm()
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what has been accumulated so far, in place."""
+        self.check()
+        self._updates.scale(factor)
+
     # ---- around it
 
     def check(self) -> None:

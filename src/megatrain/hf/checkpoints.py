@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Checkpoints:
     control: Any
     callback_handler: Any
     _ram_stop: RamStop
+    _own_optimizer: Callable[[], Optimizer]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
@@ -136,12 +137,6 @@ class Checkpoints:
 
     def _load_best_model(self) -> None:
         weights.load_model(self.model, self.state.best_model_checkpoint)
-
-    def _own_optimizer(self) -> Optimizer:
-        """The engine's optimizer, from under accelerate's wrapper."""
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        assert isinstance(inner, Optimizer)
-        return inner
 
 
 def last_complete(output_dir: str) -> str:

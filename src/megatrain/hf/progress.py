@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from megatrain.hf.microbatches import why_in_turn
 from megatrain.telemetry.notices import announce
 
 FIRST = 4
@@ -24,18 +25,25 @@ class StepLines(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._began = 0.0
+        self._lr = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.perf_counter()
+        self._trainer.step_norm = None
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # At the end of the step the scheduler has moved on.
+        self._lr = float(self._trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_log:
             return
-        optimizer = self._trainer._own_optimizer()
+        # Of the norm what the Trainer has taken already: asking the optimizer would wait for every update.
+        norm = self._trainer.step_norm
         announce(
-            f"step {state.global_step}/{state.max_steps}: grad norm {optimizer.grad_norm:.4g}, "
-            f"lr {optimizer.param_groups[0]['lr']:.3g}, {time.perf_counter() - self._began:.2f} s"
-        )
+            f"step {state.global_step}/{state.max_steps}: " + (f"grad norm {norm:.4g}, " if norm is not None else "")
+            + f"lr {self._lr:.3g}, {time.perf_counter() - self._began:.2f} s"
+        )  # fmt: skip
 
 
 class Pace(TrainerCallback):
@@ -64,6 +72,9 @@ class Pace(TrainerCallback):
         """Seconds of a step, if they were planned for the machine that runs."""
         engine = self._trainer.engine
         here = engine.device.type == "cuda" and engine.settings.machine is None
+        if here and self._trainer.args.gradient_accumulation_steps > 1 and why_in_turn(self._trainer) is not None:
+            # Plans are for windows.
+            return None
         return engine.settings.plan.step.seconds if here and engine.settings.plan is not None else None
 
 

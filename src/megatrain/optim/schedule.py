@@ -29,6 +29,12 @@ PATIENCE = 10
 """Steps in a row with a non-finite norm before the run is stopped."""
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied by; those of a norm that is not finite stay as they are."""
+    # torch.nn.utils.clip_grad_norm_ divides by the same sum.
+    return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+
 class Outcome:
     """What became of one step; filled in on the update lane."""
 
@@ -42,8 +48,7 @@ class Outcome:
         self.norm = norm
         self.skipped = self.skipped or not math.isfinite(norm)
         if max_norm is not None and not self.skipped:
-            # torch.nn.utils.clip_grad_norm_ divides by the same sum.
-            self.clip = min(1.0, max_norm / (norm + 1e-6))
+            self.clip = clip_factor(norm, max_norm)
 
 
 @dataclass
@@ -151,6 +156,14 @@ class Updates:
                     parts[0].square_sum = torch.tensor(value, dtype=torch.float64)
                 sums.append(value)
         return total(sums)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients in place; waits for the backward to finish."""
+        for slab in self._slabs:
+            if slab.grad.present:
+                # An update of the step before may still be reading it.
+                slab.settle()
+                slab.grad.writable().mul_(factor)
 
     def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         """Submit one step: first the norm, then every slab that has a gradient, in the given order."""

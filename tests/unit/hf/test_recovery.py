@@ -133,19 +133,21 @@ def test_a_replaced_buffer_cannot_be_taken_back(tmp_path: Path) -> None:
     assert any("buffer seen" in note for note in error.value.__notes__)
 
 
-def test_a_training_step_of_somebody_else_is_not_done_again(tmp_path: Path) -> None:
-    class Counting(transformers.Trainer):  # type: ignore[misc]
+@pytest.mark.parametrize("front", [True, False], ids=["MegaMixin in front", "in front of MegaMixin"])
+@pytest.mark.parametrize("method", ["training_step", "_prepare_inputs", "compute_loss"])
+def test_a_method_of_somebody_else_is_not_called_again(tmp_path: Path, method: str, front: bool) -> None:
+    class Counting:
         calls = 0
 
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return super().training_step(*args, **kwargs)
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return getattr(super(Counting, self), method)(*args, **kwargs)
 
+    setattr(Counting, method, count)
     mt.init(policy="store")
     model = small.llama()
-    trainer = type("Mixed", (mt.MegaMixin, Counting), {})(
-        model=model, args=small.arguments(tmp_path), train_dataset=small.rows()
-    )
+    bases = (mt.MegaMixin, Counting, transformers.Trainer) if front else (Counting, mt.Trainer)
+    trainer = type("Mixed", bases, {})(model=model, args=small.arguments(tmp_path), train_dataset=small.rows())
     Fails(model, {2}, "forward")
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
@@ -165,6 +167,8 @@ def test_python_and_numpy_random_numbers_are_taken_back(tmp_path: Path) -> None:
     drawn: list[tuple[float, float]] = []
 
     class Drawing(mt.Trainer):  # type: ignore[misc]
+        micro_batches_are_independent = True
+
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             drawn.append((random.random(), numpy.random.rand()))
             return super().compute_loss(*args, **kwargs)

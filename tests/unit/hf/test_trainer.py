@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 import megatrain as mt
 from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
 from megatrain.errors import MissingLabels, SettingsError
+from megatrain.optim.optimizer import Optimizer
 from megatrain.store.split import join
 
 
@@ -63,9 +64,10 @@ def test_the_example_of_the_design(tmp_path: Path, said: pytest.LogCaptureFixtur
     result = trainer.train()
 
     assert result.global_step == 9  # three epochs of twelve rows in fours
-    found = tiny.losses(trainer)
-    assert len(found) == 9, "the default of one line per 500 steps would be silence"
-    assert all(math.isfinite(loss) for loss in found)
+    assert trainer.args.logging_steps == 500
+    assert math.isfinite(result.training_loss)
+    lines = [line for line in said.messages if line.startswith("step ")]
+    assert len(lines) == 9, "one logged line in 500 steps would be silence"
     assert not tiny.same(tiny.snapshot(model), tiny.snapshot(tiny.llama()))
     assert any("offload_dir" in line for line in said.messages)
     assert any("optimizer_compression" in line for line in said.messages)
@@ -179,6 +181,22 @@ def test_every_step_is_shown(tmp_path: Path, said: pytest.LogCaptureFixture, log
     assert logged | announced == set(range(1, 7))
     assert not logged & announced, "a step that the Trainer logs is not said twice"
     assert all("grad norm" in line and " s" in line for line in said.messages if line.startswith("step "))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_step_line_shows_what_the_step_used_and_waits_for_nothing(
+    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, max_grad_norm: float
+) -> None:
+    options = {"max_steps": 4, "lr_scheduler_type": "linear", "max_grad_norm": max_grad_norm}
+    logged = [entry for entry in run(mt.Trainer, tmp_path, **options).state.log_history if "loss" in entry]
+    waited: list[Any] = []
+    monkeypatch.setattr(Optimizer, "_finished", waited.append)
+    said.clear()
+    run(mt.Trainer, tmp_path, logging_steps=500, **options)
+    shown = [line.split(", ")[:2] for line in said.messages if line.startswith("step ")]
+    assert [lr for _, lr in shown] == [f"lr {entry['learning_rate']:.3g}" for entry in logged]
+    assert [norm.split(": ")[1] for norm, _ in shown] == [f"grad norm {entry['grad_norm']:.4g}" for entry in logged]
+    assert not waited
 
 
 class Heard(TrainerCallback):
@@ -370,6 +388,35 @@ def test_missing_labels_in_the_mapping_of_a_tokenizer(tmp_path: Path) -> None:
         trainer.train()
 
 
+class Labelling:
+    """Batches come without labels; `_prepare_inputs` makes them."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        found = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return {**found, "labels": found["input_ids"]}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_labels_that_prepare_inputs_makes(tmp_path: Path, accumulation: int) -> None:
+    def collate(found: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.stack([row["input_ids"] for row in found])}
+
+    behind = type("Behind", (Labelling, transformers.Trainer), {})
+    stock, *ours = [
+        type("Made", bases, {})(
+            model=tiny.llama(),
+            args=tiny.arguments(tmp_path, gradient_accumulation_steps=accumulation),
+            train_dataset=tiny.rows(),
+            data_collator=collate,
+        )
+        for bases in ((behind,), (Labelling, mt.Trainer), (mt.MegaMixin, behind))
+    ]
+    stock.train()
+    for trainer in ours:
+        trainer.train()
+        assert tiny.losses(trainer) == pytest.approx(tiny.losses(stock), abs=tiny.LOSSES)
+
+
 # ---- models
 
 
@@ -391,6 +438,23 @@ class Plain(nn.Module):
         if labels is None:
             return {"logits": logits}
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Tuples(Plain):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return tuple(super().forward(input_ids, labels).values())
+
+
+def test_missing_labels_of_a_model_that_returns_tuples(tmp_path: Path) -> None:
+    """Its first output is then not a loss."""
+    trainer = mt.Trainer(
+        model=Tuples(),
+        args=tiny.arguments(tmp_path),
+        train_dataset=tiny.rows(),
+        data_collator=lambda found: {"input_ids": torch.stack([row["input_ids"] for row in found])},
+    )
+    with pytest.raises(MissingLabels, match=r"the batch has input_ids but none of labels"):
+        trainer.train()
 
 
 def test_a_plain_module_that_returns_a_loss(tmp_path: Path) -> None:

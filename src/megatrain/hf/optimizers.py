@@ -1,0 +1,205 @@
+"""The optimizer of a Trainer: which one its arguments ask for, who clips and when.
+
+transformers' order is kept: clip, `on_pre_optimizer_step`, the optimizer's pre-hooks, the update. As long as nobody
+looks at gradients in between, they are scaled inside the update and not in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_hooks
+from transformers.trainer_optimizer import _parse_optim_args
+
+from megatrain.engine.session import Engine
+from megatrain.errors import SettingsError
+from megatrain.hf.checkpoints import changed
+from megatrain.hf.microbatches import definitions, listens
+from megatrain.hf.recovery import once_more
+from megatrain.optim.optimizer import FOREIGN, Optimizer, rule_named
+from megatrain.optim.schedule import clip_factor
+from megatrain.telemetry.notices import announce
+
+NAMES = {
+    "adamw_torch": ("adamw", None), "adamw_torch_fused": ("adamw", None),
+    "adamw_bnb_8bit": ("adamw", "8bit"), "adamw_8bit": ("adamw", "8bit"),
+    "lion_32bit": ("lion", None), "lion_8bit": ("lion", "8bit"), "sgd": ("sgd", None),
+}  # fmt: skip
+"""`TrainingArguments.optim` → kind, and how moments are stored (None: as `megatrain.init` was told)."""
+CLASSES = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adamw", torch.optim.SGD: "sgd"}
+READ = {"sgd": ("momentum", "dampening", "weight_decay", "nesterov")}
+"""Names in `optim_args` that transformers reads, by kind; those of the other kinds are fields of TrainingArguments."""
+SAME_RESULT = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options of torch's optimizers that choose how, not what, they compute."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An optimizer that MegaTrain has."""
+
+    kind: str
+    width: str | None = None
+    """How moments are stored; None: as `megatrain.init` was told."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: Iterable[Any] | None = None
+    """Parameter groups that were given with the class."""
+
+
+class Optimizing:
+    """The part of `MegaMixin` that makes and drives the optimizer."""
+
+    engine: Engine
+    args: Any
+    model: Any
+    optimizer: Any
+    callback_handler: Any
+    optimizer_cls_and_kwargs: tuple[Any, Mapping[str, Any]] | None
+    get_decay_parameter_names: Callable[[Any], list[str]]
+    get_optimizer_cls_and_kwargs: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
+    step_norm: float | None = None
+    """The gradient norm of this step, once the Trainer has taken it."""
+
+    @property
+    def _optim(self) -> str:
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
+    def _choose(self) -> Choice:
+        """What this Trainer was asked for, or `SettingsError`."""
+        if self.optimizer is not None:
+            return Choice(self._own_optimizer().kind)
+        if self.optimizer_cls_and_kwargs is not None:
+            return _of_class(*self.optimizer_cls_and_kwargs, self.args.weight_decay, "optimizer_cls_and_kwargs")
+        if len(definitions(self, "get_optimizer_cls_and_kwargs")) > 1:
+            found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            return _of_class(*found, self.args.weight_decay, "get_optimizer_cls_and_kwargs")
+        if self._optim not in NAMES:
+            raise SettingsError(f"optim={self._optim!r} is not supported; these are: {', '.join(NAMES)}.")
+        kind, width = NAMES[self._optim]
+        self._check_optim_args(kind)
+        if kind == "sgd":
+            found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            return replace(_of_class(*found, self.args.weight_decay, "optim_args"), width=width)
+        options = {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
+        return Choice(kind, width, options | ({"eps": self.args.adam_epsilon} if kind == "adamw" else {}))
+
+    def _check_optim_args(self, kind: str) -> None:
+        try:
+            given = _parse_optim_args(self.args.optim_args)
+        except ValueError as error:
+            raise SettingsError(
+                f"optim_args={self.args.optim_args!r} cannot be read; write name=value, separated by commas."
+            ) from error
+        if unread := [name for name in given if name not in READ.get(kind, ())]:
+            raise SettingsError(
+                f"optim_args: optim={self._optim!r} takes no {unread[0]}; learning_rate, weight_decay, adam_beta1, "
+                "adam_beta2 and adam_epsilon are fields of TrainingArguments."
+            )
+
+    def create_optimizer(self, *args: Any) -> Any:
+        factory = functools.partial(functools.partial, self._made, self._choose())
+        # By way of transformers' own, so that overrides behind this class run; what they end in makes ours.
+        with changed(self, optimizer_cls_and_kwargs=(factory, {})):
+            return super().create_optimizer(*args)  # type: ignore[misc]
+
+    def _made(self, choice: Choice, model: Any) -> Optimizer:
+        groups = self._groups() if choice.groups is None else choice.groups
+        return self.engine.optimizer(groups, kind=choice.kind, **choice.options)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        decayed = set(self.get_decay_parameter_names(self.model))
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.optimizer is not None
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        # Whoever made it: a subclass may have one of torch's in `create_optimizer`.
+        own = self._own_optimizer()
+        if given and own.max_grad_norm is None and self.args.max_grad_norm:
+            announce(f"max_grad_norm={self.args.max_grad_norm:g} of TrainingArguments applies to the optimizer given")
+        return prepared
+
+    def _own_optimizer(self) -> Optimizer:
+        """The engine's optimizer, from under accelerate's wrapper."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        if inner is None:
+            raise SettingsError("this Trainer has no optimizer yet; train() or create_optimizer() makes it.")
+        if not isinstance(inner, Optimizer):
+            raise SettingsError(
+                f"{type(inner).__name__} cannot update streamed weights; return self.engine.optimizer(...) from "
+                "create_optimizer, pass optimizers=(megatrain.Engine(model).optimizer(...), None), or leave it out."
+            )
+        return inner
+
+    def _clip_grad_norm(self, model: Any) -> float:
+        norm = once_more(self.engine, self.engine.grad_norm)
+        if self._gradients_are_watched():
+            self._own_optimizer().scale_gradients(clip_factor(norm, self.args.max_grad_norm))
+        else:
+            self._own_optimizer().clip_next(self.args.max_grad_norm)
+        return norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
+        self.step_norm = once_more(self.engine, self.engine.grad_norm) if grad_norm is None else grad_norm
+        return self.step_norm
+
+    def _gradients_are_watched(self) -> bool:
+        """Whether somebody may read or change gradients between backward and `zero_grad`."""
+        own = self._own_optimizer()
+        hooks = (
+            own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks,
+            torch_hooks._global_optimizer_pre_hooks, torch_hooks._global_optimizer_post_hooks,
+        )  # fmt: skip
+        return (
+            any(hooks)
+            or type(own) is not Optimizer
+            or any(len(definitions(self, method)) > 1 for method in ("_clip_grad_norm", "_get_grad_norm"))
+            or any(
+                listens(callback, event)
+                for callback in self.callback_handler.callbacks
+                for event in ("on_pre_optimizer_step", "on_optimizer_step")
+            )
+        )
+
+
+def _of_class(cls: Any, kwargs: Mapping[str, Any], weight_decay: float, where: str) -> Choice:
+    """A class of torch's with its arguments. Groups say how much is decayed, unless there are groups in `kwargs`."""
+    if cls not in CLASSES:
+        name = getattr(cls, "__qualname__", repr(cls))
+        raise SettingsError(f"{where}: {name} is not supported; torch.optim.AdamW, Adam and SGD are.")
+    kind = CLASSES[cls]
+    known = rule_named(kind).defaults
+    options = {name: value for name, value in kwargs.items() if name in known}
+    decoupled = cls is not torch.optim.Adam or kwargs.get("decoupled_weight_decay", False)
+    for name, value in kwargs.items():
+        harmless = name in SAME_RESULT or value == FOREIGN.get(name, ...)
+        if name not in known and not harmless and name not in ("params", "decoupled_weight_decay"):
+            raise SettingsError(
+                f"{where}: {cls.__name__} with {name}={value!r} is not supported; {', '.join(known)} are."
+            )
+    groups = None if "params" not in kwargs else list(kwargs["params"])
+    decays = [weight_decay] if groups is None else [options.get("weight_decay", 0.0), *_decays(groups)]
+    if kind == "adamw" and not decoupled and any(decays):
+        raise SettingsError(
+            f"{where}: Adam adds weight_decay={max(decays):g} to the gradient, which is not supported; use "
+            "torch.optim.AdamW, or weight_decay=0."
+        )
+    if groups is None and options.get("weight_decay", weight_decay) != weight_decay:
+        announce(
+            f"{where}: weight_decay={options['weight_decay']:g} has no effect, as in transformers: parameters are "
+            f"decayed by the weight_decay={weight_decay:g} of TrainingArguments"
+        )
+    if cls is torch.optim.Adam:
+        options = {"weight_decay": 0.0} | options
+    return Choice(kind, None, options, groups)
+
+
+def _decays(groups: Iterable[Any]) -> list[float]:
+    return [group.get("weight_decay", 0.0) for group in groups if isinstance(group, dict)]

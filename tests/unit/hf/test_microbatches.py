@@ -1,0 +1,296 @@
+"""A Trainer with state of its own sees its micro-batches in the order of transformers, one per call."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests import small
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+import megatrain as mt
+
+ACCUMULATION = 4
+
+
+def trainer_of(kind: type, directory: Path, model: Any = None, data: Any = None, **changes: Any) -> Any:
+    extra = {name: changes.pop(name) for name in ("compute_loss_func", "callbacks") if name in changes}
+    options = {"gradient_accumulation_steps": ACCUMULATION, "per_device_train_batch_size": 1, "max_steps": 3} | changes
+    return kind(
+        model=small.llama() if model is None else model,
+        args=small.arguments(directory, **options),
+        train_dataset=small.rows() if data is None else data,
+        **extra,
+    )
+
+
+def trained(kind: type, directory: Path, **options: Any) -> Any:
+    trainer = trainer_of(kind, directory, **options)
+    trainer.train()
+    return trainer
+
+
+def windows_of(trainer: Any) -> list[int]:
+    """Sizes of the windows that its engine opens from now on."""
+    sizes: list[int] = []
+    opened = trainer.engine.window
+
+    def window(tasks: Any, **more: Any) -> Any:
+        sizes.append(len(tasks))
+        return opened(tasks, **more)
+
+    trainer.engine.window = window
+    return sizes
+
+
+def assert_equal_runs(ours: Any, stock: Any) -> None:
+    # Losses that count are larger: the bound is for those between 4 and 8.
+    assert small.losses(ours) == pytest.approx(small.losses(stock), abs=small.LOSSES, rel=small.LOSSES / 4)
+    assert small.drift(small.snapshot(ours.model), small.snapshot(stock.model)) < small.WEIGHTS
+
+
+def three(methods: dict[str, Any]) -> tuple[type, type, type]:
+    """A stock Trainer with these methods, MegaMixin in front of it, and a subclass of `mt.Trainer` with them."""
+    stock = type("Theirs", (transformers.Trainer,), methods)
+    return stock, type("Mixed", (mt.MegaMixin, stock), {}), type("Derived", (mt.Trainer,), methods)
+
+
+class Counting:
+    """Counts after each step, after each preparation or after each loss; the loss depends on the count."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.n = 0
+        self.seen: list[int] = []
+        super().__init__(*args, **kwargs)
+
+
+def counting(base: type, where: str) -> type:
+    class Counted(Counting, base):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().training_step(*args, **kwargs)
+            self.n += where == "training_step"
+            return found
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            self.n += where == "_prepare_inputs"
+            return super()._prepare_inputs(inputs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen.append(self.n)
+            found = super().compute_loss(*args, **kwargs)
+            self.n += where == "compute_loss"
+            return found * (1 + self.seen[-1])
+
+    return Counted
+
+
+@pytest.mark.parametrize("where", ["training_step", "_prepare_inputs", "compute_loss"])
+def test_a_count_is_seen_as_stock_counts(tmp_path: Path, where: str, said: pytest.LogCaptureFixture) -> None:
+    behind = counting(transformers.Trainer, where)
+    stock = trained(behind, tmp_path)
+    first = where == "_prepare_inputs"
+    assert stock.seen == list(range(first, 3 * ACCUMULATION + first))
+    for kind in (type("Mixed", (mt.MegaMixin, behind), {}), counting(mt.Trainer, where)):
+        said.clear()
+        ours = trained(kind, tmp_path)
+        assert ours.seen == stock.seen
+        assert_equal_runs(ours, stock)
+        lines = [line for line in said.messages if "micro_batches_are_independent = True" in line]
+        assert len(lines) == 1
+        assert "Counted overrides" in lines[0]
+
+
+def test_only_one_method_is_overridden(tmp_path: Path) -> None:
+    """Each of them alone is enough to run micro-batches in turn."""
+    for method in ("_prepare_inputs", "compute_loss_context_manager"):
+        calls: list[Any] = []
+
+        def record(self: Any, *args: Any, method: str = method, calls: Any = calls, **kwargs: Any) -> Any:
+            calls.append(sum(p.grad is not None for p in self.model.parameters()))
+            return getattr(transformers.Trainer, method)(self, *args, **kwargs)
+
+        for kind in three({method: record}):
+            trained(kind, tmp_path, max_steps=1)
+        total = len(list(small.llama().parameters()))
+        assert calls == ([0] + [total] * (ACCUMULATION - 1)) * 3, method
+
+
+def test_dropout_in_turn_draws_as_stock(tmp_path: Path) -> None:
+    """Nothing is seeded in between: what a subclass draws itself (generation) is what it would have drawn."""
+    drawn: list[float] = []
+
+    def prepare(self: Any, inputs: Any) -> Any:
+        drawn.append(float(torch.rand(())))
+        return transformers.Trainer._prepare_inputs(self, inputs)
+
+    runs = [trained(kind, tmp_path, model=small.gpt2()) for kind in three({"_prepare_inputs": prepare})]
+    third = len(drawn) // 3
+    assert drawn[:third] == drawn[third : 2 * third] == drawn[2 * third :]
+    assert small.losses(runs[1]) == small.losses(runs[2]) == pytest.approx(small.losses(runs[0]), abs=small.LOSSES)
+
+
+# ---- what is known, and what is declared
+
+
+def test_stock_trainers_have_the_window(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    sequences = type("Sequences", (mt.MegaMixin, transformers.Seq2SeqTrainer), {})
+    trainer = trainer_of(mt.Trainer, tmp_path)
+    sizes = windows_of(trainer)
+    trainer.train()
+    assert sizes == [ACCUMULATION] * 3
+    args = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), gradient_accumulation_steps=4, per_device_train_batch_size=1, max_steps=1,
+        use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = sequences(model=small.llama(), args=args, train_dataset=small.rows())
+    sizes = windows_of(trainer)
+    trainer.train()
+    assert sizes == [4]
+    assert not any("one after the other" in line for line in said.messages)
+
+
+def loss_of(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    return transformers.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+
+def test_a_class_that_declares_has_the_window(tmp_path: Path) -> None:
+    stock, *ours = three({"compute_loss": loss_of, "micro_batches_are_independent": True})
+    expected = trained(stock, tmp_path)
+    for kind in ours:
+        trainer = trainer_of(kind, tmp_path)
+        sizes = windows_of(trainer)
+        trainer.train()
+        assert sizes == [1] * ACCUMULATION + [ACCUMULATION] * 2, "the first step shows whether blocks are met twice"
+        assert_equal_runs(trainer, expected)
+
+
+def test_a_declaration_does_not_speak_for_subclasses(tmp_path: Path) -> None:
+    declared = type("Declared", (mt.Trainer,), {"compute_loss": loss_of, "micro_batches_are_independent": True})
+    for kind in (
+        type("Further", (declared,), {"compute_loss": loss_of}),
+        type("Not", (declared,), {"micro_batches_are_independent": False}),
+    ):
+        trainer = trainer_of(kind, tmp_path, max_steps=1)
+        sizes = windows_of(trainer)
+        trainer.train()
+        assert sizes == []
+    trainer = trainer_of(kind, tmp_path, max_steps=1)
+    trainer.micro_batches_are_independent = True
+    sizes = windows_of(trainer)
+    trainer.train()
+    assert sum(sizes) == ACCUMULATION
+
+
+def test_a_method_given_to_the_object_is_an_override(tmp_path: Path) -> None:
+    trainer = trainer_of(mt.Trainer, tmp_path, max_steps=1)
+    trainer.compute_loss = types.MethodType(loss_of, trainer)
+    sizes = windows_of(trainer)
+    trainer.train()
+    assert sizes == []
+
+
+def test_a_patched_transformers_is_not_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = transformers.Trainer.compute_loss
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", lambda *args, **kwargs: own(*args, **kwargs))
+    trainer = trainer_of(mt.Trainer, tmp_path, max_steps=1)
+    sizes = windows_of(trainer)
+    trainer.train()
+    assert sizes == []
+
+
+class Loss:
+    """Weighs each micro-batch by how many came before it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.calls += 1
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return self.calls * torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()) / ACCUMULATION
+
+
+def test_a_loss_function_runs_in_turn(tmp_path: Path) -> None:
+    stock = trained(transformers.Trainer, tmp_path, compute_loss_func=Loss())
+    ours = trainer_of(mt.Trainer, tmp_path, compute_loss_func=Loss())
+    sizes = windows_of(ours)
+    ours.train()
+    assert sizes == []
+    assert_equal_runs(ours, stock)
+
+
+# ---- between micro-batches
+
+
+class Between(TrainerCallback):
+    """The norm of one gradient after each micro-batch but the last."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.norms.append(float(model.lm_head.weight.grad.norm()))
+
+
+def test_gradients_between_micro_batches(tmp_path: Path) -> None:
+    heard = [Between(), Between()]
+    stock, ours = (
+        trained(kind, tmp_path, callbacks=[callback])
+        for kind, callback in zip((transformers.Trainer, mt.Trainer), heard, strict=True)
+    )
+    assert heard[1].norms == pytest.approx(heard[0].norms, rel=1e-4)
+    assert len(set(heard[0].norms)) == 3 * (ACCUMULATION - 1)
+    assert_equal_runs(ours, stock)
+
+
+class Leaves(TrainerCallback):
+    """Ends the epoch in the middle of a step: what was summed stays for the next one."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step == 1
+
+
+def test_an_epoch_that_ends_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    stock, ours = (trained(kind, tmp_path, callbacks=[Leaves()]) for kind in (transformers.Trainer, mt.Trainer))
+    assert ours.state.global_step == stock.state.global_step
+    assert_equal_runs(ours, stock)
+
+
+def test_a_loader_that_gives_one_object_again_and_again(tmp_path: Path) -> None:
+    batch = small.batch(1)
+
+    def loader(self: Any) -> DataLoader[Any]:
+        return DataLoader(range(12), batch_size=1, collate_fn=lambda rows: batch)  # type: ignore[arg-type]
+
+    runs = [
+        trained(
+            type("Loading", (kind,), {"get_train_dataloader": loader}), tmp_path,
+            optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
+        )
+        for kind in (transformers.Trainer, mt.Trainer)
+    ]  # fmt: skip
+    assert_equal_runs(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_in_turn_equals_the_window_bit_for_bit(tmp_path: Path, max_grad_norm: float) -> None:
+    """Without dropout, with updates that start in the last backward and without."""
+    together = trained(mt.Trainer, tmp_path, max_grad_norm=max_grad_norm, max_steps=4)
+    in_turn = type("InTurn", (mt.Trainer,), {"compute_loss": loss_of})
+    found = trained(in_turn, tmp_path, max_grad_norm=max_grad_norm, max_steps=4)
+    assert small.losses(found) == small.losses(together)
+    assert small.same(small.snapshot(found.model), small.snapshot(together.model))
+
+
+def test_a_training_step_by_hand_needs_no_optimizer(tmp_path: Path) -> None:
+    found = []
+    for kind in (transformers.Trainer, mt.Trainer):
+        trainer = trainer_of(kind, tmp_path)
+        loss = trainer.training_step(trainer.model, small.batch(2), torch.tensor(14))
+        found.append((float(loss), float(trainer.model.lm_head.weight.grad.norm())))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
