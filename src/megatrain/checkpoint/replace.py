@@ -223,6 +223,8 @@ def _install(target: Path) -> None:
     files.sync_tree(target, [])
     done = target / f".{target.name}.megatrain-saving-{os.getpid()}"
     files.rename(saved, done)
+    # Under its old name it would be found after a power cut, with some of its files gone.
+    files.sync_directory(target)
     _discard(done)
 
 

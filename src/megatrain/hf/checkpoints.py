@@ -106,6 +106,8 @@ class Checkpoints:
         states.save_optimizer(self.model, self._own_optimizer(), output_dir)
         state = stock.stock_state(self._own_optimizer())
         if state is not None:
+            # With this file and without our folder it would be taken for a stock Trainer's (`is_stock`).
+            files.sync_directory(output_dir)
             path = os.path.join(output_dir, stock.FILE)
             files.before("write", path)
             torch.save(state, path)

@@ -261,9 +261,9 @@ def test_a_checkpoint_is_durable_before_its_manifest_and_older_ones_go_last(tmp_
     order = [operation for operation, _ in sealing]
     listed = json.loads((tmp_path / "checkpoint-4" / manifest.FILE).read_text())["files"]
     named = sealing.index(("rename", "checkpoint-4/megatrain/manifest.json"))
+    synced = max(i for i, entry in enumerate(sealing[:named]) if entry == ("sync_directory", "checkpoint-4"))
     for name in listed:
-        assert sealing.index(("sync", f"checkpoint-4/{name}")) < sealing.index(("sync_directory", "checkpoint-4"))
-    assert sealing.index(("sync_directory", "checkpoint-4")) < named
+        assert sealing.index(("sync", f"checkpoint-4/{name}")) < synced
     assert order[named - 2 : named + 2] == ["write", "sync", "rename", "sync_directory"]
     assert sealing[named + 1] == ("sync_directory", "checkpoint-4/megatrain")
     assert ("sync_directory", ".") in sealing[named:]

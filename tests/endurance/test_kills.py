@@ -1,0 +1,200 @@
+"""Killed with -9 at random moments of saving, again and again: what is found is complete, and nothing is lost.
+
+Each life is a fork that goes on where the one before it was killed. It says through a pipe which file operation comes
+next; the kill comes after one that is drawn, and a moment later, which is drawn too. In the end everything must be bit
+for bit what a run without a kill gives.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import small
+
+import megatrain as mt
+from megatrain import files
+from megatrain.checkpoint import manifest, replace
+from megatrain.errors import CheckpointError
+from megatrain.hf.checkpoints import last_complete
+from megatrain.store.parameter import states_of
+
+KILLS = [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+PATIENCE = 120.0
+"""Seconds without any file operation before a life is taken to hang."""
+
+
+def everything(model: Any) -> dict[str, torch.Tensor]:
+    found = small.snapshot(model)
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}/{role}": view.clone() for role, view in states_of(parameter).items()}
+    return found
+
+
+def live(life: Callable[[], None], operations: int, delay: float) -> None:
+    """Fork `life`, and kill it `delay` seconds after it has begun so many file operations."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        code = 1
+        try:
+            with files.watching(lambda operation, path: os.write(writer, b".") and None):
+                life()
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    try:
+        while operations > 0 and select.select([reader], [], [], PATIENCE)[0]:
+            said = os.read(reader, operations)
+            assert said, f"the life ended by itself: {os.waitpid(child, 0)[1]}"
+            operations -= len(said)
+        assert operations <= 0, "the life hangs"
+        time.sleep(delay)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_a_trainer_that_rotates(tmp_path: Path, kills: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def trainer(directory: Path, steps: int, **options: Any) -> Any:
+        args = small.arguments(
+            directory, max_steps=steps, lr_scheduler_type="constant", save_total_limit=2, max_grad_norm=0.0, **options
+        )
+        return mt.Trainer(model=small.gpt2(), args=args, train_dataset=small.rows(4))
+
+    def life() -> None:
+        saving = {"save_strategy": "steps", "save_steps": 1}
+        trainer(tmp_path / "out", 10_000, **saving).train(resume_from_checkpoint=len(steps) > 0)
+
+    # What is imported here, no life has to import.
+    trainer(tmp_path / "warm", 1).train()
+    draw = random.Random(0)
+    steps: list[int] = []
+    for number in range(kills):
+        # A checkpoint is about 25 operations.
+        live(life, draw.randint(1 if steps else 30, 75), draw.random() * 0.01)
+        found = Path(last_complete(str(tmp_path / "out")))
+        steps.append(int(found.name.strip(".").split(".")[0].removeprefix("checkpoint-")))
+        assert steps[-1] >= max(steps), number
+        assert len(list((tmp_path / "out").glob("checkpoint-*"))) <= 3
+    capfd.readouterr()
+    whole = trainer(tmp_path / "whole", steps[-1])
+    whole.train()
+    model = small.gpt2(1)
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer(whole_groups(whole, model))
+    engine.load(found, optimizer)
+    assert small.same(everything(model), everything(whole.model))
+
+
+def whole_groups(trainer: Any, model: Any) -> list[dict[str, Any]]:
+    named, names = dict(model.named_parameters()), {id(p): name for name, p in trainer.model.named_parameters()}
+    return [{"params": [named[names[id(p)]] for p in g["params"]]} for g in trainer._own_optimizer().param_groups]
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_saving_into_the_same_directory(tmp_path: Path, kills: int) -> None:
+    target = tmp_path / "target"
+
+    def made() -> tuple[Any, Any, Any]:
+        model = small.gpt2(0)
+        model.eval()
+        engine = mt.Engine(model, device="cpu")
+        return model, engine, engine.optimizer(lr=1e-2)
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        model(**small.batch(seed=number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def steps_of(optimizer: Any) -> int:
+        parameter = optimizer.param_groups[0]["params"][0]
+        return int(parameter.slab.steps[parameter.segment])
+
+    def life() -> None:
+        model, engine, optimizer = made()
+        if counted:
+            engine.load(target, optimizer)
+        for _ in range(10_000):
+            step(model, optimizer, steps_of(optimizer))
+            engine.save(target, optimizer)
+
+    draw = random.Random(0)
+    counted: list[int] = []
+    for number in range(kills):
+        # A save is about 20 operations.
+        live(life, draw.randint(1 if counted else 25, 60), draw.random() * 0.01)
+        model, engine, optimizer = made()
+        engine.load(target, optimizer)
+        counted.append(steps_of(optimizer))
+        assert counted[-1] >= max(counted), number
+    engine.save(target, optimizer)
+    assert os.listdir(tmp_path) == ["target"], "nothing is left of those that died"
+    other, _, another = made()
+    for number in range(counted[-1]):
+        step(other, another, number)
+    assert small.same(everything(model), everything(other))
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_weights_alone_into_the_same_directory(tmp_path: Path, kills: int) -> None:
+    """All weights of a save are one number, and saves count up."""
+    target = tmp_path / "target"
+
+    def value(model: Any) -> float:
+        values = torch.cat([parameter.detach().flatten() for parameter in model.state_dict().values()]).unique()
+        assert len(values) == 1, "a mixture of two saves"
+        return float(values)
+
+    def life() -> None:
+        model = small.llama()
+        engine = mt.Engine(model, device="cpu")
+        count = 0.0
+        if counted:
+            engine.load(target)
+            count = value(model)
+        while True:
+            count += 1
+            for parameter in model.parameters():
+                parameter.data.fill_(count)
+            engine.save(target)
+
+    draw = random.Random(0)
+    counted: list[float] = []
+    model = small.llama(1)
+    engine = mt.Engine(model, device="cpu")
+    for number in range(kills):
+        live(life, draw.randint(1 if counted else 25, 50), draw.random() * 0.01)
+        engine.load(target)
+        counted.append(value(model))
+        assert counted[-1] >= max(counted), number
+    engine.save(target)
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_the_first_save_is_killed(tmp_path: Path) -> None:
+    """Nothing is there that could be taken for a checkpoint."""
+
+    def life() -> None:
+        engine = mt.Engine(small.llama(), device="cpu")
+        engine.save(tmp_path / "target", engine.optimizer())
+
+    for operations in (3, 6, 9):
+        live(life, operations, 0.0)
+        assert not (tmp_path / "target").exists()
+        with pytest.raises(CheckpointError, match="not written to its end"):
+            manifest.verify(replace.find(tmp_path / "target"))
+    life()
+    assert os.listdir(tmp_path) == ["target"]
