@@ -7,7 +7,7 @@
 | `input_ids` (+ `labels`, `attention_mask`, any column with one number per token) | itself |
 | `messages` | the tokenizer's chat template; every token is trained on |
 | `prompt`, `completion` (both text or both messages) | one sequence; the prompt's labels are -100 |
-| `text` | the tokenizer's ids, cut to the longest sequence the model takes |
+| `text` | the tokenizer's ids, cut to the longest sequence the model takes; whole ones end with its EOS |
 
 Anything else that holds tensors (embeddings, images, preference pairs) is left to transformers' own collator.
 Rows are encoded when they are read, so nothing is copied and a stream stays a stream.
@@ -211,12 +211,20 @@ class RowEncoder:
         if kind == "prompt":
             return self._checked(index, self._completed(index, value, row["completion"]))
         if kind == "messages":
-            ids = self._chat(index, value)
+            ids = self._cut(kind, self._chat(index, value))
         elif isinstance(value, str):
             ids = tokenizer(value, truncation=self.limit is not None, max_length=self.limit)["input_ids"]
+            ids = self._cut(kind, ids)
+            # What was cut does not end here.
+            ids = ids if len(ids) == self.limit else self._ended(ids)
         else:
             raise DataError(f"row {index}: column `text` holds a {type(value).__name__}, not a string.")
-        return self._checked(index, {"input_ids": self._cut(kind, ids)})
+        return self._checked(index, {"input_ids": ids})
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """With the EOS at its end, or the model never learns to stop."""
+        eos = self.tokenizer.eos_token_id
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
     def _cut(self, column: str, ids: list[int]) -> list[int]:
         if self.limit is not None and len(ids) >= self.limit and not self.said_cut:
@@ -227,9 +235,7 @@ class RowEncoder:
     def _completed(self, index: int, prompt: Any, completion: Any) -> dict[str, list[int]]:
         if isinstance(prompt, str) and isinstance(completion, str):
             start = self.tokenizer(prompt, verbose=False)["input_ids"]
-            ids = self.tokenizer(prompt + completion, verbose=False)["input_ids"]
-            eos = self.tokenizer.eos_token_id
-            ids = ids if eos is None or ids[-1:] == [eos] else [*ids, eos]  # or the model never learns to stop
+            ids = self._ended(self.tokenizer(prompt + completion, verbose=False)["input_ids"])
         elif isinstance(prompt, list) and isinstance(completion, list):
             start = self._chat(index, prompt, add_generation_prompt=True)
             ids = self._chat(index, prompt + completion)
@@ -239,9 +245,8 @@ class RowEncoder:
         # A token may straddle the seam, so the prompt is what both encodings begin with.
         masked = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(start, ids, strict=False)))
         ids = self._cut("completion", ids)
-        if masked >= len(ids):
-            raise DataError(f"row {index}: its prompt fills all {len(ids)} tokens; nothing is left to train on.")
-        return {"input_ids": ids, "labels": [IGNORED] * masked + ids[masked:]}
+        # A prompt may fill the whole row: nothing is trained on then, which hf/labels.py counts.
+        return {"input_ids": ids, "labels": ([IGNORED] * masked + ids[masked:])[: len(ids)]}
 
     def _chat(self, index: int, messages: Any, **options: bool) -> list[int]:
         if not isinstance(messages, list):

@@ -22,6 +22,7 @@ from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.callbacks import Handler
 from megatrain.hf.checkpoints import Checkpoints, is_stock, last_complete
+from megatrain.hf.labels import LabelCount
 from megatrain.hf.microbatches import MicroBatches
 from megatrain.hf.optimizers import Optimizing
 from megatrain.hf.planning import plan_of
@@ -45,7 +46,9 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         super().__init__(*args, **kwargs)
         self._attach()
         self._ram_stop = RamStop(lambda: self.engine)
-        self.callback_handler = Handler(self.callback_handler, (StepLines(self), Pace(self), self._ram_stop))
+        self._label_count = LabelCount(self)
+        own = (StepLines(self), Pace(self), self._label_count, self._ram_stop)
+        self.callback_handler = Handler(self.callback_handler, own)
 
     # ---- set-up
 
@@ -164,6 +167,11 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
             except NotEnoughMemory as less:
                 warn(f"after the evaluation: {less}")
         return found
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, items = super().get_batch_samples(*args, **kwargs)
+        self._label_count.add(samples)
+        return samples, items
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Nobody looks at logits if only the loss is asked for: then no more than a chunk of them is computed."""

@@ -130,7 +130,7 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
     if stream and length is not None:
         return size, length, may_pad
     try:
-        with _random_kept(trainer.data_collator, dataset):
+        with random_kept(trainer.data_collator, dataset):
             ids, padded = _collated(trainer, dataset, size, ROWS if length is None else FEW_ROWS)
     except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
         if length is not None:
@@ -192,7 +192,7 @@ def _extent(row: Any) -> int:
 
 
 @contextmanager
-def _random_kept(*owners: Any) -> Iterator[None]:
+def random_kept(*owners: Any) -> Iterator[None]:
     """Rows and collators may draw random numbers, also from a generator of their own; training must draw the same."""
     cpu, python, numbers = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     attributes = [(vars(owner), dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]

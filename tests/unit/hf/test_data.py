@@ -30,6 +30,8 @@ from megatrain.hf.data import CausalCollator, Rows, StreamedRows, load_tokenizer
 LIMIT = 32
 CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 HELLO = list(b"hello")
+ENDED = [*HELLO, 258]
+"""As text: with the EOS."""
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -110,9 +112,10 @@ def test_containers(container: Any, column: str, model: Any, tokenizer: Any) -> 
     if column == "input_ids":
         rows = [{"input_ids": list(row["text"].encode())} for row in rows]
     batch = first_batch(container(rows), model, tokenizer)
-    assert batch["input_ids"].tolist() == [HELLO, [*b"hey", 256, 256]]
-    assert batch["labels"].tolist() == [HELLO, [*b"hey", -100, -100]]
-    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    end = [258] if column == "text" else []
+    assert batch["input_ids"].tolist() == [HELLO + end, [*b"hey", *end, 256, 256]]
+    assert batch["labels"].tolist() == [HELLO + end, [*b"hey", *end, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1] * (5 + len(end)), [1] * (3 + len(end)) + [0, 0]]
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
     assert torch.isfinite(model(**batch).loss)
 
@@ -134,6 +137,22 @@ def test_text_is_cut_and_said_once(model: Any, tokenizer: Any, caplog: pytest.Lo
     tokenizer.model_max_length = 8
     prepared, _ = prepare([{"text": "ab" * LIMIT}], model, tokenizer)
     assert len(prepared[0]["input_ids"]) == 8
+
+
+def test_text_ends_where_it_ends(model: Any, tokenizer: Any) -> None:
+    """With the tokenizer's EOS, once, and not where it was cut."""
+
+    def ids(text: str) -> list[int]:
+        found: list[int] = prepare([{"text": text}], model, tokenizer)[0][0]["input_ids"].tolist()
+        return found
+
+    assert ids("ab") == [*b"ab", 258]
+    assert ids("ab<eos>") == [*b"ab", 258]
+    assert ids("") == [258]
+    assert ids("a" * (LIMIT - 1)) == [*b"a" * (LIMIT - 1), 258]
+    assert ids("a" * (LIMIT + 1)) == [*b"a" * LIMIT]
+    tokenizer.eos_token = None
+    assert ids("ab") == [*b"ab"]
 
 
 def test_messages(model: Any, tokenizer: Any) -> None:
@@ -193,7 +212,7 @@ def test_none_and_dict_of_datasets(model: Any, tokenizer: Any) -> None:
     assert set(prepared) == {"a", "b"}
     assert isinstance(prepared["a"], Rows)
     assert isinstance(prepared["b"], list)
-    assert collator([prepared["a"][0]])["input_ids"].tolist() == [HELLO]
+    assert collator([prepared["a"][0]])["input_ids"].tolist() == [ENDED]
     assert collator(prepared["b"])["inputs_embeds"].shape == (1, 2, 16)
 
 
@@ -243,7 +262,7 @@ def test_a_one_shot_stream_loses_nothing_and_says_when_it_is_spent(model: Any, t
     rows = iter([{"text": "a"}, {"text": "b"}])
     prepared, _ = prepare(rows, model, tokenizer)
     assert isinstance(prepared, StreamedRows)
-    assert [row["input_ids"].tolist() for row in prepared] == [[97], [98]]
+    assert [row["input_ids"].tolist() for row in prepared] == [[97, 258], [98, 258]]
     with pytest.raises(DataError, match="one-shot stream"):
         list(prepared)
 
@@ -256,14 +275,14 @@ def test_pickle(column: str, model: Any, tokenizer: Any) -> None:
     rows = [{"text": "hello"}] if column == "text" else [{"input_ids": HELLO}]
     for container in (list, Listed, Stream, datasets.Dataset.from_list):
         prepared, collator = pickle.loads(pickle.dumps(prepare(container(rows), model, tokenizer)))
-        assert collator([next(iter(prepared))])["input_ids"].tolist() == [HELLO]
+        assert collator([next(iter(prepared))])["input_ids"].tolist() == [ENDED if column == "text" else HELLO]
 
 
 @pytest.mark.parametrize("kind", [datasets.Dataset.from_list, Stream])
 def test_worker_process(kind: Any, model: Any, tokenizer: Any) -> None:
     prepared, collator = prepare(kind([{"text": "hello"}, {"text": "x"}]), model, tokenizer)
     loader = DataLoader(prepared, batch_size=2, collate_fn=collator, num_workers=1)
-    assert [batch["input_ids"].tolist() for batch in loader] == [[HELLO, [*b"x"] + [256] * 4]]
+    assert [batch["input_ids"].tolist() for batch in loader] == [[ENDED, [*b"x", 258] + [256] * 4]]
 
 
 def test_import_leaves_datasets_alone() -> None:
@@ -280,7 +299,7 @@ def test_tokenizer_comes_with_the_model(tmp_path: Any, tokenizer: Any) -> None:
     model = LlamaForCausalLM.from_pretrained(tmp_path)
     assert load_tokenizer(model)("hello")["input_ids"] == HELLO
     prepared, collator = prepare([{"text": "hello"}], model, None)
-    assert prepared[0]["input_ids"].tolist() == HELLO
+    assert prepared[0]["input_ids"].tolist() == ENDED
     assert collator is not None
     assert collator.tokenizer is prepared.encode.tokenizer  # what the Trainer saves
 
@@ -291,7 +310,7 @@ def test_processor_holds_the_tokenizer(model: Any, tokenizer: Any) -> None:
 
     processor = Processor()
     processor.tokenizer = tokenizer  # type: ignore[attr-defined]
-    assert prepare([{"text": "hello"}], model, processor)[0][0]["input_ids"].tolist() == HELLO
+    assert prepare([{"text": "hello"}], model, processor)[0][0]["input_ids"].tolist() == ENDED
 
 
 @pytest.mark.parametrize("column", ["text", "messages", "prompt"])
@@ -356,7 +375,6 @@ def test_a_pad_token_added_without_resizing_the_model(tokenizer: Any) -> None:
         ([{"text": "a"}, {"text": None}], "row 1 has no usable column: found `text`"),
         ([{"messages": "hi"}], "row 0: messages must be a list of dicts, not a str"),
         ([{"prompt": "a", "completion": []}], "row 0: `prompt` and `completion` are str and list"),
-        ([{"prompt": "a" * 40, "completion": "b"}], "row 0: its prompt fills all 32 tokens"),
         ([{"input_ids": [1]}, {"input_ids": [1] * 33}], "row 1 has 33 tokens; the model takes at most 32"),
         (
             [{"input_ids": [1]}, {"input_ids": [1, 259]}],

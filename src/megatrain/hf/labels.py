@@ -1,0 +1,114 @@
+"""Rows whose labels are all ignored add nothing to the loss: they are counted and said; if all are like that, refused.
+
+They are trained on as by a stock Trainer. A loss of somebody else's may use labels in another way, so it is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from megatrain.errors import DataError
+from megatrain.hf.collate import IGNORED
+from megatrain.hf.planning import random_kept
+from megatrain.telemetry.notices import warn
+
+LOOKED_AT = 64
+"""Rows that must have no label, all of them, before a run is refused; all rows of a smaller dataset."""
+
+
+class LabelCount(TrainerCallback):
+    """Counts the rows of a run that have no label, as they come."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._rows = self._without = self._said = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._rows = self._without = self._said = 0
+
+    def add(self, batches: Sequence[Any]) -> None:
+        """The micro-batches of a step, before they are used."""
+        if self._trainer._own_loss:
+            return
+        rows, without = self._count(batches)
+        self._rows, self._without = self._rows + rows, self._without + without
+        if self._without == 0:
+            return
+        if self._without == self._rows:
+            self._look_further()
+        if self._said == 0:
+            self._say(f"the first {self._rows}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._without and self._without == self._rows and _is_stream(self._trainer.train_dataset):
+            raise _nothing(self._rows)
+        if self._without > self._said:
+            self._say(f"all {self._rows}")
+
+    def _say(self, rows: str) -> None:
+        self._said = self._without
+        warn(
+            f"{self._without} of {rows} rows have no label to train on (every one is {IGNORED}, or there is one token "
+            "only): they add nothing to the loss; shorten prompts, or leave such rows out"
+        )
+
+    def _look_further(self) -> None:
+        """No row so far has a label: raise if no other has one, as far as can be seen."""
+        looked, dataset = self._rows, self._trainer.train_dataset
+        if _is_stream(dataset):
+            # A stream is only read as it comes.
+            if looked < LOOKED_AT:
+                return
+        elif self._said:
+            # Some of the others have one.
+            return
+        else:
+            looked, without = self._count(self._sample(dataset))
+            if without < looked:
+                return
+        raise _nothing(looked)
+
+    def _sample(self, dataset: Any) -> Iterable[Any]:
+        """Some rows as batches of one, evenly spaced, made as the training loop makes its own."""
+        collate, count = self._trainer.data_collator, len(dataset)
+        if type(dataset).__module__.split(".")[0] == "datasets":
+            dataset = self._trainer._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._trainer._get_collator_with_removed_columns(collate, description="training")
+        most = min(count, LOOKED_AT)
+        with random_kept(self._trainer.data_collator, dataset):
+            return [collate([dataset[i * count // most]]) for i in range(most)]
+
+    def _count(self, batches: Iterable[Any]) -> tuple[int, int]:
+        """Rows that have labels at all, and those of them where all are ignored."""
+        found = [labels for labels in map(self._labels, batches) if labels is not None]
+        rows = sum(len(labels) for labels in found)
+        return rows, rows - sum(int((labels != IGNORED).flatten(1).any(1).sum()) for labels in found)
+
+    def _labels(self, batch: Any) -> torch.Tensor | None:
+        """Those that are compared with something, one row per sequence; None where there are none to be counted."""
+        if not isinstance(batch, Mapping):
+            return None
+        labels = batch["shift_labels"] if "shift_labels" in batch else batch.get("labels")
+        # Asking the GPU would wait for it.
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_cuda or labels.ndim == 0:
+            return None
+        shifts = self._trainer._loss_shifts_labels and "shift_labels" not in batch and labels.ndim > 1
+        return labels[..., 1:] if shifts else labels.reshape(len(labels), -1)
+
+
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _nothing(looked: int) -> DataError:
+    return DataError(
+        f"none of the {looked} rows that were looked at has a label to train on: every one is {IGNORED}, or there is "
+        "one token only. Check the labels that the dataset or the collator makes; if prompts fill the rows, shorten "
+        "them."
+    )
