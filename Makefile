@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-cpus gpu-test check wheel clean
+.PHONY: help setup native demo test test-cpus gpu-test peer-tests check wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ test-cpus: setup  ## numerical tests under every instruction set this CPU has, a
 gpu-test:  ## the GPU tests that fit in five minutes, in one process; PYTHON chooses the interpreter
 	cmake -S . -B build && cmake --build build
 	$(PYTHON) -m pytest tests/gpu -m "gpu and not slow" $(ARGS)
+
+peer-tests: setup  ## transformers' own Trainer tests on its Trainer and on ours; SUITE=<a checkout of transformers>
+	$(BIN)/python tests/peers/run.py $(SUITE) $(ARGS)
 
 check: setup  ## lint, format, types, and the rules that are tests
 	$(BIN)/ruff check .
