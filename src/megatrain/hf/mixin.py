@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from megatrain import settings as settings_module
 from megatrain.checkpoint import manifest, replace
@@ -21,13 +22,15 @@ from megatrain.engine.surface import engine_of
 from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.callbacks import Handler
-from megatrain.hf.checkpoints import Checkpoints, is_stock, last_complete
+from megatrain.hf.checkpoints import Checkpoints, changed, is_stock, last_complete
+from megatrain.hf.given import Given
 from megatrain.hf.labels import LabelCount
 from megatrain.hf.microbatches import MicroBatches
 from megatrain.hf.optimizers import Optimizing
 from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import Pace, StepLines
 from megatrain.hf.recovery import RamStop
+from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
 
@@ -44,7 +47,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         inventory.refuse_distributed()
         super().__init__(*args, **kwargs)
-        self._attach()
+        self._attach_with_optimizer()
         self._ram_stop = RamStop(lambda: self.engine)
         self._label_count = LabelCount(self)
         own = (StepLines(self), Pace(self), self._label_count, self._ram_stop)
@@ -76,8 +79,25 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         # Precision is the engine's: autocast on top would cast the weights of every block again.
         return built | {"device_placement": False, "mixed_precision": "no"}
 
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever. accelerate counts the rows of a stream's last batch, for means over them, only if it places it."""
+        placed = isinstance(dataset, IterableDataset) or bool(self.accelerator.dispatch_batches)
+        with changed(self.accelerator, device_placement=placed):
+            return super()._get_dataloader(dataset, *args, **kwargs)  # type: ignore[misc]
+
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """The engine puts each block where it is computed."""
+
+    def _attach_with_optimizer(self) -> None:
+        if self.optimizer is None or isinstance(self.optimizer, Optimizer):
+            self._attach()
+            return
+        name, given = type(self.optimizer).__name__, Given(self.optimizer, self.model)
+        self._given_kind = given.kind
+        self._attach()
+        self._given_kind = None
+        self.optimizer = self.callback_handler.optimizer = given.replaced(self.engine)
+        announce(f"the {name} in optimizers= is replaced by the engine's {given.kind}, with its options and state")
 
     def _attach(self) -> None:
         """Give the model an engine, or take the one it has (a second Trainer on the same model)."""

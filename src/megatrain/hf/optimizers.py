@@ -60,6 +60,8 @@ class Optimizing:
     optimizer_cls_and_kwargs: tuple[Any, Mapping[str, Any]] | None
     get_decay_parameter_names: Callable[[Any], list[str]]
     get_optimizer_cls_and_kwargs: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
+    _given_kind: str | None = None
+    """Of a torch optimizer that was passed in `optimizers=`."""
     step_norm: float | None = None
     """The gradient norm of this step, once the Trainer has taken it."""
 
@@ -69,20 +71,22 @@ class Optimizing:
 
     def _choose(self) -> Choice:
         """What this Trainer was asked for, or `SettingsError`."""
+        if self._given_kind is not None:
+            return Choice(self._given_kind)
         if self.optimizer is not None:
             return Choice(self._own_optimizer().kind)
         if self.optimizer_cls_and_kwargs is not None:
-            return _of_class(*self.optimizer_cls_and_kwargs, self.args.weight_decay, "optimizer_cls_and_kwargs")
+            return of_class(*self.optimizer_cls_and_kwargs, self.args.weight_decay, "optimizer_cls_and_kwargs")
         if len(definitions(self, "get_optimizer_cls_and_kwargs")) > 1:
             found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            return _of_class(*found, self.args.weight_decay, "get_optimizer_cls_and_kwargs")
+            return of_class(*found, self.args.weight_decay, "get_optimizer_cls_and_kwargs")
         if self._optim not in NAMES:
             raise SettingsError(f"optim={self._optim!r} is not supported; these are: {', '.join(NAMES)}.")
         kind, width = NAMES[self._optim]
         self._check_optim_args(kind)
         if kind == "sgd":
             found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            return replace(_of_class(*found, self.args.weight_decay, "optim_args"), width=width)
+            return replace(of_class(*found, self.args.weight_decay, "optim_args"), width=width)
         options = {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
         return Choice(kind, width, options | ({"eps": self.args.adam_epsilon} if kind == "adamw" else {}))
 
@@ -169,7 +173,7 @@ class Optimizing:
         )
 
 
-def _of_class(cls: Any, kwargs: Mapping[str, Any], weight_decay: float, where: str) -> Choice:
+def of_class(cls: Any, kwargs: Mapping[str, Any], weight_decay: float, where: str) -> Choice:
     """A class of torch's with its arguments. Groups say how much is decayed, unless there are groups in `kwargs`."""
     if cls not in CLASSES:
         name = getattr(cls, "__qualname__", repr(cls))

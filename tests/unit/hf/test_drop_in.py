@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
 import megatrain as mt
+from megatrain.errors import SettingsError
 from megatrain.hf import stock
 from megatrain.hf.data import Rows
 
@@ -109,6 +110,73 @@ def test_a_large_state_is_written_once(tmp_path: Path, monkeypatch: pytest.Monke
     trained(mt.Trainer, tmp_path / "large", max_steps=2)
     assert (tmp_path / "small" / "checkpoint-2" / "optimizer.pt").is_file()
     assert not (tmp_path / "large" / "checkpoint-2" / "optimizer.pt").exists()
+
+
+def made_by_user(model: nn.Module, kind: str) -> tuple[torch.optim.Optimizer, Any]:
+    groups = [{"params": model.hidden.parameters(), "lr": 0.02}, {"params": model.out.parameters()}]
+    if kind == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    cls = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    optimizer = cls(groups, lr=0.1, betas=(0.8, 0.9), weight_decay=0.0 if kind == "adam" else 0.2)
+    # Writes betas and keys of its own into the groups.
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_an_optimizer_of_torch_is_taken_over(tmp_path: Path, kind: str, recwarn: pytest.WarningsRecorder) -> None:
+    """With its groups, options, the state that it has already, its hooks and its scheduler."""
+    runs, rates = [], []
+    for trainer_class in TRAINERS:
+        model, heard = Wave(), []
+        optimizer, scheduler = made_by_user(model, kind)
+        model(torch.ones(4), torch.zeros(4))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        optimizer.register_step_pre_hook(lambda *_, heard=heard: heard.append(1))
+        recwarn.clear()
+        trainer = trainer_class(
+            model=model,
+            args=arguments(tmp_path, max_steps=4),
+            train_dataset=points(),
+            optimizers=(optimizer, scheduler),
+        )
+        torch.manual_seed(1)
+        trainer.train()
+        assert len(heard) == 4
+        assert not any("lr_scheduler.step()" in str(warning.message) for warning in recwarn)
+        assert trainer.lr_scheduler is scheduler
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        assert rates[-1] == [group["lr"] for group in trainer.optimizer.param_groups]
+        runs.append(trainer)
+    assert rates[0] == rates[1]
+    assert_equal_runs(*runs)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda model: torch.optim.RMSprop(model.parameters()), "RMSprop is not supported"),
+        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad=True is not supported"),
+        (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), "Adam adds weight_decay=0.1"),
+        (lambda _: torch.optim.SGD(nn.Linear(3, 2).parameters()), r"shape \(2, 3\) that is not the model's"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_taken_over_is_refused(tmp_path: Path, optimizer: Any, said: str) -> None:
+    model = Wave()
+    with pytest.raises(SettingsError, match=said):
+        mt.Trainer(model=model, args=arguments(tmp_path), optimizers=(optimizer(model), None))
+    assert type(model.out.weight) is nn.Parameter, "the model was taken before the optimizer was looked at"
+
+
+def test_the_mean_over_a_stream_counts_rows(tmp_path: Path) -> None:
+    """Its last batch is smaller; also a dataset that the Trainer has not seen when it was made."""
+    found = []
+    for kind in TRAINERS:
+        trainer = kind(model=Wave(), args=arguments(tmp_path, per_device_eval_batch_size=5), eval_dataset=Stream())
+        found.append((trainer.evaluate()["eval_loss"], trainer.evaluate(Stream())["eval_loss"]))
+    assert found[0] == pytest.approx(found[1], abs=small.LOSSES)
 
 
 def test_the_callback_list_is_the_users(tmp_path: Path) -> None:

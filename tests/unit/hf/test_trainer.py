@@ -554,13 +554,6 @@ def test_another_optimizer_is_refused(tmp_path: Path, optim: str) -> None:
         mt.Trainer(model=tiny.llama(), args=tiny.arguments(tmp_path, optim=optim), train_dataset=tiny.rows())
 
 
-def test_a_foreign_optimizer_is_refused(tmp_path: Path) -> None:
-    model = tiny.llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(SettingsError, match=r"AdamW.*cannot update streamed weights"):
-        mt.Trainer(model=model, args=tiny.arguments(tmp_path), train_dataset=tiny.rows(), optimizers=(optimizer, None))
-
-
 def test_an_optimizer_of_the_engine_is_taken(tmp_path: Path) -> None:
     model = tiny.llama()
     optimizer = mt.Engine(model).optimizer(lr=1e-2, weight_decay=0.0, max_grad_norm=1.0)
