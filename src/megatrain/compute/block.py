@@ -1,21 +1,24 @@
 """The stateless call of a block: its module's own forward on weights that are handed in.
 
-The module keeps everything that makes the layer itself (index, attention type, buffers, hooks of its submodules);
-only parameters are swapped, by `torch.func.functional_call`, for the views or leaves given.
+The module keeps everything that makes the layer itself (index, attention type, buffers, hooks of its submodules). Only
+its parameters are looked up elsewhere, for the extent of the call and in the calling thread (compute/binding.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch.func import functional_call
 
-from megatrain.compute.compiled import Compiled
+from megatrain.compute.binding import Binding, Bound, call_bound, within_context
+from megatrain.compute.compiled import Compiled, structure_of
 from megatrain.compute.trees import Recipe, containers, entries_of, put_back, take_apart
+from megatrain.errors import ModelMoved
 from megatrain.store.slab import Slab
 
 
@@ -75,10 +78,53 @@ class Block:
             {slab.index: slab for slab, _ in self.places.values()}.values(), key=lambda slab: slab.index
         )
         self._stateless = _Original(self.module, self.original)
+        owners = [(path, module) for path, module in self.module.named_modules() if module._parameters]
+        self._weights = [_bindable(module, "_parameters") for _, module in owners]
+        self._buffers: dict[str, tuple[Bound, str]] = {}
+        """Full name → where it is looked up. Empty until a forward has changed a buffer."""
+        self._names = [
+            (id(content), [(key, self._place(path, key)) for key, value in content.items() if value is not None])
+            for (path, _), content in zip(owners, self._weights, strict=True)
+        ]
+        self._held = [(module.__dict__, content) for (_, module), content in zip(owners, self._weights, strict=True)]
+        self._links = [link for path, _ in owners for link in _links(self.module, path)]
+        # Modules may keep what they derive from their weights (LSTM), and tracing by torch.compile needs the storage
+        # of their dicts: one thread at a time.
+        self._turn: AbstractContextManager[Any] = threading.RLock()
+        self._traced = False
+        """Whether a compiled call is under way, or was interrupted."""
+
+    def _place(self, path: str, key: str) -> tuple[int, int]:
+        slab, index = self.places[f"{path}.{key}".lstrip(".")]
+        return slab.index, index
+
+    def contains(self, other: Block) -> bool:
+        return other is not self and any(module is other.module for module in self.module.modules())
+
+    def share_turns(self) -> None:
+        """Blocks are called inside this one, where micro-batches of a window wait for each other."""
+        self._turn, self.compiled = nullcontext(), None
+
+    def detach(self) -> None:
+        """Give the modules plain dicts again."""
+        for module in self.module.modules():
+            for field_name in ("_parameters", "_buffers"):
+                content = module.__dict__[field_name]
+                if isinstance(content, Bound):
+                    module.__dict__[field_name] = dict(content.own)
 
     @property
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters.values())
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a training forward of this block runs compiled, as far as is known."""
+        return self.compiled is not None and self.compiled.takes(self.structure)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        return structure_of(self.module)
 
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
         """Weights by (slab, segment), as views of the slots. Fresh leaves per use: autocast caches casts by leaf."""
@@ -91,15 +137,52 @@ class Block:
         return bound
 
     def call(
-        self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None, *, eager: bool = True
+        self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None, *, compiled: bool = False
     ) -> Any:
         """The module's own forward on these weights, and on these buffers instead of its own if given."""
+        self._check_whole()
+        binding: Binding = {content: {key: weights[place] for key, place in names} for content, names in self._names}
+        own = {} if buffers is None else {name: buffer.clone() for name, buffer in buffers.items()}
+        for name, buffer in own.items():
+            content, key = self._buffers[name]
+            binding.setdefault(id(content), {})[key] = buffer
+        with self._turn:
+            if compiled:
+                return self._call_compiled(binding, weights, own, args, kwargs)
+            return call_bound(binding, self.original, *args, **kwargs)
+
+    def _call_compiled(self, binding: Binding, weights: Weights, buffers: Buffers, args: Any, kwargs: Any) -> Any:
+        assert self.compiled is not None
         state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.places.items()}
-        if buffers is not None:
-            state |= {f"block.{name}": buffer.clone() for name, buffer in buffers.items()}
-        if self.compiled is not None and not eager:
-            return self.compiled(self._stateless, state, args, kwargs)
-        return functional_call(self._stateless, state, args, kwargs, tie_weights=False)
+        state |= {f"block.{name}": buffer for name, buffer in buffers.items()}
+        contents = [*self._weights, *{id(content): content for content, _ in self._buffers.values()}.values()]
+        if self._traced:
+            for content in contents:
+                content.forget_traced()
+        self._traced = True
+        # What breaks out of the graph runs in Python, and finds the same weights bound.
+        result = call_bound(binding, self.compiled, self._stateless, state, args, kwargs)
+        for content in contents[len(self._weights) :] if not buffers else ():
+            content.take_traced()
+        for content in contents:
+            content.forget_traced()
+        self._traced = False
+        return result
+
+    def _check_whole(self) -> None:
+        """Weights are bound where the modules were when the engine was attached."""
+        for modules, key, module in self._links:
+            if modules.get(key) is not module:
+                raise ModelMoved(
+                    f"the module {key!r} of {self.name} was replaced after the engine was attached, so its weights "
+                    "would not be trained; change the model before attaching."
+                )
+        for attributes, content in self._held:
+            if attributes["_parameters"] is not content:
+                raise ModelMoved(
+                    f"the parameters of {self.name} were replaced after the engine was attached; change the model "
+                    "before attaching, or write into them (`parameter.data.copy_`)."
+                )
 
     @contextmanager
     def keeping_buffers(self) -> Iterator[Buffers]:
@@ -113,6 +196,34 @@ class Block:
         after = dict(self.module.named_buffers())
         if any(after.get(name) is not buffer or buffer._version != v for name, (buffer, v, _) in before.items()):
             kept |= {name: copy for name, (_, _, copy) in before.items()}
+            self._find_buffers()
+
+    def _find_buffers(self) -> None:
+        if not self._buffers:
+            self._buffers = {
+                f"{path}.{key}".lstrip("."): (_bindable(module, "_buffers"), key)
+                for path, module in self.module.named_modules()
+                for key, value in module._buffers.items()
+                if value is not None
+            }
+
+
+def _bindable(module: torch.nn.Module, attribute: str) -> Bound:
+    """A module's dict of tensors, made one whose content a call can bind."""
+    content = module.__dict__[attribute]
+    if not isinstance(content, Bound):
+        content = module.__dict__[attribute] = Bound(content)
+    return content
+
+
+def _links(root: torch.nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, torch.nn.Module]]:
+    """The way from a module to one inside it: where each step is looked up, and what it must find."""
+    module = root
+    for key in path.split(".") if path else ():
+        child = module._modules[key]
+        assert child is not None
+        yield module._modules, key, child
+        module = child
 
 
 @dataclass(frozen=True)
@@ -142,15 +253,16 @@ def emit(
     kwargs: dict[str, Any],
     recording: Recording | None,
     buffers: Buffers | None = None,
+    *,
+    compiled: bool = False,
 ) -> Emitted:
     """Call a block and gather what leaves it. The arguments are this call's own: it may write to dicts in them."""
     before = {place: entries_of(container) for place, container in containers(args, kwargs).items()}
 
     def call() -> Any:
-        # What hooks record inside is a side effect, which compiled code does not repeat.
-        return block.call(weights, args, kwargs, buffers, eager=recording is not None)
+        return block.call(weights, args, kwargs, buffers, compiled=compiled)
 
-    result, recorded = (call(), {}) if recording is None else recording.inside(call)
+    result, recorded = (call(), {}) if recording is None else within_context(recording.inside, call)
     entries = [
         (place, {k: v for k, v in entries_of(container).items() if k not in before[place] or v is not before[place][k]})
         for place, container in containers(args, kwargs).items()

@@ -1,12 +1,13 @@
 """Compiled blocks: the stateless call through `torch.compile`, one compiled graph per structure and shape.
 
 Layers that differ only in weights share a graph, since weights are arguments. A first shape is compiled as it is; when
-lengths vary, one more compilation makes them dynamic. What cannot be compiled runs eagerly, announced.
+lengths vary, one more compilation makes them dynamic. A structure that cannot be compiled runs eagerly, announced; the
+others stay compiled, and so does the recompute of what ran compiled: eager code would draw other dropout masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +25,12 @@ def _call(module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any,
     return functional_call(module, dict(state), args, kwargs, tie_weights=False)
 
 
+class CannotCompile(MegaTrainError):
+    """Compiling a block failed; the cause is attached."""
+
+
 class Compiled:
-    """The stateless call, compiled; eager for good once compiling has failed."""
+    """The stateless call, compiled, and which structures cannot be."""
 
     def __init__(self) -> None:
         config = torch._dynamo.config
@@ -33,16 +38,26 @@ class Compiled:
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * MOST_GRAPHS)
         config.fail_on_recompile_limit_hit = True
         self._compiled: Any = torch.compile(_call)
+        self._eager: set[Hashable] = set()
 
     @staticmethod
     def graphs() -> int:
         """Graphs compiled in this process so far."""
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
+    def takes(self, structure: Hashable) -> bool:
+        """Whether blocks of this structure are compiled."""
+        return structure not in self._eager
+
+    def give_up(self, structure: Hashable, name: str, reason: CannotCompile) -> None:
+        """Run blocks of this structure eagerly from now on."""
+        self._eager.add(structure)
+        cause = reason.__cause__
+        announce(
+            f"{name} blocks cannot be compiled here and run eagerly ({type(cause).__name__}: {_first_line(cause)})"
+        )
+
     def __call__(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        # Evaluation and generation run eagerly: the graph without gradients has other bits, and caches break graphs.
-        if self._compiled is None or not torch.is_grad_enabled():
-            return _call(module, state, args, kwargs)
         before = self.graphs()
         try:
             result = self._compiled(module, state, args, kwargs)
@@ -52,13 +67,27 @@ class Compiled:
                 "set compile=False."
             ) from cause
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as cause:
-            self._compiled = None
-            announce(f"blocks cannot be compiled here and run eagerly ({type(cause).__name__}: {_first_line(cause)})")
-            return _call(module, state, args, kwargs)
+            raise CannotCompile(
+                f"a {type(module.block).__name__} that ran compiled could not be compiled again "
+                f"({_first_line(cause)}); eager code would draw other random numbers, so set compile=False."
+            ) from cause
         if self.graphs() > before:
             announce(f"compiled {type(module.block).__name__} ({self.graphs()} graphs so far)")
         return result
 
 
-def _first_line(error: BaseException) -> str:
+def structure_of(module: torch.nn.Module) -> Hashable:
+    """What blocks have in common that differ in weights and position alone."""
+    return tuple(
+        (
+            path,
+            type(inner),
+            tuple((name, p.shape, p.dtype) for name, p in inner._parameters.items() if p is not None),
+            tuple((k, v) for k, v in vars(inner).items() if isinstance(v, bool | str) and k != "training"),
+        )
+        for path, inner in module.named_modules()
+    )
+
+
+def _first_line(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]

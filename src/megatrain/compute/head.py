@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -249,8 +248,8 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        node.refuse_create_graph(ctx.head.block.name)
         by_hidden, *by_weight = ctx.saved_tensors
         by_slab: dict[int, dict[int, torch.Tensor]] = {}
         for (slab, segment), gradient in zip(ctx.weights, by_weight, strict=True):

@@ -10,17 +10,19 @@ embedding must not cut the graph. Outputs are everything that leaves the block (
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from megatrain.compute.binding import within_context
 from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
+from megatrain.compute.compiled import CannotCompile
 from megatrain.compute.rebind import Rebinder
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
@@ -95,11 +97,27 @@ class _Call:
     buffers: Buffers = field(default_factory=dict)
     """The block's buffers before the forward, if the forward changed them."""
     emitted: Emitted | None = None
+    compiled: bool = False
+    """Whether the forward ran compiled: the recompute must too, or its dropout masks would be others."""
+
+    def run_first(self, inputs: list[torch.Tensor], weights: Weights) -> Emitted:
+        """The forward, compiled where blocks are."""
+        # What hooks record inside is a side effect, which compiled code does not repeat.
+        self.compiled = self.recording is None and self.block.compiles
+        try:
+            return self.run(inputs, weights)
+        except CannotCompile as reason:
+            assert self.block.compiled is not None
+            self.block.compiled.give_up(self.block.structure, type(self.block.module).__name__, reason)
+        self.compiled = False
+        # Parts that could be compiled may have run.
+        self.ambient.generators.restore()
+        return self.run(inputs, weights)
 
     def run(self, inputs: list[torch.Tensor], weights: Weights) -> Emitted:
         args, kwargs = self.recipe.rebuild(inputs)
         with torch.enable_grad():
-            return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None)
+            return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None, compiled=self.compiled)
 
     def park(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """What autograd keeps of the inputs: all, none (`store`), or those too small to be worth parking."""
@@ -165,13 +183,12 @@ class _BlockNode(torch.autograd.Function):
             inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
             if call.policy == "store":
                 rebinder = Rebinder(views)
-                with rebinder.packing():
-                    emitted = call.run(inputs, weights)
+                emitted = rebinder.packing(partial(call.run_first, inputs, weights))
                 call.graph = _Graph(inputs, weights, emitted, rebinder)
             else:
                 call.watch([*inputs, *weights.values()])
                 with call.block.keeping_buffers() as call.buffers:
-                    emitted = call.run(inputs, weights)
+                    emitted = call.run_first(inputs, weights)
         call.emitted = emitted
         ctx.save_for_backward(*call.park(tensors))
         outputs = tuple(t.detach() for t in emitted.tensors)
@@ -179,9 +196,9 @@ class _BlockNode(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
+        refuse_create_graph(call.block.name)
         call.check_versions()
         saved = call.unpark(ctx.saved_tensors)
         with call.flow.weights(call.block, "backward") as views:
@@ -203,13 +220,14 @@ def _differentiate(
     leaves = [(place, weight) for place, weight in graph.weights.items() if weight.requires_grad]
     if not pairs or not (targets or leaves):
         return [None] * len(inputs), {}
-    with _inside():
-        found = torch.autograd.grad(
-            [t for t, _ in pairs],
-            [*targets, *[weight for _, weight in leaves]],
-            [g for _, g in pairs],
-            allow_unused=True,
-        )
+    differentiate = partial(
+        torch.autograd.grad,
+        [t for t, _ in pairs],
+        [*targets, *[weight for _, weight in leaves]],
+        [g for _, g in pairs],
+        allow_unused=True,
+    )
+    found = within_context(_nested, differentiate)
     by_input = iter(found[: len(targets)])
     input_grads = [next(by_input) if t.requires_grad else None for t in inputs]
     by_slab: dict[int, dict[int, torch.Tensor]] = {}
@@ -219,22 +237,28 @@ def _differentiate(
     return input_grads, by_slab
 
 
-_nesting = threading.local()
+_inside_block: ContextVar[bool] = ContextVar("megatrain_inside_block", default=False)
 
 
-@contextmanager
-def _inside() -> Iterator[None]:
+def _nested(differentiate: Any) -> Any:
     """While a block's own graph is differentiated: blocks called inside it are wanted, whoever asked."""
-    _nesting.depth = getattr(_nesting, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _nesting.depth -= 1
+    _inside_block.set(True)
+    return differentiate()
 
 
 def weights_wanted() -> bool:
     """Whether this backward is for parameters: not in `torch.autograd.grad(loss, [x])` or `backward(inputs=[x])`."""
-    return getattr(_nesting, "depth", 0) > 0 or torch.autograd._is_checkpoint_valid()
+    return _inside_block.get() or torch.autograd._is_checkpoint_valid()
+
+
+def refuse_create_graph(name: str) -> None:
+    """Called in a backward. Autograd runs it with gradients on if, and only if, `create_graph=True` was asked for."""
+    if torch.is_grad_enabled():
+        raise UnsupportedCall(
+            f"create_graph=True was asked for in a backward through {name}, whose gradients have no graph of their "
+            "own, so a gradient penalty or another second derivative would be lost; leave such a term out, or train "
+            "the model without an engine."
+        )
 
 
 def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[int, dict[int, torch.Tensor]]) -> None:

@@ -7,12 +7,16 @@ back in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from megatrain.compute.binding import within_context
+
+_active: ContextVar[Any] = ContextVar("megatrain_rebinder", default=None)
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,14 @@ class Rebinder:
         self._slabs = {view.untyped_storage().data_ptr(): slab for slab, view in views.items()}
         self._views: Mapping[int, torch.Tensor] = {}
 
-    @contextmanager
-    def packing(self) -> Iterator[None]:
-        """Around the forward."""
+    def packing(self, forward: Callable[[], Any]) -> Any:
+        """Run the forward. Hooks that a Ctrl-C leaves behind find that they are nobody's, and do nothing."""
+        return within_context(self._packing, forward)
+
+    def _packing(self, forward: Callable[[], Any]) -> Any:
+        _active.set(self)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
+            return forward()
 
     def bind(self, views: Mapping[int, torch.Tensor]) -> None:
         """Before the backward: where the weights are now."""
@@ -50,6 +57,8 @@ class Rebinder:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if _active.get() is not self:
+            return tensor
         slab = self._slabs.get(tensor.untyped_storage().data_ptr())
         if slab is None:
             # Without its own history: a node that saves what it made would hold itself, and a graph that no backward
@@ -67,5 +76,7 @@ class Rebinder:
                     f"(version {packed.tensor._version}, expected {packed.version}); use a copy for one of the two."
                 )
             return packed.tensor
+        if isinstance(packed, torch.Tensor):
+            return packed
         # A slot is a storage of its own, so offsets in it are the same in every slot.
         return self._views[packed.slab].as_strided(packed.size, packed.stride, packed.offset)

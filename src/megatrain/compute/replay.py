@@ -48,10 +48,22 @@ class Ambient:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Run with the captured state, and put the present one back afterwards."""
-        present = Generators.now(self.device)
+        present = Ambient.capture(self.device)
+        # Twice: a Ctrl-C that ends the first leaves the second to finish.
         try:
-            self.generators.restore()
-            with self.autocasting():
-                yield
+            try:
+                self.generators.restore()
+                with self.autocasting():
+                    yield
+            finally:
+                present.restore()
         finally:
             present.restore()
+
+    def restore(self) -> None:
+        """Put generators and autocast to the captured state."""
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        self.generators.restore()

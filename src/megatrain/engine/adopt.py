@@ -80,10 +80,11 @@ class Adoption:
 
     def release(self) -> None:
         """Make the model an ordinary one on the CPU again. Nothing is lost: a split master comes back as FP32."""
+        # May be called again after a Ctrl-C.
         for module in self._wrapped:
-            del module.forward
+            module.__dict__.pop("forward", None)
         for module in self._guarded:
-            del module._apply
+            module.__dict__.pop("_apply", None)
         replaced: dict[int, torch.nn.Parameter] = {}
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):
@@ -95,6 +96,8 @@ class Adoption:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.cpu()
+        for block in self.blocks:
+            block.detach()
 
     # ---- weights
 

@@ -79,3 +79,109 @@ def test_too_many_shapes_are_an_error_not_a_silent_fall_back(monkeypatch):
     monkeypatch.setattr(compiled.torch, "compile", lambda function: fail)
     with pytest.raises(mt.errors.MegaTrainError, match="compiled 64 times for different shapes"):
         train(llama(), [16], compile=True)
+
+
+# ---- what ran compiled is recomputed compiled
+
+
+class Dropping(torch.nn.Module):
+    """Half of it is dropped, and the masks of compiled code are not those of eager code."""
+
+    def __init__(self, hard=False):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+        self.hard = hard
+
+    def forward(self, x):
+        x = x + torch.dropout(self.linear(x), 0.5, self.training)
+        return torch.erfinv(x.tanh() * 0.5) if self.hard else x
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([Dropping(), Dropping(hard=True), Dropping()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def without_erfinv(graph, example_inputs):
+    """Inductor, on a machine that lacks one operation."""
+    if any(node.target is torch.erfinv for node in graph.graph.nodes):
+        raise RuntimeError("no kernel for erfinv")
+    return torch._inductor.compile(graph, example_inputs)
+
+
+@pytest.fixture
+def no_erfinv(monkeypatch):
+    plain = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda function: plain(function, backend=without_erfinv))
+
+
+def mixed_gradients(policy, between=lambda model: None):
+    model = Mixed().train()
+    with mt.Engine(model, device="cpu", compile=True, policy=policy):
+        torch.manual_seed(1)
+        loss = model(torch.randn(4, 16))
+        between(model)
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_a_structure_that_cannot_be_compiled_leaves_the_others_compiled(no_erfinv, said):
+    """The graph that `store` keeps has the masks of the forward; a recompute in eager code would have others."""
+    kept = mixed_gradients("store")
+    assert len([m for m in said.messages if "run eagerly" in m]) == 1
+    for ours, theirs in zip(mixed_gradients("recompute"), kept, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_shape_that_fails_between_forward_and_backward(monkeypatch, said):
+    """The next forward of that structure runs eagerly; what ran compiled is still recomputed compiled."""
+    failing = []
+    plain = torch.compile
+
+    def compile(function):
+        inner = plain(function)
+
+        def call(module, state, args, kwargs):
+            if failing and args[0].shape[0] == 7:
+                raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("out of registers"), None)
+            return inner(module, state, args, kwargs)
+
+        return call
+
+    monkeypatch.setattr(compiled.torch, "compile", compile)
+
+    def another_shape(model):
+        failing.append(True)
+        model(torch.randn(7, 16))
+
+    kept = mixed_gradients("recompute")
+    found = mixed_gradients("recompute", another_shape)
+    assert len([m for m in said.messages if "run eagerly" in m]) == 2, "one for each structure"
+    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+
+
+def test_what_cannot_be_compiled_again_is_an_error(monkeypatch):
+    calls = []
+    plain = torch.compile
+
+    def compile(function):
+        inner = plain(function)
+
+        def call(*args):
+            calls.append(args)
+            if len(calls) > 3:
+                raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("disk full"), None)
+            return inner(*args)
+
+        return call
+
+    monkeypatch.setattr(compiled.torch, "compile", compile)
+    with pytest.raises(mt.errors.MegaTrainError, match="ran compiled could not be compiled again"):
+        mixed_gradients("recompute")

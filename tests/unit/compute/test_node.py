@@ -350,15 +350,6 @@ def test_autograd_grad_of_the_input():
         torch.testing.assert_close(found[1], found[0], **TOLERANCE)
 
 
-def test_second_derivatives_are_refused():
-    model = Stack()
-    with engine_of(model):
-        x = inputs(0).requires_grad_()
-        (first,) = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.sum().backward()
-
-
 @pytest.mark.parametrize("change", ["step", "write"])
 def test_weights_changed_between_forward_and_backward_are_refused(change):
     """As in PyTorch: the gradient would be of another function. And the engine goes on."""

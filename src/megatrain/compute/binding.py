@@ -1,0 +1,152 @@
+"""Weights for the extent of one call, without touching the module that is called.
+
+A module inside a block keeps its parameters in a `Bound` dict. Lookups by the thread that makes the call find the
+weights of that call; everybody else finds what the module owns. Nothing is swapped in and out: a second thread sees no
+change, and an exception at any point (Ctrl-C) leaves nothing behind, since a context is left by the interpreter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, copy_context
+from typing import Any, TypeVar
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+Result = TypeVar("Result")
+Binding = dict[int, dict[str, torch.Tensor]]
+"""What a call has bound: names and tensors, by the identity of the `Bound` dict that they are looked up in."""
+_current: ContextVar[Binding | None] = ContextVar("megatrain_binding", default=None)
+_UNSET = object()
+
+
+class Bound(dict[str, Any]):
+    """`_parameters` or `_buffers` of a module: bound tensors first, then what the module owns.
+
+    The storage of the dict itself is what `torch.compile` traces, which looks past overridden methods; it may hold the
+    weights of a compiled call. `own` never does.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.own: dict[str, Any] = dict(content)
+
+    def _shown(self) -> dict[str, Any]:
+        binding = _current.get()
+        return self.own if binding is None or id(self) not in binding else self.own | binding[id(self)]
+
+    def __getitem__(self, name: str) -> Any:
+        if is_dynamo_compiling():
+            return super().__getitem__(name)
+        binding = _current.get()
+        if binding is not None:
+            bound = binding.get(id(self))
+            if bound is not None and name in bound:
+                return bound[name]
+        return self.own[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if is_dynamo_compiling():
+            super().__setitem__(name, value)
+            return
+        binding = _current.get()
+        bound = None if binding is None else binding.get(id(self))
+        if bound is not None and name in bound:
+            # A recompute must not advance running statistics again: what it assigns ends with the call.
+            bound[name] = value
+            return
+        self.own[name] = value
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        del self.own[name]
+        super().pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) if is_dynamo_compiling() else name in self.own
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__() if is_dynamo_compiling() else iter(self.own)
+
+    def __len__(self) -> int:
+        return super().__len__() if is_dynamo_compiling() else len(self.own)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def keys(self) -> Any:
+        return super().keys() if is_dynamo_compiling() else self.own.keys()
+
+    def values(self) -> Any:
+        return super().values() if is_dynamo_compiling() else self._shown().values()
+
+    def items(self) -> Any:
+        return super().items() if is_dynamo_compiling() else self._shown().items()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self._shown())
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name not in self and default:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(self.own))
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        self.own.clear()
+        super().clear()
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for name, value in dict(*others, **named).items():
+            self[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.own,)
+
+    # ---- around a compiled call
+
+    def forget_traced(self) -> None:
+        """Put the storage that `torch.compile` sees back to what the module owns."""
+        super().clear()
+        super().update(self.own)
+
+    def take_traced(self) -> None:
+        """Take over what a compiled forward assigned."""
+        self.own = dict(zip(super().keys(), super().values(), strict=True))
+
+
+def call_bound(binding: Binding, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call with tensors bound, on top of what an outer call has bound."""
+    outer = _current.get()
+
+    def call() -> Result:
+        _current.set(binding if outer is None else outer | binding)
+        return function(*args, **kwargs)
+
+    return within_context(call)
+
+
+def within_context(function: Callable[..., Result], *args: Any) -> Result:
+    """Call in a copy of the present context, whose variables of ours are left with it, however the call ends.
+
+    Variables that somebody else set inside are handed on after a call that ended well.
+    """
+    context = copy_context()
+    result = context.run(function, *args)
+    for variable, value in context.items():
+        if not variable.name.startswith("megatrain_") and variable.get(_UNSET) is not value:
+            variable.set(value)
+    return result
