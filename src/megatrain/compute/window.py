@@ -21,11 +21,14 @@ import torch
 
 from megatrain.compute import generators
 from megatrain.compute.generators import Generators
+from megatrain.compute.interrupts import Deferred
 from megatrain.compute.replay import Ambient
 from megatrain.errors import MegaTrainError
 
 Result = TypeVar("Result")
 _seat = threading.local()
+OUTSIDE_WINDOW = -1
+"""The micro-batch of a thread that runs none."""
 PATIENCE = 0.5
 """Seconds that micro-batches get to come to their next block after a Ctrl-C."""
 
@@ -148,7 +151,7 @@ class Seats:
     def current(self) -> int:
         """The micro-batch that the calling thread runs."""
         seat = getattr(_seat, "current", None)
-        return -1 if seat is None else int(seat[1])
+        return OUTSIDE_WINDOW if seat is None else int(seat[1])
 
     def check(self) -> None:
         """Raise in a thread whose window was given up: what it still does is nobody's."""
@@ -190,9 +193,18 @@ class Seats:
 
         while len(self._workers) < len(tasks):
             self._workers.append(_Worker(len(self._workers)))
+        started = False
         with _random_untouched(self._device):
-            for number in range(len(tasks)):
-                self._workers[number].start(partial(contextvars.copy_context().run, body, number))
+            try:
+                with Deferred():
+                    for number in range(len(tasks)):
+                        self._workers[number].start(partial(contextvars.copy_context().run, body, number))
+                    started = True
+            except BaseException as interrupt:
+                if not started:
+                    raise
+                # They run: they must end before the caller goes on.
+                baton.abort(interrupt)
             if not baton.join():
                 # Whoever is stuck keeps its thread; it gives up if it ever gets the baton again.
                 self._workers = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ class LazyHead:
         self.own_loss = own_loss
         self._checked = False
         self.enabled = True
-        self.loss_only = False
+        self._wanted = threading.local()
 
     @classmethod
     def fits(cls, model: Any, blocks: list[Block], causal_loss: Any) -> Block | None:
@@ -54,11 +55,16 @@ class LazyHead:
     @contextmanager
     def wanting(self, loss_only: bool) -> Iterator[None]:
         """Whether forwards without gradients inside are for their loss alone."""
-        before, self.loss_only = self.loss_only, loss_only
+        before, self._wanted.loss_only = self.loss_only, loss_only
         try:
             yield
         finally:
-            self.loss_only = before
+            self._wanted.loss_only = before
+
+    @property
+    def loss_only(self) -> bool:
+        """Whether the calling thread wants the loss alone."""
+        return getattr(self._wanted, "loss_only", False)
 
     def takes(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call of a block is one that can be lazy."""

@@ -337,7 +337,7 @@ class Engine:
 
     def _run(self, block: Block, args: Any, kwargs: Any) -> Any:
         if self._lazy is not None and self._lazy.takes(block, args, kwargs):
-            self._step.check()
+            self._step.entered()
             return self._lazy.logits(args[0], lambda: self._step.forward(block, args, kwargs))
         return self._step.forward(block, args, kwargs)
 

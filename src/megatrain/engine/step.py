@@ -9,6 +9,10 @@
 
 Compute is the user's thread. Everything else runs on lanes (stream/lanes.py) and is ordered by tickets: a slab
 remembers its last write, its last read and its last gradient, a slot the compute that used it.
+
+Other threads may run the model meanwhile. One lock guards slots, gradients and counts, never compute. A thread that
+only evaluates is a visitor, which keeps its own record of what comes next. A Ctrl-C in a section that changes several
+of these is raised at its end (compute/interrupts.py).
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import torch
 
 from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
-from megatrain.compute.window import Seats, park
+from megatrain.compute.interrupts import Deferred
+from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
 from megatrain.errors import UnsupportedCall
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.parameter import StoreTensor
@@ -35,6 +40,7 @@ from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.predict import BOUNDARY, Predictor
+from megatrain.telemetry.notices import warn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Result = TypeVar("Result")
@@ -71,12 +77,17 @@ class Step:
         self.blocks: list[Block] = []
         self._lanes = lanes
         self._fetcher = fetcher
+        self._lock = fetcher.lock
         self._drain = drain
         self._updates = updates
         self._recorder = recorder
         self._for_training = for_training
         self._check_open = check_open
+        self._trainer = threading.get_ident()
+        """The thread that took the last step."""
         self._predictor = Predictor()
+        self._visitor = threading.local()
+        """The predictor of a thread that evaluates beside the one that trains."""
         self._forward_order: dict[int, None] = {}
         self._unfinished: Counter[int] = Counter()
         """Forwards through each block whose backward has not come yet."""
@@ -100,16 +111,18 @@ class Step:
         for slab in self.slabs:
             slab.shared = users[slab.index] > 1
         self._owner = {slab.index: block.index for block in blocks for slab in block.slabs}
-        for phase, order in (("forward", blocks), ("backward", blocks[::-1])):
-            for block in order:
-                self._predictor.record((phase, block.index))
+        self._predictor.expect([("forward", block.index) for block in blocks])
+        self._predictor.expect([("backward", block.index) for block in blocks[::-1]])
         self._predictor.record(BOUNDARY)
+        for block in blocks:
+            if any(block.contains(other) for other in blocks):
+                block.share_turns()
 
     # ---- forward and backward
 
     def forward(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model calls a block."""
-        self.check()
+        self.entered()
         if torch.is_grad_enabled():
             args, kwargs = self._for_training(args, kwargs)
         return node.run(self, block, args, kwargs, self._recorder.active())
@@ -120,10 +133,14 @@ class Step:
         self._watch()
         if phase != "inference" and block.index not in self.unparked:
             park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
-        self._predictor.record((phase, block.index))
-        if phase == "forward":
-            self._forward_order.setdefault(block.index)
-        lease = self._fetcher.acquire(block.slabs, self._ahead())
+        visiting = phase == "inference" and self._visiting()
+        with self._lock:
+            predictor = self._own_predictor() if visiting else self._predictor
+            predictor.record((phase, block.index))
+            if phase == "forward":
+                self._forward_order.setdefault(block.index)
+            ahead = self._ahead(predictor)
+        lease = self._fetcher.acquire(block.slabs, ahead, visiting)
         try:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
@@ -137,27 +154,52 @@ class Step:
         finally:
             self._fetcher.release(lease)
 
+    def _visiting(self) -> bool:
+        """Whether the calling thread evaluates beside the one that trains."""
+        return (
+            not torch.is_grad_enabled()
+            and threading.get_ident() != self._trainer
+            and self.seats.current() == OUTSIDE_WINDOW
+        )
+
+    def _own_predictor(self) -> Predictor:
+        found: Predictor | None = getattr(self._visitor, "predictor", None)
+        if found is None:
+            found = self._visitor.predictor = Predictor()
+            found.expect([("inference", block.index) for block in self.blocks] * 2)
+        return found
+
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
-        self.seats.check()
-        self._updates.refuse_late(slab)
-        (self._sums or self._drain).collect(slab, place, gradients)
+        with self._lock, Deferred():
+            self.seats.check()
+            if self._sums is not None and self.seats.current() == OUTSIDE_WINDOW:
+                raise UnsupportedCall(
+                    f"a gradient for {slab.name} came from a thread outside the window that is open; let other threads "
+                    "call backward() before or after the window."
+                )
+            self._updates.refuse_late(slab)
+            (self._sums or self._drain).collect(slab, place, gradients)
 
     def finished(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
-        self._unfinished[block.index] -= 1
-        self._open = max(0, self._open - 1)
-        for slab in block.slabs:
-            if self._sums is None or not self._sums.holds(slab):
-                self._given(slab)
+        with self._lock, Deferred():
+            self._unfinished[block.index] -= 1
+            self._open = max(0, self._open - 1)
+            for slab in block.slabs:
+                if self._sums is None or not self._sums.holds(slab):
+                    self._given(slab)
 
     def _given(self, slab: Slab) -> None:
         """A gradient is on its way home: the slab's only one, if every forward through its block has come back."""
         if not slab.shared and self._unfinished[self._owner[slab.index]] <= 0:
+            if self._updates.early:
+                self._fetcher.until_left()
             self._updates.complete(slab)
 
     def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
+        node.refuse_create_graph(slab.layout.segments[index].name)
         slab.shared = True
         self.gradients(slab, OUTSIDE, {index: gradient})
 
@@ -168,13 +210,14 @@ class Step:
     def place(self, block: Block) -> Place:
         """A block, and which call of it in this forward: the order of a sum is by place, whatever the timing."""
         if self._open == 0 or getattr(self._calls, "step", None) != self._steps:
-            # Nobody said that it begins: a part of the model called by itself, or another thread (a block called inside
+            # No forward pass is open: a part of the model called by itself, or another thread (a block called inside
             # another one is called again in autograd's).
             self.begin_pass()
         calls: Counter[int] = self._calls.of_block
         calls[block.index] += 1
-        self._unfinished[block.index] += 1
-        self._open += 1
+        with self._lock:
+            self._unfinished[block.index] += 1
+            self._open += 1
         if calls[block.index] > 1:
             for slab in block.slabs:
                 slab.shared = True
@@ -201,6 +244,7 @@ class Step:
     def window(self, tasks: Sequence[Callable[[], Result]], whole: bool) -> list[Result]:
         """Run micro-batches together: each block's weights come once, and its gradients leave once."""
         self.check()
+        self._trainer = threading.get_ident()
         if self._sums is not None:
             raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
@@ -213,8 +257,8 @@ class Step:
             self.zero_grad()
             raise
         finally:
-            self.revisits = self.revisits or sums.revisited
             self._sums = None
+            self.revisits = self.revisits or sums.revisited
         return results
 
     def _begun(self, task: Callable[[], Result]) -> Result:
@@ -226,16 +270,36 @@ class Step:
     def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
         """Release the updates; block *i* of the next forward waits for update *i* alone."""
         self.check()
-        outcome = self._updates.release(rules, max_norm, self._in_forward_order(), owner)
-        self._forward_order = {}
-        self._unfinished.clear()
-        self._open = 0
-        self._steps += 1
-        self._lanes.timeline.cut()
-        self._predictor.record(BOUNDARY)
-        self._fetcher.prefetch(self._ahead(), keep=())
+        self._trainer = threading.get_ident()
+        with self._lock:
+            self._fetcher.until_left()
+            with Deferred():
+                outcome = self._released(rules, max_norm, owner)
+                self._forward_order = {}
+                self._unfinished.clear()
+                self._open = 0
+                self._steps += 1
+                self._lanes.timeline.cut()
+                self._predictor.record(BOUNDARY)
+                self._fetcher.prefetch(self._ahead(self._predictor), keep=())
         self._stepped(self._steps)
         return outcome
+
+    def _released(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
+        before = {slab.index: slab.version for slab in self.slabs}
+        try:
+            return self._updates.release(rules, max_norm, self._in_forward_order(), owner)
+        except BaseException:
+            moved = [slab for slab in self.slabs if slab.version != before[slab.index]]
+            for slab in moved:
+                # Used up: a later step must not apply it again.
+                slab.grad.clear()
+            if moved:
+                warn(
+                    f"a step failed after the updates of {len(moved)} of {len(self.slabs)} parts of the model had been "
+                    "submitted: those move, the others do not; resume from the last checkpoint"
+                )
+            raise
 
     @contextmanager
     def final_backward(self, rules: RuleTable, owner: object) -> Iterator[None]:
@@ -243,7 +307,8 @@ class Step:
         self.check()
         # The first step shows which parameters are used in several places; those must wait for all of them.
         if self._steps > 0:
-            self._updates.begin(rules, owner)
+            with self._lock:
+                self._updates.begin(rules, owner)
         try:
             yield
         except BaseException:
@@ -257,11 +322,12 @@ class Step:
         return self.slabs[parameter.slab.index] is parameter.slab
 
     def zero_grad(self) -> None:
-        self._updates.abandon()
-        self._open = 0
-        for slab in self.slabs:
-            slab.grad.clear()
-        self.activations.forget()
+        with self._lock, Deferred():
+            self._updates.abandon()
+            self._open = 0
+            for slab in self.slabs:
+                slab.grad.clear()
+            self.activations.forget()
 
     def norm(self) -> float:
         """The global gradient norm of what has been accumulated so far."""
@@ -274,6 +340,13 @@ class Step:
         self._updates.scale(factor)
 
     # ---- around it
+
+    def entered(self) -> None:
+        """The model is called. What lanes found out is told to the thread that trains."""
+        if threading.get_ident() == self._trainer:
+            self.check()
+        else:
+            self._check_open()
 
     def check(self) -> None:
         """Raise what lanes found out since the last call."""
@@ -303,9 +376,9 @@ class Step:
                 part.landed.wait()
         self._lanes.check()
 
-    def _ahead(self) -> list[Slab]:
+    def _ahead(self, predictor: Predictor) -> list[Slab]:
         """Slabs of the uses that are expected next, nearest first."""
-        return [slab for use in self._predictor.upcoming(self._fetcher.depth) for slab in self._slabs_of(use)]
+        return [slab for use in predictor.upcoming(self._fetcher.depth) for slab in self._slabs_of(use)]
 
     def _slabs_of(self, use: Hashable) -> list[Slab]:
         assert isinstance(use, tuple)

@@ -95,6 +95,11 @@ class Updates:
         self._early = _Early(rules, owner)
 
     @property
+    def early(self) -> bool:
+        """Whether updates may start in the present backward."""
+        return self._early is not None
+
+    @property
     def moving(self) -> bool:
         """Whether updates of a step that has not been taken yet have started."""
         return self._early is not None and bool(self._early.started)

@@ -63,10 +63,15 @@ class Activations:
         self._free: list[_Loan] = []
         self._leaving: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._latest = threading.local()
+        self._lock = threading.RLock()
+        """Several threads may run the model."""
 
     def park(self, tensor: torch.Tensor) -> Parked:
         """Send a tensor out; the caller drops its own reference."""
-        tensor = tensor.detach().contiguous()
+        with self._lock:
+            return self._park(tensor.detach().contiguous())
+
+    def _park(self, tensor: torch.Tensor) -> Parked:
         nbytes = tensor.numel() * tensor.element_size()
         loan = self._borrow(nbytes)
         latest = getattr(self._latest, "parked", None)
@@ -86,19 +91,21 @@ class Activations:
 
     def take(self, parked: Parked) -> torch.Tensor:
         """Bring a tensor back, and start the one that will be needed after it."""
-        self._bring(parked)
-        previous = parked.previous() if parked.previous is not None else None
-        if previous is not None and not previous.taken:
-            self._bring(previous)
-        target = _arrived(parked.loan)
-        assert target is not None
-        parked.taken = True
-        return target
+        with self._lock:
+            self._bring(parked)
+            previous = parked.previous() if parked.previous is not None else None
+            if previous is not None and not previous.taken:
+                self._bring(previous)
+            target = _arrived(parked.loan)
+            assert target is not None
+            parked.taken = True
+            return target
 
     def forget(self) -> None:
         """Let go of what was on its way to a backward that was given up."""
-        for loan in self._free:
-            _arrived(loan)
+        with self._lock:
+            for loan in self._free:
+                _arrived(loan)
 
     def _borrow(self, nbytes: int) -> _Loan:
         """The smallest free buffer that is large enough; else a new one in place of the largest that is not."""

@@ -2,11 +2,12 @@
 
 A slot holds one version of one slab. It may be refilled when nobody has it pinned, and the copy is ordered after the
 compute that used it last. Blocks of like size share a ring, so that a large embedding does not size the slots of
-every layer.
+every layer. Several threads may run the model: `lock` guards what is in which slot, and never the compute in between.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class Slot:
         self.used = 0
         """When it was used last, in uses: the least recent is refilled first."""
         self.arrived: Ticket = DONE
-        self.released: Ticket = DONE
+        self.released: dict[int, Ticket] = {}
+        """The last compute that used it, by thread: each may have a CUDA stream of its own."""
 
     def holds(self, slab: Slab) -> bool:
         return self.slab is slab and self.version == slab.version
@@ -78,6 +80,7 @@ class Lease:
     slots: list[Slot]
     residents: list[Slab]
     views: dict[int, torch.Tensor]
+    visiting: bool
 
 
 class Fetcher:
@@ -92,6 +95,12 @@ class Fetcher:
         transfer: Transfer,
         counters: Counters,
     ) -> None:
+        self.lock = threading.RLock()
+        """Held while slots are filled, pinned or released, and by whoever submits work that writes to a slab: a copy
+        must not take the version of one moment for the content of another."""
+        self._visits = 0
+        """Leases of visiting threads that read resident slabs where they lie."""
+        self._left = threading.Condition(self.lock)
         self._lanes = lanes
         self.transfer = transfer
         self._counters = counters
@@ -107,50 +116,73 @@ class Fetcher:
     def slot_bytes(self) -> int:
         return sum(slot.buffer.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 
-    def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = ()) -> Lease:
-        """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival."""
-        needed = {slab.index for slab in slabs}
+    def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), visiting: bool = False) -> Lease:
+        """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival.
+
+        `visiting`: by a thread beside the one that trains.
+        """
         slots: list[Slot] = []
+        residents = [slab for slab in slabs if slab.resident]
+        visit = visiting and bool(residents)
         try:
-            for slab in slabs:
-                if slab.resident:
-                    continue
-                slot = self._rings[slab.index].find(slab)
-                if slot is None:
-                    slot = self._fill(slab, needed)
-                else:
-                    self._counters.hits += 1
-                self._clock += 1
-                slot.used = self._clock
-                slot.pins += 1
-                slots.append(slot)
-            self.prefetch(ahead, keep=slabs)
+            with self.lock:
+                self._visits += visit
+                self._pin(slabs, slots)
+                self.prefetch(ahead, keep=slabs)
             # Compute must not read a slot before its copy is there.
             for slot in slots:
                 with self._lanes.timeline.waiting("compute", "h2d"):
                     slot.arrived.order()
             # Nor a resident slab before its update is done.
-            residents = [slab for slab in slabs if slab.resident]
             for slab in residents:
                 with self._lanes.timeline.waiting("compute", "vram"):
                     slab.written.order()
+            streamed = [slab for slab in slabs if not slab.resident]
+            views = {slab.index: slot.view(slab) for slab, slot in zip(streamed, slots, strict=True)}
+            return Lease(slots, residents, views | {slab.index: slab.weight for slab in residents}, visit)
         except BaseException:
-            for slot in slots:
-                slot.pins -= 1
+            with self.lock:
+                for slot in slots:
+                    slot.pins -= 1
+                self._visits -= visit
+                self._left.notify_all()
             raise
-        streamed = [slab for slab in slabs if not slab.resident]
-        views = {slab.index: slot.view(slab) for slab, slot in zip(streamed, slots, strict=True)}
-        return Lease(slots, residents, views | {slab.index: slab.weight for slab in residents})
+
+    def _pin(self, slabs: Sequence[Slab], slots: list[Slot]) -> None:
+        needed = {slab.index for slab in slabs}
+        for slab in slabs:
+            if slab.resident:
+                continue
+            slot = self._rings[slab.index].find(slab)
+            if slot is None:
+                slot = self._fill(slab, needed)
+            else:
+                self._counters.hits += 1
+            self._clock += 1
+            slot.used = self._clock
+            slot.pins += 1
+            slots.append(slot)
 
     def release(self, lease: Lease) -> None:
         """Compute that used the slabs has been submitted; their slots may be refilled after it."""
         mark = self._lanes.mark()
-        for slot in lease.slots:
-            slot.pins -= 1
-            slot.released = mark
-        for slab in lease.residents:
-            # The next update waits for this: it writes the weights that compute is reading.
-            slab.read = mark
+        if lease.visiting:
+            # On a stream that the update knows nothing of.
+            mark.wait()
+        with self.lock:
+            for slot in lease.slots:
+                slot.pins -= 1
+                slot.released[threading.get_ident()] = mark
+            for slab in lease.residents:
+                # The next update waits for this: it writes the weights that compute is reading.
+                slab.read = mark
+            self._visits -= lease.visiting
+            self._left.notify_all()
+
+    def until_left(self) -> None:
+        """Wait until no visiting thread reads a resident slab, whose update would write what it reads. Call with the
+        lock held, and keep it until the update has been submitted."""
+        self._left.wait_for(lambda: self._visits == 0)
 
     def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
         """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""
@@ -170,7 +202,7 @@ class Fetcher:
         if slot is None:
             slot = ring.grow()
             # After compute so far: it may have used these bytes for something that is gone.
-            slot.released = self._lanes.mark()
+            slot.released = {threading.get_ident(): self._lanes.mark()}
             self._counters.grown_slots += 1
         view = slot.view(slab)
         # Claimed only once the copy is on its way: if submitting fails, the slot must not seem to hold the slab.
@@ -179,9 +211,10 @@ class Fetcher:
         # After `released`: the compute that used this slot last must have read it.
         slot.arrived = self._lanes.h2d.submit(
             lambda: self.transfer.to_device(view, slab.weight, slab.weight_buffer.pinned),
-            after=(slab.written, slot.released),
+            after=(slab.written, *slot.released.values()),
             label=slab.name,
         )
+        slot.released = {}
         slot.slab, slot.version = slab, slab.version
         self._clock += 1
         slot.used = self._clock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 BOUNDARY: Hashable = "step"
 """The use that an optimizer step leaves in the record: weights beyond it are not final yet."""
@@ -23,6 +23,11 @@ class Predictor:
         """Note that `use` happens now."""
         self._after[self._last] = use
         self._last = (self._last[1], use)
+
+    def expect(self, uses: Sequence[Hashable]) -> None:
+        """Note uses as if they had happened."""
+        for use in uses:
+            self.record(use)
 
     def upcoming(self, count: int) -> list[Hashable]:
         """The next different uses as far as they are known, not beyond a step boundary.

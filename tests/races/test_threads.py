@@ -1,0 +1,232 @@
+"""Other threads run the model while one trains it: both get what they would get alone."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.small import batch, llama, same, snapshot
+from tests.tiny import Stack, engine_of, gradients, inputs
+from torch import nn
+
+import megatrain as mt
+from megatrain.errors import UnsupportedCall
+from megatrain.store.parameter import StoreTensor
+
+LANES = ["sync", "threads"]
+STEPS = 4
+
+
+@contextmanager
+def beside(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Repeat some work in a second thread, at least once; what it returned. Its error is raised at the end."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+    stop, begun = threading.Event(), threading.Event()
+
+    def body() -> None:
+        try:
+            while not stop.is_set():
+                results.append(work())
+                begun.set()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    try:
+        begun.wait(60)
+        yield results
+    finally:
+        stop.set()
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def train(model: Any, engine: mt.Engine, how: str = "plain") -> list[float]:
+    optimizer = engine.optimizer(lr=1e-2, max_grad_norm=None if how == "final" else 1.0)
+    losses = []
+
+    def task(number: int) -> None:
+        loss = model(**batch(seed=number)).loss
+        loss.backward()
+        losses.append(loss.item())
+
+    for step in range(STEPS):
+        if how == "window":
+            engine.window([lambda: task(2 * step), lambda: task(2 * step + 1)])  # noqa: B023
+        elif how == "final":
+            with optimizer.final_backward():
+                task(step)
+        else:
+            task(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def asking(model: Any, kind: str) -> Any:
+    ids = batch(seed=77)["input_ids"]
+    if kind == "generate":
+        return model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
+    with torch.set_grad_enabled(kind == "with gradients"):
+        return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("how", ["plain", "window", "final"])
+@pytest.mark.parametrize("kind", ["generate", "without gradients", "with gradients"])
+def test_training_beside_inference(lanes: str, how: str, kind: str, tmp_path: Any) -> None:
+    runs = []
+    for visited in (False, True):
+        model = llama(num_hidden_layers=2).train()
+        with mt.Engine(model, device="cpu", lanes=lanes, slots=2) as engine:
+            if visited:
+                with beside(lambda: asking(model, kind)):  # noqa: B023
+                    losses = train(model, engine, how)
+            else:
+                losses = train(model, engine, how)
+            assert all(isinstance(parameter, StoreTensor) for parameter in model.parameters())
+            runs.append((losses, snapshot(model)))
+            if visited:
+                model.save_pretrained(tmp_path)
+        released = engine.release()
+        assert all(type(parameter) is nn.Parameter for parameter in released.parameters())
+    assert runs[1][0] == runs[0][0]
+    assert same(runs[1][1], runs[0][1])
+    assert same(snapshot(type(model).from_pretrained(tmp_path)), runs[0][1])
+
+
+@pytest.mark.parametrize("policy", ["store", "offload"])
+def test_other_policies(policy: str) -> None:
+    runs = []
+    for visited in (False, True):
+        model = llama(num_hidden_layers=2).train()
+        with mt.Engine(model, device="cpu", lanes="threads", slots=2, policy=policy) as engine:
+            if visited:
+                with beside(lambda: asking(model, "with gradients")):  # noqa: B023
+                    losses = train(model, engine)
+            else:
+                losses = train(model, engine)
+            runs.append((losses, snapshot(model)))
+    assert runs[1][0] == runs[0][0]
+    assert same(runs[1][1], runs[0][1])
+
+
+@pytest.mark.parametrize("resident", [(), ("*",)])
+def test_inference_beside_training_is_right(resident: tuple[str, ...]) -> None:
+    """A learning rate of zero: the weights stay, so every answer must be the same."""
+    model = llama(num_hidden_layers=2).train()
+    settings: dict[str, Any] = {"resident": resident} if resident else {}
+    with mt.Engine(model, device="cpu", lanes="threads", slots=2, **settings) as engine:
+        alone = asking(model, "without gradients")
+        optimizer = engine.optimizer(lr=0.0, weight_decay=0.0)
+        with beside(lambda: asking(model, "without gradients")) as results:
+            for seed in range(STEPS):
+                model(**batch(seed=seed)).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert results
+    assert all(torch.equal(result, alone) for result in results)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_two_threads_train_at_once(lanes: str) -> None:
+    """Their gradients are added, as in PyTorch: FP32 sums of two do not depend on who comes first."""
+    model = Stack()
+    plain = copy.deepcopy(model)
+    for seed in (0, 1):
+        plain(inputs(seed)).square().mean().backward()
+    with engine_of(model, lanes=lanes) as engine:
+        for _ in range(5):
+            gate = threading.Barrier(2)
+
+            def work(seed: int) -> None:
+                gate.wait()  # noqa: B023
+                model(inputs(seed)).square().mean().backward()
+
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.clone(), theirs.grad)
+            engine._step.zero_grad()
+
+
+def test_a_backward_from_outside_an_open_window_is_refused() -> None:
+    model = Stack()
+    plain = copy.deepcopy(model)
+    refused: list[BaseException] = []
+    with engine_of(model) as engine:
+
+        def outside() -> None:
+            try:
+                model(inputs(5)).square().mean().backward()
+            except UnsupportedCall as error:
+                refused.append(error)
+
+        def task(seed: int) -> None:
+            loss = model(inputs(seed)).square().mean()
+            if seed == 0:
+                thread = threading.Thread(target=outside)
+                thread.start()
+                thread.join()
+            loss.backward()
+
+        engine.window([lambda: task(0), lambda: task(1)])
+        for seed in (0, 1):
+            plain(inputs(seed)).square().mean().backward()
+        assert "from a thread outside the window" in str(refused[0])
+        found = gradients(model)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
+class Remembering(nn.Module):
+    """Keeps something of its weights between two lines of its forward, as LSTM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rnn(x[None])[0][0]
+
+
+def test_a_module_that_keeps_its_weights() -> None:
+    model = Stack(layer=Remembering)
+    plain = copy.deepcopy(model)
+    plain(inputs(0)).square().mean().backward()
+
+    def visit() -> None:
+        with torch.no_grad():
+            model(inputs(3))
+
+    with engine_of(model) as engine, beside(visit):
+        for _ in range(10):
+            model(inputs(0)).square().mean().backward()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.clone(), theirs.grad)
+            engine._step.zero_grad()
+
+
+def test_what_the_lanes_found_out_is_told_to_the_thread_that_trains() -> None:
+    model = Stack()
+    with engine_of(model, lanes="threads") as engine:
+        optimizer = engine.optimizer(lr=0.1)
+        model(inputs(0)).square().mean().backward()
+        engine._lanes.update.submit(lambda: 1 / 0, label="broken").lane  # noqa: B018
+        engine.quiesce()
+        with beside(lambda: model(inputs(1)).detach()):
+            pass
+        with pytest.raises(mt.errors.LaneFailed, match="broken"):
+            optimizer.step()
