@@ -7,6 +7,7 @@ views of the store: each carries a meta tensor with its geometry inside the slab
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatrain.store.slab import Slab
 from megatrain.store.split import join
 
 Deposit = Callable[[Slab, int, torch.Tensor], None]
+_plain_grad: Any = torch.Tensor.grad
+"""The field that autograd writes, under the property that shows the store."""
 
 
 class StoreTensor(torch.Tensor):
@@ -88,6 +91,8 @@ class StoreTensor(torch.Tensor):
             self._strided(self.slab.weight).copy_(values)
             if self.slab.residual is not None:
                 self._strided(self.slab.residual).zero_()
+            # Another thread may have fetched the slab in the middle of this.
+            self.slab.version += 1
         else:
             # An update of the step before may still be reading the gradient.
             self.slab.settle()
@@ -229,20 +234,26 @@ def _written(
 def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> torch.nn.Parameter:
     """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
     parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    plain_grad: Any = torch.Tensor.grad
-    """The field that autograd writes, under the property that shows the store."""
+    reference = weakref.ref(parameter)
 
     # The garbage collector does not see what a hook refers to, so it must not refer to the slab.
     def collect(leaf: Any) -> None:
-        gradient = plain_grad.__get__(leaf)
-        plain_grad.__set__(leaf, None)
+        gradient = _plain_grad.__get__(leaf)
+        _plain_grad.__set__(leaf, None)
         deposit(leaf.slab, leaf.segment, gradient)
+
+    def drop() -> None:
+        leaf = reference()
+        if leaf is not None:
+            _plain_grad.__set__(leaf, None)
 
     collect.__megatrain__ = True  # type: ignore[attr-defined]
     if tensor.is_floating_point():
         # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
         parameter.requires_grad_(True)
         parameter.register_post_accumulate_grad_hook(collect)
+        # A Ctrl-C on the way into the hook leaves the gradient in the field: the next one would be added to it.
+        tensor.slab.grad.left_behind.append(drop)
         parameter.requires_grad_(requires_grad)
     return parameter  # type: ignore[no-any-return]
 

@@ -242,6 +242,8 @@ class Gradient:
         """Submits the sum of all parts into the first (stream/drain.py)."""
         self.late: Callable[[Slab], None] = lambda slab: None
         """Raises if an update has already started with this gradient (optim/schedule.py)."""
+        self.left_behind: list[Callable[[], None]] = []
+        """Each drops what a backward that was interrupted left in a parameter on its way here."""
 
     def part(self, place: Place) -> Part:
         if place not in self.parts:
@@ -310,6 +312,8 @@ class Gradient:
     def clear(self) -> None:
         for part in self.parts.values():
             part.clear()
+        for drop in self.left_behind:
+            drop()
 
 
 def add_segments(

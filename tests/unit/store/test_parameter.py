@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -430,3 +431,43 @@ def test_frozen_before_the_engine_and_unfrozen_later():
                 one.zero_grad()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.detach() + 0, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+# ---- interrupted
+
+
+def test_what_an_interrupted_backward_left_in_a_parameter_is_dropped():
+    """Autograd has added the gradient, and the Ctrl-C comes before it is taken to the store."""
+    model = Stack()
+    with engine_of(model) as engine:
+        optimizer = engine.optimizer(lr=0.1)
+        torch.Tensor.grad.__set__(model.gain, torch.ones_like(model.gain))
+        optimizer.zero_grad()
+        (2 * model.gain).sum().backward()
+        assert torch.equal(model.gain.grad.clone(), torch.full((8,), 2.0))
+
+
+def test_a_slab_that_is_fetched_while_it_is_written_is_fetched_again():
+    model = Stack()
+    with engine_of(model):
+        plain = torch.Tensor.copy_
+        seen = []
+
+        def copy_(self, values, **options):
+            if not seen:
+                # Another thread, in the middle of the write.
+                seen.append(True)
+                thread = threading.Thread(target=lambda: model(inputs(0)))
+                thread.start()
+                thread.join()
+            return plain(self, values, **options)
+
+        torch.Tensor.copy_ = copy_
+        try:
+            with torch.no_grad():
+                model.layers[1].scale.fill_(0.0)
+                model.layers[1].shift.fill_(0.0)
+        finally:
+            torch.Tensor.copy_ = plain
+        with torch.no_grad():
+            assert torch.equal(model.layers[1](inputs(0)), inputs(0))
