@@ -22,11 +22,11 @@ def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -
     """The fastest plan for a model, a config or a name: where every byte lives, and what a step takes.
 
     On this machine, which is measured if it has not been, or on a described one: a name of `Machine.shipped()`, the
-    path of a description, or a `Machine`. `options`: `batch`, `length`, `accumulation`, `optimizer`, `clipping`,
-    `padded` (sequences of a batch differ in length), `evaluation` (tokens in a batch of it), `predictions` (whether its
-    logits are looked at), and `max_vram_gb`, `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision`,
-    `compile`, `head_chunk` (0 for a loss that looks at logits) as in `mt.init`. Raises `NotEnoughMemory` with what
-    would make it fit.
+    path of a description, or a `Machine`. `options`: `batch`, `length`, `accumulation`, `together` (whether its
+    micro-batches may pass a block together), `optimizer`, `clipping`, `padded` (sequences of a batch differ in length),
+    `evaluation` (tokens in a batch of it), `predictions` (whether its logits are looked at), and `max_vram_gb`,
+    `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision`, `compile`, `head_chunk` (0 for a loss that looks
+    at logits) as in `mt.init`. Raises `NotEnoughMemory` with what would make it fit.
     """
     return planner.plan(model_or_config, machine=_here(machine, options), **options)
 

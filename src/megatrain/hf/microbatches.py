@@ -32,7 +32,8 @@ PER_MICRO_BATCH = (
 VERIFIED = frozenset(
     f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward")
 )  # fmt: skip
-"""Classes of TRL 1.16 whose overrides only append metrics, in the order of micro-batches, and read none of them."""
+"""Classes of TRL 1.16 whose overrides append metrics, in the order of micro-batches, and read none of them; gradients
+pass a block once for each micro-batch."""
 
 
 class MicroBatches:
@@ -103,7 +104,7 @@ class MicroBatches:
     def _in_turn(self) -> bool:
         """Whether each micro-batch must run at its own call; said once."""
         reason = why_in_turn(self)
-        if reason is not None and not self._said_in_order and self.engine.settings.window != 1:
+        if reason is not None and not self._said_in_order:
             announce(
                 f"micro-batches run one after the other, so weights travel for each of them: {reason}, which may "
                 f"depend on earlier micro-batches; if it does not, set {DECLARATION} = True in the Trainer's class"
@@ -147,11 +148,11 @@ class MicroBatches:
     def _adds_in_order(self) -> bool:
         """Whether a window holds one micro-batch only, whatever there is room for.
 
-        A loss or a step of one's own may pass a block twice; a window then adds gradients in another order than they
-        come in one by one. The first step shows it: bits must not depend on how much memory is free.
+        A class that declares its micro-batches independent may still pass a block twice in each; a window then adds
+        gradients in another order than they come in one by one. The first step shows it: bits must not depend on how
+        much memory is free.
         """
-        stock = self._stock_method("compute_loss") and self._stock_method("training_step")
-        return not stock and (self.engine.revisits or not self._looked)
+        return bool(_declared(self)) and (self.engine.revisits or not self._looked)
 
     def _final_backward(self) -> AbstractContextManager[None]:
         """Let updates start in the backward, unless gradients are clipped, or wanted before the step."""

@@ -64,6 +64,8 @@ class Optimizing:
     """Of a torch optimizer that was passed in `optimizers=`."""
     step_norm: float | None = None
     """The gradient norm of this step, once the Trainer has taken it."""
+    _from_arguments: Optimizer | None = None
+    """The optimizer that was made as TrainingArguments say."""
 
     @property
     def _optim(self) -> str:
@@ -111,7 +113,8 @@ class Optimizing:
 
     def _made(self, choice: Choice, model: Any) -> Optimizer:
         groups = self._groups() if choice.groups is None else choice.groups
-        return self.engine.optimizer(groups, kind=choice.kind, **choice.options)
+        self._from_arguments = self.engine.optimizer(groups, kind=choice.kind, **choice.options)
+        return self._from_arguments
 
     def _groups(self) -> list[dict[str, Any]]:
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -122,11 +125,10 @@ class Optimizing:
         ]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        given = self.optimizer is not None
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         # Whoever made it: a subclass may have one of torch's in `create_optimizer`.
         own = self._own_optimizer()
-        if given and own.max_grad_norm is None and self.args.max_grad_norm:
+        if own is not self._from_arguments and own.max_grad_norm is None and self.args.max_grad_norm:
             announce(f"max_grad_norm={self.args.max_grad_norm:g} of TrainingArguments applies to the optimizer given")
         return prepared
 

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 from megatrain.engine.planning import plan
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.hardware import inventory
+from megatrain.hf.microbatches import why_in_turn
 from megatrain.model.shapes import ModelShape, describe
 from megatrain.planner import Plan
 from megatrain.settings import Settings
@@ -58,6 +59,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         batch=batch,
         length=length,
         accumulation=args.gradient_accumulation_steps,
+        together=args.gradient_accumulation_steps == 1 or why_in_turn(trainer) is None,
         optimizer=kind,
         clipping=bool(args.max_grad_norm),
         evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,

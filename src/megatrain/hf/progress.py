@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from megatrain.hf.microbatches import why_in_turn
 from megatrain.telemetry.notices import announce
 
 FIRST = 4
@@ -72,9 +71,6 @@ class Pace(TrainerCallback):
         """Seconds of a step, if they were planned for the machine that runs."""
         engine = self._trainer.engine
         here = engine.device.type == "cuda" and engine.settings.machine is None
-        if here and self._trainer.args.gradient_accumulation_steps > 1 and why_in_turn(self._trainer) is not None:
-            # Plans are for windows.
-            return None
         return engine.settings.plan.step.seconds if here and engine.settings.plan is not None else None
 
 

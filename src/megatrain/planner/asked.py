@@ -31,6 +31,7 @@ def run_of(
     batch: int = 1,
     length: int = 2048,
     accumulation: int = 1,
+    together: bool = True,
     optimizer: str = "adamw",
     clipping: bool = True,
     evaluation: int = 0,
@@ -54,7 +55,7 @@ def run_of(
         micro_batch=batch, length=length, accumulation=accumulation, precision=precision or loaded,
         width=settings.moment_width, kind=optimizer, compile=compile, clipping=clipping,
         evaluation=evaluation, predictions=predictions, head_chunk=head_chunk,
-        padded=padded,
+        padded=padded, together=together,
     )  # fmt: skip
     limits = {"max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir, "reach": reach}
     return run, limits

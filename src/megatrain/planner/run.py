@@ -23,6 +23,8 @@ class Run:
     """Tokens in a sequence."""
     accumulation: int = 1
     """Micro-batches in a step."""
+    together: bool = True
+    """Whether they may pass a block together; False: one after the other, as a Trainer with state of its own asks."""
     precision: str = "bf16"
     """"bf16" (exact FP32 master as BF16 + residual), "fp32", or "bf16-sr" (no master)."""
     width: str = "fp32"
@@ -54,7 +56,7 @@ class Run:
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
         if self.head_chunk is not None and (type(self.head_chunk) is not int or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
-        for name in ("compile", "clipping", "predictions", "padded"):
+        for name in ("together", "compile", "clipping", "predictions", "padded"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):

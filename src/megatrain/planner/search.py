@@ -111,7 +111,7 @@ class Search:
         if layers is None or not self.gpu:
             layers = range(len(self.ledger.layers) + 1) if self.gpu else (0,)
         yes_and_no = (False, True) if self.gpu else (False,)
-        for window in windows_of(self.run.accumulation):
+        for window in windows_of(self.run.accumulation) if self.run.together else [1]:
             for offload in yes_and_no:
                 stored = self._least_stored(offload, window)
                 for rest in yes_and_no:

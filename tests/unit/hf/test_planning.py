@@ -50,6 +50,19 @@ def test_the_plan_is_of_this_run_and_printed_before_it_starts(tmp_path: Path, sa
     assert all(slab.resident for slab in trainer.engine.slabs), "so small a model stays in the memory of a H200"
 
 
+def test_micro_batches_that_run_in_turn_are_planned_one_by_one(tmp_path: Path) -> None:
+    class Counting(mt.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    together, in_turn = (
+        made(tmp_path, kind=kind, gradient_accumulation_steps=4, bf16=True).engine.settings.plan
+        for kind in (mt.Trainer, Counting)
+    )
+    assert (together.run.together, in_turn.run.together) == (True, False)
+    assert in_turn.window == 1
+
+
 def test_planned_and_not_planned_are_the_same_bits(tmp_path: Path) -> None:
     runs = []
     for plan in ("auto", None):

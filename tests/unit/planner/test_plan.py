@@ -45,6 +45,17 @@ def test_an_engine_takes_it_as_settings():
     assert settings.window == found.window
 
 
+def test_micro_batches_one_after_the_other():
+    """Each gradient then travels by itself, and a BF16 one needs an FP32 sum beside it: 6 bytes instead of 2."""
+    options = {"machine": Machine.load("h200-1.5tb"), "accumulation": 8, "max_vram_gb": 20}
+    together, in_turn = (plan(shape_of("qwen2.5-7b"), **options, together=value) for value in (True, False))
+    assert together.window == 8
+    assert in_turn.window == 1
+    assert in_turn.step.seconds > together.step.seconds
+    gradients = [found.memory["ram"]["gradients"] for found in (together, in_turn)]
+    assert gradients[1] > 2.9 * gradients[0]
+
+
 def test_it_is_frozen_and_serialises():
     found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
     with pytest.raises(dataclasses.FrozenInstanceError):
