@@ -26,9 +26,11 @@ Observer = Callable[[str, Path], None]
 remove_tree. A rename and a link name the new path."""
 
 CANNOT_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+CANNOT_RENAME = frozenset({errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES})
 CANNOT_LINK = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP})
 PIECE = 16 << 20
+DELETED = ".megatrain-deleted"
 
 _observers: tuple[Observer, ...] = ()
 _failed: set[tuple[int, int, int]] = set()
@@ -205,10 +207,23 @@ def remove(path: AnyPath) -> None:
 
 
 def remove_tree(path: AnyPath) -> None:
-    """Remove a directory and what is in it, if it is there."""
+    """Remove a directory and what is in it, if it is there. Its name is gone first: nobody finds the half of it."""
     before("remove_tree", path)
-    with suppress(FileNotFoundError):
-        shutil.rmtree(path)
+    path = Path(os.path.abspath(path))
+    for left in path.parent.glob(f".*{DELETED}"):
+        # Its process died.
+        shutil.rmtree(left, ignore_errors=True)
+    doomed = path.with_name(f".{path.name}{DELETED}")
+    try:
+        os.rename(path, doomed)
+        sync_directory(path.parent)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in CANNOT_RENAME:
+            raise
+        doomed = path
+    shutil.rmtree(doomed)
 
 
 # ---- looking
@@ -243,7 +258,9 @@ def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
             folder = inner
         descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(Path(directory) / name)) from error
+        # Its own words are about too many links.
+        why = "a symbolic link, which is not followed" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(error.errno, why, str(Path(directory) / name)) from error
     finally:
         os.close(folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

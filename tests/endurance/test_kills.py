@@ -88,7 +88,6 @@ def test_a_trainer_that_rotates(tmp_path: Path, kills: int, capfd: pytest.Captur
         found = Path(last_complete(str(tmp_path / "out")))
         steps.append(int(found.name.strip(".").split(".")[0].removeprefix("checkpoint-")))
         assert steps[-1] >= max(steps), number
-        assert len(list((tmp_path / "out").glob("checkpoint-*"))) <= 3
     capfd.readouterr()
     whole = trainer(tmp_path / "whole", steps[-1])
     whole.train()

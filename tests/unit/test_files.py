@@ -175,6 +175,22 @@ def test_linked_or_copied(tmp_path: Path, code: int | None) -> None:
     assert os.readlink(tmp_path / "another") == "file"
 
 
+def test_a_tree_is_gone_at_once(tmp_path: Path) -> None:
+    (tmp_path / "tree" / "inner").mkdir(parents=True)
+    (tmp_path / ".other.megatrain-deleted" / "half").mkdir(parents=True)
+    seen: list[list[str]] = []
+
+    def look(operation: str, path: Path) -> None:
+        if operation == "sync_directory":
+            seen.append(sorted(os.listdir(tmp_path)))
+
+    with files.watching(look):
+        files.remove_tree(tmp_path / "tree")
+        files.remove_tree(tmp_path / "absent")
+    assert seen == [[".tree.megatrain-deleted"]]
+    assert os.listdir(tmp_path) == []
+
+
 # ---- reading what may be anything
 
 

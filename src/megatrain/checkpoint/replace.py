@@ -29,7 +29,6 @@ OWN = re.compile(
     r"(optimizer-[^/]*\.safetensors|manifest\.(json|tmp)|\.manifest\.json\.[^/]*)"
 )
 """Names of files that belong to one save: none of them outlives it."""
-CANNOT_RENAME = frozenset({errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES})
 
 
 class Replacement:
@@ -85,10 +84,21 @@ class Replacement:
         try:
             files.replace_directory(self.fresh, self.target, aside)
         except OSError as error:
-            if error.errno not in CANNOT_RENAME:
+            if error.errno not in files.CANNOT_RENAME:
                 raise
             return False
         return True
+
+
+@contextmanager
+def replacing(directory: str | os.PathLike[str]) -> Iterator[Replacement]:
+    """A replacement that is committed inside, or leaves nothing behind."""
+    replacement = Replacement(directory)
+    try:
+        yield replacement
+    except BaseException:
+        replacement.abandon()
+        raise
 
 
 def carry(old: Path, new: Path) -> list[Path]:
@@ -142,7 +152,7 @@ def _must_stay(target: Path) -> bool:
 def find(directory: str | os.PathLike[str]) -> Path:
     """Where the content of a directory is: elsewhere if a process died while it replaced it."""
     target = Path(os.path.realpath(directory))
-    aside, before = _beside(target, "aside"), _beside(target, "before")
+    aside, before = _beside(target, "aside"), _beside(Path(os.path.abspath(directory)), "before")
     found = None
     if (target / SAVED).is_dir():
         found = target / SAVED
@@ -177,7 +187,8 @@ def rewriting(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
     Gives the directory where it is kept.
     """
-    target = Path(os.path.realpath(directory))
+    # Not where a link leads: what a link has as its content is somebody else's to delete.
+    target = Path(os.path.abspath(directory))
     recover(target)
     before = _beside(target, "before")
     if target.is_dir():
@@ -248,6 +259,6 @@ def _escaped(name: str) -> str:
 
 def _discard(path: Path) -> None:
     try:
-        files.remove_tree(path)
+        (files.remove if path.is_symlink() else files.remove_tree)(path)
     except OSError as error:
         warn(f"{path} could not be deleted ({error.strerror}); it is not needed any more")

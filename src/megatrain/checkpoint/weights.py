@@ -88,7 +88,7 @@ def _load_by_model(model: torch.nn.Module, directory: Path) -> None:
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
     """The safetensors files of a directory, with the shapes of their tensors."""
-    files = sorted(directory.glob("model*.safetensors"))
+    files = sorted(path for path in directory.glob("model*.safetensors") if path.is_file())
     if not files:
         if adapters.found_in(directory):
             raise CheckpointError(
@@ -96,7 +96,7 @@ def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]
             )
         raise CheckpointError(f"{directory} holds no model*.safetensors; it is not a complete checkpoint.")
     if (directory / INDEX).exists():
-        listed = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
+        listed = _indexed(directory / INDEX)
         absent = sorted(listed - {path.name for path in files})
         if absent:
             raise CheckpointError(
@@ -104,6 +104,15 @@ def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]
             )
         files = [path for path in files if path.name in listed]
     return [(path, _shapes(path)) for path in files]
+
+
+def _indexed(index: Path) -> set[str]:
+    """The shards that an index names."""
+    try:
+        named = json.loads(index.read_bytes())["weight_map"].values()
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as cause:
+        raise CheckpointError(f"{index} is damaged: {cause!r}.") from cause
+    return {str(name) for name in named}
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,9 @@ from megatrain import files
 from megatrain.checkpoint import manifest, replace, states, weights
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce
+
+_one_at_a_time = threading.RLock()
+"""Two threads that save into one directory would write into each other's files."""
 
 
 def save(
@@ -21,8 +25,7 @@ def save(
 ) -> None:
     """At every moment the directory, or what `replace.find` finds for it, holds a whole save: the old one or this."""
     stopwatch = files.Stopwatch()
-    replacement = replace.Replacement(directory)
-    try:
+    with _one_at_a_time, replace.replacing(directory) as replacement:
         weights.save_model(model, host_state, replacement.fresh)
         if optimizer is not None:
             states.save_optimizer(model, optimizer, replacement.fresh)
@@ -34,10 +37,16 @@ def save(
         else:
             nbytes = states.seal(model, optimizer, replacement.fresh, listed, replacement.target)
         replacement.commit()
-    except BaseException:
-        replacement.abandon()
-        raise
     announce(stopwatch.report(replacement.target.name, nbytes))
+
+
+def _forked() -> None:
+    """A thread that was saving is not in the child, and would never give the lock back."""
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: Optimizer | None) -> None:

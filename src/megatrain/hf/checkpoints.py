@@ -43,6 +43,19 @@ class Checkpoints:
             state_dict = weights.without_aliases(self.engine.host_state_dict())
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As ever, and on the disk when it returns. A checkpoint is synced as a whole when it is sealed."""
+        if not self.engine.closed:
+            self.engine.ready_to_save()
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        directory = Path(output_dir or self.args.output_dir)
+        if not _internal_call and directory.is_dir():
+            for path in directory.iterdir():
+                if path.is_file() and not path.is_symlink():
+                    files.sync(path)
+            files.sync_directory(directory)
+            files.sync_names(directory)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As ever, then the manifest, and only then are older checkpoints deleted: one complete one is always there.
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,37 @@ def test_a_step_that_was_half_done_is_not_saved(tmp_path: Path) -> None:
         optimizer.step() or engine.save(tmp_path / "one", optimizer)
     assert list(tmp_path.iterdir()) == []
     engine.close()
+
+
+def test_two_threads_save_into_one_directory(tmp_path: Path) -> None:
+    """One after the other: each would delete what the other has begun."""
+    engine = mt.Engine(small.llama(), device="cpu")
+    optimizer = engine.optimizer()
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(engine.save, tmp_path / "one", optimizer) for _ in range(8)]:
+            done.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert manifest.verify(tmp_path / "one")["sequence"] == 8
+
+
+def test_a_model_that_a_trainer_saves_is_on_the_disk(tmp_path: Path) -> None:
+    trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path / "out"), train_dataset=small.rows())
+    synced = set()
+    with files.watching(lambda operation, path: synced.add(path) if operation.startswith("sync") else None):
+        trainer.save_model(str(tmp_path / "model"))
+    assert {*(tmp_path / "model").iterdir(), tmp_path / "model", tmp_path} <= synced
+    trainer.engine.close()
+    trainer.save_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', "[" * 100_000, '{"weight_map": {"a": ["b"]}}'])
+def test_a_damaged_index_of_weights_alone(tmp_path: Path, text: str) -> None:
+    model = small.llama()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    engine = mt.Engine(model, device="cpu")
+    with pytest.raises(CheckpointError, match=r"index"):
+        engine.load(tmp_path)
 
 
 # ---- the order of sealing

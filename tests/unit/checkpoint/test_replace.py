@@ -34,15 +34,11 @@ def content(directory: Path) -> Saved:
 
 def save(directory: Path | str, saved: Saved = NEW) -> list[str]:
     """As `Engine.save` does it; the names of what was listed."""
-    replacement = replace.Replacement(directory)
-    try:
+    with replace.replacing(directory) as replacement:
         put(replacement.fresh, saved)
         listed = replacement.carry()
         files.sync_tree(replacement.fresh, listed)
         replacement.commit()
-    except BaseException:
-        replacement.abandon()
-        raise
     return [path.relative_to(replacement.fresh).as_posix() for path in listed]
 
 
@@ -145,21 +141,20 @@ def test_killed_at_every_operation(target: Path, obstacles: str) -> None:
 @pytest.mark.parametrize("operation", ["make", "sync", "sync_directory", "rename", "link", "remove_tree"])
 def test_a_failure_leaves_the_old_or_the_new(target: Path, operation: str) -> None:
     for number in range(100):
-        left = [number]
+        seen: list[str] = []
 
-        def fails(found: str, path: Path, left: list[int] = left) -> None:
-            left[0] -= found == operation
-            if left[0] < 0:
-                left[0] = 1000
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        def fails(found: str, path: Path, seen: list[str] = seen, number: int = number) -> None:
+            if found == operation:
+                seen.append(found)
+                if len(seen) == number + 1:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         try:
             with files.watching(fails):
                 save(target)
         except OSError:
-            found = content(replace.find(target))
-            assert found in (OLD | FOREIGN, NEW | FOREIGN), number
-        if left[0] < 1000:
+            assert content(replace.find(target)) in (OLD | FOREIGN, NEW | FOREIGN), number
+        if len(seen) <= number:
             break
         save(target, OLD)
     assert number > 0
@@ -313,6 +308,17 @@ def test_rewritten_under_its_name(tmp_path: Path) -> None:
         if not killed:
             break
     assert not killed
+
+
+def test_a_linked_checkpoint_is_rewritten(tmp_path: Path) -> None:
+    """What the link leads to is left as it is."""
+    sealed(tmp_path / "elsewhere" / "one", "old")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "one").symlink_to(tmp_path / "elsewhere" / "one")
+    rewrite(tmp_path / "out" / "one", "new")
+    assert not (tmp_path / "out" / "one").is_symlink()
+    assert os.listdir(tmp_path / "out") == ["one"]
+    assert [(tmp_path / where / "one" / "weights").read_text() for where in ("out", "elsewhere")] == ["new", "old"]
 
 
 def test_a_failed_rewrite_brings_the_old_back(tmp_path: Path) -> None:
