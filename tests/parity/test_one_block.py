@@ -154,6 +154,22 @@ def test_gradient_penalty():
     play(nn.Linear(WIDTH, WIDTH), scenario)
 
 
+def test_sparse_gradients():
+    model = nn.Embedding(5, WIDTH, sparse=True)
+    plain = deepcopy(model)
+    rows = torch.tensor([1, 1, 3])
+    with adopted(model):
+        for _ in range(2):
+            model(rows).square().sum().backward()
+            plain(rows).square().sum().backward()
+        assert torch.equal(model.weight.grad + 0, plain.weight.grad.to_dense())
+
+
+def test_a_lazy_module_is_refused_by_name():
+    with pytest.raises(mt.errors.UnsupportedModel, match=r"0\.weight has no shape yet"):
+        mt.Engine(nn.Sequential(nn.LazyLinear(2)), device="cpu")
+
+
 def test_two_backwards_through_one_graph():
     def scenario(model: nn.Module) -> list[Tensor]:
         loss = model(torch.randn(3, WIDTH)).square().sum()

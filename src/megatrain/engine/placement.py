@@ -90,6 +90,7 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
     announce(
         f"{type(model).__name__} has no repeated layers, so it is one block: "
         + ("it stays on the GPU" if stays else "its weights are read where its forward uses them")
+        + ("; compile=True has no effect" if settings.compile else "")
     )
     return replace(settings, resident=("*",)) if stays else settings
 

@@ -105,7 +105,8 @@ class Engine:
             self._lanes.close()
             self.relief.let_go()
             raise
-        disable_checkpointing(model)
+        if self.blocks:
+            disable_checkpointing(model)
         compiled = Compiled() if self.settings.compile else None
         for found_block in self._adoption.blocks:
             found_block.compiled = compiled if found_block.layer else None

@@ -179,6 +179,8 @@ class Step:
                     "call backward() before or after the window."
                 )
             self._updates.refuse_late(slab)
+            # An embedding with sparse=True gives rows; sums and updates are of whole parameters.
+            gradients = {index: g if g.layout is torch.strided else g.to_dense() for index, g in gradients.items()}
             (self._sums or self._drain).collect(slab, place, gradients)
 
     def finished(self, block: Block) -> None:

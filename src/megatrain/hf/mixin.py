@@ -30,6 +30,8 @@ from megatrain.hf.optimizers import Optimizing
 from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import Pace, StepLines
 from megatrain.hf.recovery import RamStop
+from megatrain.model import hooks
+from megatrain.model.blocks import has_layers
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
@@ -70,9 +72,6 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         if args.torch_compile:
             # The engine compiles its blocks; compiling the whole model around them would only break the graph.
             args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
-        if args.gradient_checkpointing:
-            args.gradient_checkpointing = False
-            announce("gradient_checkpointing=True is not needed: every block already recomputes its forward")
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
@@ -101,6 +100,15 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
 
     def _attach(self) -> None:
         """Give the model an engine, or take the one it has (a second Trainer on the same model)."""
+        self._find_engine()
+        if self.engine.blocks and self.args.gradient_checkpointing:
+            self.args.gradient_checkpointing = False
+            announce("gradient_checkpointing=True is not needed: every block already recomputes its forward")
+        if not self.engine.blocks and self.args.bf16:
+            # One block computes as the model of a stock Trainer does: FP32 weights, under autocast.
+            self.accelerator.state._mixed_precision, self.accelerator.native_amp = "bf16", True
+
+    def _find_engine(self) -> None:
         choice = self._choose()
         present = engine_of(self.model)
         if present is not None and not present.closed:
@@ -111,7 +119,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                     f"engine that keeps them in {present.settings.moment_width}; close it, or choose an optim without "
                     "a width."
                 )
-            if self.args.bf16 and present.precision == "fp32":
+            if self.args.bf16 and present.precision == "fp32" and present.blocks:
                 announce(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
             return
         asked = settings_module.current()
@@ -122,7 +130,8 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                 "set use_cpu=True there, or leave device out."
             )
         # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
-        precision = "bf16" if self.args.bf16 and asked.precision != "bf16-sr" else asked.precision
+        streams = self.args.bf16 and has_layers(self.model, hooks.load())
+        precision = "bf16" if streams and asked.precision != "bf16-sr" else asked.precision
         width = choice.width
         if width is not None and asked.optimizer_compression and asked.moment_width != width:
             raise SettingsError(

@@ -52,6 +52,11 @@ def find_blocks(model: torch.nn.Module, hooks: Hooks) -> list[Found]:
     return list(_walk("", model, blocks, set()))
 
 
+def has_layers(model: torch.nn.Module, hooks: Hooks) -> bool:
+    """Whether a model has repeated layers; one without them is one block."""
+    return bool(_layers(model, hooks))
+
+
 def _layers(model: torch.nn.Module, hooks: Hooks) -> list[tuple[str, torch.nn.Module]]:
     modules = list(model.named_modules())
     marked = _outermost([(n, m) for n, m in modules if isinstance(m, hooks.layer) and _owns(m)])
@@ -118,6 +123,10 @@ def _check_parameters(model: torch.nn.Module) -> None:
     if not parameters:
         raise NothingToStream(f"{type(model).__name__} has no parameters, so there is nothing to train.")
     for name, parameter in parameters:
+        if isinstance(parameter, torch.nn.UninitializedParameter):
+            raise UnsupportedModel(
+                f"parameter {name} has no shape yet (a lazy module); run the model once before attaching an engine."
+            )
         if parameter.device.type == "meta":
             raise UnsupportedModel(
                 f"parameter {name} is on the meta device: its weights were never loaded; load or initialise the "

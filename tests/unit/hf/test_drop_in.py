@@ -74,6 +74,47 @@ def test_a_model_without_repeated_layers_trains_as_in_stock(tmp_path: Path, accu
     assert_equal_runs(*runs)
 
 
+@pytest.mark.parametrize("init", [False, True], ids=["model", "model_init"])
+def test_bf16_is_autocast_for_one_block(tmp_path: Path, init: bool) -> None:
+    """Its inputs may be FP32, and arithmetic outside modules too: BF16 weights would change or fail it."""
+    runs = []
+    for kind in TRAINERS:
+        model: dict[str, Any] = {"model_init": Wave} if init else {"model": Wave()}
+        trainer = kind(args=arguments(tmp_path, bf16=True, max_steps=4), train_dataset=points(), **model)
+        trainer.train()
+        assert trainer.model.out.weight.dtype == torch.float32
+        runs.append(trainer)
+    assert_equal_runs(*runs)
+
+
+class Checkpointed(transformers.PreTrainedModel):
+    """One layer, so one block, which keeps its activations unless the model recomputes them itself."""
+
+    config_class = transformers.PretrainedConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.wave, self.gradient_checkpointing, self.runs = Wave(), False, 0
+        self.post_init()
+
+    def once(self, *inputs: torch.Tensor) -> Any:
+        self.runs += 1
+        return self.wave(*inputs)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.once, x, labels)
+        return self.once(x, labels)
+
+
+def test_one_block_keeps_its_gradient_checkpointing(tmp_path: Path) -> None:
+    args = arguments(tmp_path, gradient_checkpointing=True, max_steps=3, save_strategy="no")
+    trainer = mt.Trainer(model=Checkpointed(transformers.PretrainedConfig()), args=args, train_dataset=points())
+    trainer.train()
+    assert trainer.model.runs == 6
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_stock_and_ours_resume_each_others_checkpoints(tmp_path: Path, kind: type) -> None:
     """Also a buffer whose shape is the class's own business: its `load_state_dict` is asked, as by stock."""
