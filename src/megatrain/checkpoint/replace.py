@@ -127,11 +127,18 @@ def _take_over(old: Path, new: Path, written: set[str]) -> None:
             if path not in written and not OWN.fullmatch(path):
                 _take_over_file(old / path, new / path)
         for name in folders:
-            if name not in links and not (new / inside / name).exists():
-                files.make_directory(new / inside / name, like=Path(folder, name))
+            # Of our own folder nothing is left but what others put there.
+            if name not in links and (inside / name).as_posix() != manifest.FOLDER:
+                _make_like(old / inside / name, new / inside / name)
+
+
+def _make_like(source: Path, target: Path) -> None:
+    if not target.exists():
+        files.make_directory(target, like=source)
 
 
 def _take_over_file(source: Path, target: Path) -> None:
+    _make_like(source.parent, target.parent)
     if os.path.lexists(target):
         there, status = target.lstat(), source.lstat()
         if there.st_ino == status.st_ino or there.st_mtime_ns >= status.st_mtime_ns:
@@ -146,7 +153,15 @@ def _must_stay(target: Path) -> bool:
         here = Path.cwd()
         if target in (here, *here.parents):
             return True
-    return target.is_mount() or not os.access(target.parent, os.W_OK | os.X_OK)
+    return _is_mounted(target) or not os.access(target.parent, os.W_OK | os.X_OK)
+
+
+def _is_mounted(target: Path) -> bool:
+    """`Path.is_mount` does not see that a directory of the same file system is mounted there."""
+    name = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", str(target))
+    mounts = Path("/proc/self/mountinfo")
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    return target.is_mount() or any(line.split()[4] == name for line in lines)
 
 
 def find(directory: str | os.PathLike[str]) -> Path:
@@ -231,6 +246,8 @@ def _install(target: Path) -> None:
         files.remove(temporary)
         files.link_or_copy(saved / name, temporary)
         files.rename(temporary, place)
+    if not any((target / manifest.FOLDER).glob("*")):
+        files.remove_tree(target / manifest.FOLDER)
     files.sync_tree(target, [])
     done = target / f".{target.name}.megatrain-saving-{os.getpid()}"
     files.rename(saved, done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -195,6 +196,45 @@ def test_links_and_directories_and_pipes_of_others(target: Path, tmp_path: Path)
     }  # fmt: skip
     assert (target / "empty").stat().st_mode & 0o777 == 0o700
     assert (target / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_an_empty_folder_of_ours_goes(tmp_path: Path, stays: bool) -> None:
+    target = tmp_path / "target"
+    with files.watching(no_rename if stays else nothing):
+        save(target, NEW)
+        save(target, OLD)
+    assert content(target) == OLD
+    assert not (target / "megatrain").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_directory_that_is_mounted_from_the_same_file_system(target: Path, tmp_path: Path) -> None:
+    """In a child with mounts of its own. Neither its device nor its inode shows that it is mounted."""
+    place = tmp_path / "mounted here"
+    place.mkdir()
+    child = os.fork()
+    if child == 0:
+        libc, code = ctypes.CDLL(None, use_errno=True), 3
+        try:
+            new_namespace, private, bind = 0x20000, 0x44000, 0x1000
+            if (
+                libc.unshare(new_namespace)
+                or libc.mount(None, b"/", None, private, None)
+                or libc.mount(bytes(target), bytes(place), None, bind, None)
+            ):
+                code = 2
+            else:
+                save(place)
+                code = 0 if content(place) == NEW | FOREIGN else 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 2:
+        pytest.skip("nothing can be mounted here")
+    assert code == 0
+    assert content(target) == NEW | FOREIGN
+    assert sorted(os.listdir(tmp_path)) == ["mounted here", "out"]
 
 
 def test_permissions_stay(target: Path) -> None:
