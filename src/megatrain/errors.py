@@ -75,8 +75,12 @@ class NonFiniteGradients(MegaTrainError):
     """Too many steps in a row had an infinite or NaN gradient norm."""
 
 
-class CheckpointError(MegaTrainError):
-    """A checkpoint is incomplete, damaged, or of another model."""
+class CheckpointError(MegaTrainError, ValueError):
+    """A checkpoint is incomplete, damaged, of another model, or could not be written."""
+
+
+class DirectoryInUse(MegaTrainError):
+    """Another process writes its checkpoints into this directory."""
 
 
 class LaneFailed(MegaTrainError):

@@ -139,7 +139,12 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
     """Whether it has the keys that are read, with values of the right kind."""
     wanted: dict[str, Callable[[Any], bool]] = {"files": _are_files, "steps": _are_steps, "groups": _are_groups}
     wanted |= {"sequence": _is_count} if manifest["format"] == FORMAT else {}
-    optional: dict[str, Callable[[Any], bool]] = {"optimizer": _is_text, "residuals": _are_texts}
+    optional: dict[str, Callable[[Any], bool]] = {
+        "optimizer": _is_text,
+        "residuals": _are_texts,
+        "nonfinite": _are_texts,
+        "weights_only": _is_bool,
+    }
     wanted |= {key: fits for key, fits in optional.items() if key in manifest}
     for key, fits in wanted.items():
         if key not in manifest:
@@ -150,6 +155,10 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MOST
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_text(value: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,14 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from megatrain import files
-from megatrain.checkpoint import manifest, shards
-from megatrain.errors import CheckpointError
+from megatrain.checkpoint import finite, manifest, shards
+from megatrain.errors import CheckpointError, MegaTrainError, SettingsError
 from megatrain.native import lossless
 from megatrain.store.parameter import StoreTensor, restore_states, states_of
 from megatrain.telemetry.notices import announce
 
-LARGEST = 3e38
-"""Options are computed with in FP32."""
 SHARDS = "optimizer-*.safetensors"
 SHARD_BYTES = 4 << 30
 """Tensors are gathered into shards of about this size, which is also the extra RAM a save may take."""
@@ -64,8 +62,9 @@ class Optimizer(Protocol):
     width: str
     lossless: bool
     moments: tuple[str, ...]
-    defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
+
+    def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None: ...
 
 
 def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
@@ -91,33 +90,54 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
 
 def seal(
     model: torch.nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     directory: str | os.PathLike[str],
     listed: Collection[Path] | None = None,
     place: Path | None = None,
 ) -> int:
     """Make a checkpoint durable, then write its manifest: from now on it is complete. Its size in bytes.
 
-    `listed` are the files that it consists of (None: all that are in the directory), `place` is where the directory
-    will be. Older checkpoints may be deleted after this, not before.
+    Without an optimizer it holds weights only. It is marked if weights or moments are not finite. `listed` are the
+    files that it consists of (None: all that are in the directory), `place` is where the directory will be. Older
+    checkpoints may be deleted after this, not before.
     """
-    names = _names(model)
-    content = {
-        "optimizer": optimizer.kind,
-        "steps": {name: p.slab.steps[p.segment] for name, p in _parameters(model, optimizer).items()},
-        "residuals": [name for name, p in _parameters(model, optimizer).items() if p.slab.residual is not None],
-        "groups": [
-            {key: value for key, value in group.items() if key != "params"}
-            | {"params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ],
-    }
+    content = _content(model, optimizer) if optimizer is not None else _content_of_weights(model)
+    finite.warn_once(optimizer if optimizer is not None else model, content.get("nonfinite", []))
+    files.make_directory(Path(directory) / manifest.FOLDER)
     if listed is None:
         listed = consists_of(Path(directory))
     files.sync_tree(directory, listed)
     nbytes = manifest.write(Path(directory), listed, content, place)
     files.sync_names(directory)
     return nbytes
+
+
+def _content(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    names, parameters = _names(model), _parameters(model, optimizer)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    marks = finite.nonfinite(parameters.items(), optimizer.moments)
+    try:
+        optimizer.check_groups(groups)
+    except MegaTrainError:
+        # A scheduler may have written it since the last step.
+        marks.append("the options of parameter groups")
+    return {
+        "optimizer": optimizer.kind,
+        "steps": {name: p.slab.steps[p.segment] for name, p in parameters.items()},
+        "residuals": [name for name, p in parameters.items() if p.slab.residual is not None],
+        "groups": groups,
+        **({"nonfinite": marks} if marks else {}),
+    }
+
+
+def _content_of_weights(model: torch.nn.Module) -> dict[str, Any]:
+    trained = [(n, p) for n, p in model.named_parameters() if isinstance(p, StoreTensor) and p.requires_grad]
+    marks = finite.nonfinite(trained)
+    return {"weights_only": True, "steps": {}, "groups": [], **({"nonfinite": marks} if marks else {})}
 
 
 def consists_of(directory: Path) -> list[Path]:
@@ -162,10 +182,10 @@ def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str
             f"the optimizer state in {directory} is of other parameters or groups "
             f"({[len(g['params']) for g in saved['groups']]} per group, not {[len(g) for g in groups]})."
         )
-    for stored in saved["groups"]:
-        for key, default in optimizer.defaults.items():
-            if not _alike(stored.get(key), default):
-                raise CheckpointError(f"{key} is {stored.get(key)!r} in {Path(directory) / manifest.FILE}.")
+    try:
+        optimizer.check_groups(saved["groups"])
+    except (SettingsError, CheckpointError) as wrong:
+        raise CheckpointError(f"{Path(directory) / manifest.FILE}: {wrong}") from wrong
     shards.check(_shard_files(Path(directory), saved), parameters, optimizer.moments, saved.get("residuals"))
     return saved
 
@@ -173,19 +193,6 @@ def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str
 def _shard_files(directory: Path, saved: dict[str, Any]) -> list[Path]:
     """The shards that the manifest names, no others."""
     return sorted(directory / name for name in saved["files"] if Path(name).match(f"{manifest.FOLDER}/{SHARDS}"))
-
-
-def _alike(value: Any, default: Any) -> bool:
-    """Whether an option that was stored is of the kind that the optimizer has."""
-    if isinstance(default, tuple | list):
-        return (
-            isinstance(value, list)
-            and len(value) == len(default)
-            and all(_alike(*pair) for pair in zip(value, default, strict=True))
-        )
-    if isinstance(default, bool) or not isinstance(default, int | float):
-        return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _parameters(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, StoreTensor]:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 
 from megatrain import files
-from megatrain.checkpoint import manifest, replace, states, weights
+from megatrain.checkpoint import finite, manifest, replace, states, weights
 from megatrain.optim.optimizer import Optimizer
-from megatrain.telemetry.notices import announce
+from megatrain.telemetry.notices import announce, warn
 
 _one_at_a_time = threading.RLock()
 """Two threads that save into one directory would write into each other's files."""
@@ -52,7 +52,9 @@ os.register_at_fork(after_in_child=_forked)
 def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: Optimizer | None) -> None:
     found = replace.find(directory)
     if optimizer is not None:
-        manifest.verify(found)
+        fault = finite.fault(manifest.verify(found))
+        if fault is not None:
+            warn(f"loading {directory}, although {fault}")
         states.check_optimizer(model, optimizer, found)
     elif os.path.lexists(found / manifest.FILE):
         manifest.verify(found, states=False)

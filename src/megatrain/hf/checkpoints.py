@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from safetensors import SafetensorError
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain import files
-from megatrain.checkpoint import manifest, replace, states, weights
+from megatrain.checkpoint import lock, manifest, replace, space, states, weights
 from megatrain.engine.session import Engine
-from megatrain.errors import CheckpointError, OutOfRam
+from megatrain.errors import CheckpointError, DirectoryInUse, OutOfRam
 from megatrain.hf import stock
+from megatrain.hf.found import rotate
 from megatrain.hf.recovery import RamStop
+from megatrain.hf.terminate import EvaluationCut, Termination
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
@@ -37,6 +39,9 @@ class Checkpoints:
     callback_handler: Any
     _ram_stop: RamStop
     _own_optimizer: Callable[[], Optimizer]
+    _termination: Termination
+    _failure: tuple[int, str] | None = None
+    """Step and sentence of a save that failed, until one succeeds."""
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
@@ -59,57 +64,120 @@ class Checkpoints:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As ever, then the manifest, and only then are older checkpoints deleted: one complete one is always there.
 
-        What a run that ends for want of RAM leaves is to be resumed, also if only weights were asked for.
+        What a run that is ended early leaves is to be resumed, also if only weights were asked for. If the disk fails,
+        nothing of it is left, and SaveFailed is raised.
         """
-        short, limit = self._ram_stop.reason is not None, self.args.save_total_limit
-        if short and not self._ram_stop.unsaved(self.state.global_step):
+        if self._ending and not self._unsaved:
             # The epoch's end may want it once more; what is complete is not put at risk while RAM is short.
             return
-        resumable = short or not self.args.save_only_model
+        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        best = self.state.best_model_checkpoint
+        try:
+            with locked(run_dir):
+                self._write_checkpoint(model, trial, folder)
+                keep = (folder, self.state.best_model_checkpoint)
+                rotate(run_dir, self.args.save_total_limit, keep)
+        except (DirectoryInUse, OSError, RuntimeError, SafetensorError) as error:
+            reason = str(error) if isinstance(error, DirectoryInUse | _NoRoom) else space.fault_of(error)
+            if reason is None:
+                raise
+            self.state.best_model_checkpoint = best
+            raise SaveFailed(f"{folder} could not be saved: {reason.rstrip('.')}.") from error
+        self._failure = None
+
+    @contextmanager
+    def _output_locked(self, trial: Any) -> Iterator[None]:
+        """While a run lasts that saves. One that does not may share its directory with others."""
+        self._failure = None
+        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        with locked(run_dir) if self.args.save_strategy != "no" else nullcontext():
+            yield
+
+    def _write_checkpoint(self, model: Any, trial: Any, folder: str) -> None:
+        resumable = self._ending or not self.args.save_only_model
+        optimizer = self._own_optimizer() if resumable else None
         self.engine.ready_to_save()
         stopwatch = files.Stopwatch()
-        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = os.path.join(run_dir, name)
+        try:
+            nbytes = space.needed(self.model, self.engine.host_state_dict(), optimizer)
+            space.require(folder, nbytes + (stock.stock_bytes(optimizer) if optimizer is not None else 0))
+        except CheckpointError as error:
+            raise _NoRoom(str(error)) from None
         # It may be there already: of a run before, or of this step (the end of an epoch saves too).
         with replace.rewriting(folder) as before:
-            with changed(self.args, save_total_limit=None, save_only_model=not resumable):
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            listed = replace.carry(before, Path(folder))
-            if resumable:
-                nbytes = states.seal(self.model, self._own_optimizer(), folder, listed)
-                self._ram_stop.sealed = (self.state.global_step, folder)
-            else:
-                nbytes = files.sync_tree(folder, listed)
-                files.sync_names(folder)
-        announce(stopwatch.report(name, nbytes))
-        rotate_checkpoints(
-            output_dir=run_dir,
-            save_total_limit=limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+            try:
+                with changed(self.args, save_total_limit=None, save_only_model=not resumable):
+                    super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                listed = replace.carry(before, Path(folder))
+                nbytes = states.seal(self.model, optimizer, folder, listed)
+            except BaseException:
+                with suppress(OSError):
+                    files.remove_tree(folder)
+                raise
+        if resumable:
+            self._ram_stop.sealed = (self.state.global_step, folder)
+        announce(stopwatch.report(os.path.basename(folder), nbytes))
+
+    @property
+    def _ending(self) -> bool:
+        """Whether the run ends before its last step."""
+        return self._ram_stop.reason is not None or self._termination.requested
+
+    @property
+    def _unsaved(self) -> bool:
+        """Whether what the run has come to can be resumed from no disk yet."""
+        return self._ram_stop.sealed is None or self._ram_stop.sealed[0] != self.state.global_step
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)  # type: ignore[misc]
+        except SaveFailed as failure:
+            self._go_on_after(failure)
+        except EvaluationCut:
+            self.control.should_evaluate = False
+            warn("SIGTERM: the evaluation was left")
         except OutOfRam:
-            self._save_if_short(model, trial)
+            self._save_if_ending(model, trial)
             raise
-        self._save_if_short(model, trial)
+        self._save_if_ending(model, trial)
 
-    def _save_if_short(self, model: Any, trial: Any) -> None:
+    def _save_if_ending(self, model: Any, trial: Any) -> None:
         """An evaluation that finds nothing better takes back that a checkpoint is wanted (save_strategy="best")."""
-        if self._ram_stop.unsaved(self.state.global_step):
-            self._save_checkpoint(model, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        if not self._ending:
+            return
+        self.control.should_training_stop = True
+        failed_here = self._failure is not None and self._failure[0] == self.state.global_step
+        if self._unsaved and not failed_here:
+            try:
+                self._save_checkpoint(model, trial)
+            except SaveFailed as failure:
+                self._go_on_after(failure)
+            else:
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _go_on_after(self, failure: SaveFailed) -> None:
+        self._failure = (self.state.global_step, str(failure))
+        # Nobody is told that it was saved, so nobody takes this back.
+        self.control.should_save = False
+        rest = "" if self._ending else "; training goes on, and the next save tries again"
+        warn(f"{str(failure).rstrip('.')}{rest}")
+
+    def _check_last_save(self) -> None:
+        """Raise if the last checkpoint of a run could not be saved: the process must not end as if all were well."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(
+                f"the run has ended after step {self.state.global_step}, but its last checkpoint is missing: "
+                f"{failure[1]} The trained weights are in memory: make room, then call save_model()."
+            )
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # With save_total_limit=1 all checkpoints but the best are deleted here.
-        short = self._ram_stop.reason is not None
-        with changed(self.args, save_total_limit=None) if short else nullcontext():
+        unfinished = self._ending or self._failure is not None
+        with changed(self.args, save_total_limit=None) if unfinished else nullcontext():
             return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -151,30 +219,29 @@ class Checkpoints:
         weights.load_model(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        weights.load_model(self.model, self.state.best_model_checkpoint)
+        best = self.state.best_model_checkpoint
+        if not os.path.isdir(best):
+            warn(f"the best model was in {best}, which is gone: the model stays as the last step left it")
+            return
+        weights.load_model(self.model, best)
 
 
-def last_complete(output_dir: str) -> str:
-    """The newest checkpoint that was written to its end; incomplete ones are skipped, announced."""
-    numbered = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
-    found = sorted(filter(numbered.fullmatch, replace.names(output_dir)), key=lambda name: int(name.split("-")[-1]))
-    for name in reversed(found):
-        try:
-            path = replace.find(Path(output_dir) / name)
-            if not is_stock(path):
-                manifest.verify(path)
-        except (CheckpointError, OSError) as reason:
-            warn(f"{name} was skipped: {reason}")
-        else:
-            return str(path)
-    raise CheckpointError(
-        f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint ({len(found)} incomplete)."
-    )
+class SaveFailed(CheckpointError):
+    """A checkpoint could not be written; nothing of it is left, and older ones are as they were."""
 
 
-def is_stock(path: Path) -> bool:
-    """Whether a stock Trainer wrote this checkpoint."""
-    return not (path / manifest.FOLDER).exists() and (path / stock.FILE).exists()
+class _NoRoom(CheckpointError):
+    """Nothing was written."""
+
+
+@contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """Nobody else writes checkpoints there meanwhile."""
+    release = lock.acquire(directory)
+    try:
+        yield
+    finally:
+        release()
 
 
 @contextmanager

@@ -16,13 +16,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from megatrain import settings as settings_module
-from megatrain.checkpoint import manifest, replace
+from megatrain.checkpoint import replace
 from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
 from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.callbacks import Handler
-from megatrain.hf.checkpoints import Checkpoints, changed, is_stock, last_complete
+from megatrain.hf.checkpoints import Checkpoints, changed
+from megatrain.hf.found import last_complete, require_resumable
 from megatrain.hf.given import Given
 from megatrain.hf.labels import LabelCount
 from megatrain.hf.microbatches import MicroBatches
@@ -30,6 +31,7 @@ from megatrain.hf.optimizers import Optimizing
 from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import Pace, StepLines
 from megatrain.hf.recovery import RamStop
+from megatrain.hf.terminate import Termination
 from megatrain.model import hooks
 from megatrain.model.blocks import has_layers
 from megatrain.optim.optimizer import Optimizer
@@ -52,7 +54,8 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         self._attach_with_optimizer()
         self._ram_stop = RamStop(lambda: self.engine)
         self._label_count = LabelCount(self)
-        own = (StepLines(self), Pace(self), self._label_count, self._ram_stop)
+        self._termination = Termination(lambda: self.is_in_train)  # type: ignore[attr-defined]
+        own = (StepLines(self), Pace(self), self._label_count, self._ram_stop, self._termination)
         self.callback_handler = Handler(self.callback_handler, own)
 
     # ---- set-up
@@ -167,21 +170,26 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
     # ---- a step
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete(self.args.output_dir)
-        elif resume_from_checkpoint:
-            resume_from_checkpoint = str(replace.find(resume_from_checkpoint))
-            if not is_stock(Path(resume_from_checkpoint)):
-                manifest.verify(resume_from_checkpoint)
+        trial = args[0] if args else kwargs.get("trial")
+        with self._termination.listening(), self._output_locked(trial):
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = last_complete(self.args.output_dir)
+            elif resume_from_checkpoint:
+                resume_from_checkpoint = str(replace.find(resume_from_checkpoint))
+                require_resumable(Path(resume_from_checkpoint))
+            result = self._train(resume_from_checkpoint, *args, **kwargs)
+        self._ram_stop.check()
+        self._check_last_save()
+        return result
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.relief.hold_to_plan()
         try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             # Whatever comes now (generating, say) was not planned.
             if hasattr(self, "engine"):
                 self.engine.relief.hold_to_plan(False)
-        self._ram_stop.check()
-        return result
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.relief.hold_to_plan(False)

@@ -272,7 +272,7 @@ def _rule_of(rule: type[Rule], group: Mapping[str, Any], where: str) -> Rule:
             raise _wrong(where, name, value, "two numbers")
         if not all(_is_number(item) for item in listed):
             raise _wrong(where, name, value, "a number")
-        values[name] = floats = tuple(float(item) for item in listed)
+        values[name] = floats = tuple(_float(item) for item in listed)
         if name != "betas":
             values[name] = floats[0]
             if not 0.0 <= floats[0] < math.inf:
@@ -292,6 +292,13 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _wrong(where: str, name: str, value: Any, wanted: str) -> SettingsError:

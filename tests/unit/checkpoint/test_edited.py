@@ -91,12 +91,12 @@ CHANGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a step too many": (lambda m: m["steps"].update(more=1), "other parameters"),
     "another group": (lambda m: m["groups"][0]["params"].pop(), "other parameters"),
     "another kind": (lambda m: m.update(optimizer="lion"), "is of lion"),
-    "no lr": (lambda m: m["groups"][0].pop("lr"), "lr is None"),
-    "lr a text": (lambda m: m["groups"][0].update(lr="0.1"), "lr is '0.1'"),
-    "lr not a number": (lambda m: m["groups"][0].update(lr=float("nan")), "lr is nan"),
-    "lr huge": (lambda m: m["groups"][0].update(lr=10**400), "lr is 1000"),
-    "one beta": (lambda m: m["groups"][0].update(betas=[0.9]), r"betas is \[0.9\]"),
-    "betas of text": (lambda m: m["groups"][0].update(betas=["a", "b"]), "betas is"),
+    "no lr": (lambda m: m["groups"][0].pop("lr"), "has no lr in its groups"),
+    "lr a text": (lambda m: m["groups"][0].update(lr="0.1"), "lr='0.1', which must be a number"),
+    "lr not a number": (lambda m: m["groups"][0].update(lr=float("nan")), "lr=nan, which must be finite"),
+    "lr huge": (lambda m: m["groups"][0].update(lr=10**400), "lr=1000"),
+    "one beta": (lambda m: m["groups"][0].update(betas=[0.9]), "two numbers"),
+    "betas of text": (lambda m: m["groups"][0].update(betas=["a", "b"]), "must be a number"),
     "no shards": (lambda m: m["files"].pop(SHARD), "no shard holds"),
 }
 

@@ -16,7 +16,7 @@ from tests import small
 import megatrain as mt
 from megatrain.errors import OutOfRam
 from megatrain.hardware.watch import SHORT
-from megatrain.hf.checkpoints import last_complete
+from megatrain.hf.found import last_complete
 
 
 class Fails:

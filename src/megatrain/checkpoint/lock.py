@@ -1,0 +1,121 @@
+"""One process at a time writes checkpoints into a directory.
+
+The lock is `flock` on a file in it: it goes away with the process, however that ends. A process can take it several
+times. A forked child closes its copy: else it would keep the lock when its parent is killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain import files
+from megatrain.errors import DirectoryInUse
+from megatrain.telemetry.notices import warn
+
+FILE = "_megatrain.lock"
+"""Trainers do not upload names that begin with an underscore."""
+UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+@dataclass
+class _Held:
+    descriptor: int
+    count: int = 1
+
+
+_held: dict[Path, _Held] = {}
+_guard = threading.Lock()
+
+
+def acquire(directory: str | os.PathLike[str]) -> Callable[[], None]:
+    """Take the lock of a directory; call what is returned, once, to give it back. DirectoryInUse if it is taken."""
+    files.make_directory(directory)
+    path = Path(os.path.realpath(directory)) / FILE
+    with _guard:
+        if path in _held:
+            _held[path].count += 1
+        else:
+            descriptor = _locked(path)
+            if descriptor is None:
+                return lambda: None
+            _held[path] = _Held(descriptor)
+    owner = os.getpid()
+    return lambda: _release(path) if os.getpid() == owner else None
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that holds the lock; None where it cannot be locked."""
+    while True:
+        descriptor = -1
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_there(path, descriptor):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+                return descriptor
+        except BlockingIOError:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise DirectoryInUse(
+                f"another process{holder} trains in {path.parent}, and the two would delete each other's checkpoints; "
+                "use another output_dir, or end that process first. Nothing was changed."
+            ) from None
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if error.errno not in UNSUPPORTED | FORBIDDEN:
+                raise
+            warn(
+                f"{path.parent} cannot be locked ({error.strerror}): make sure that no other process trains with this "
+                "output_dir"
+            )
+            return None
+        # Its last holder deleted the file after it was opened here.
+        os.close(descriptor)
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds the lock, as it wrote itself down."""
+    text = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
+    return f" (pid {text})" if text else ""
+
+
+def _release(path: Path) -> None:
+    with _guard:
+        held = _held[path]
+        held.count -= 1
+        if held.count:
+            return
+        del _held[path]
+        # While it is still locked: whoever opens it meanwhile sees that it is gone, and makes a new one.
+        with suppress(OSError):
+            files.remove(path)
+        os.close(held.descriptor)
+
+
+def _forget() -> None:
+    """In a forked child: the parent keeps the lock, and nobody else does."""
+    global _guard
+    _guard = threading.Lock()
+    for held in _held.values():
+        os.close(held.descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,65 @@
+"""Room on the disk: what a checkpoint takes, whether it is there, and which errors mean that it was not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from megatrain import files
+from megatrain.checkpoint import adapters, states
+from megatrain.errors import CheckpointError
+from megatrain.store.export import ExportTensor
+from megatrain.store.parameter import StoreTensor, states_of
+
+SLACK = 1 << 20
+"""For configs, tokenizers and headers; and a hundredth."""
+CODED = 0.5
+"""The least that a moment coded without loss may take: what does not fit then is seen while it is written."""
+
+
+def needed(model: Any, state: Mapping[str, Any], optimizer: states.Optimizer | None) -> int:
+    """The bytes that a checkpoint will have: weights in the dtype saved, and the optimizer's state."""
+    if getattr(model, "peft_config", None):
+        state = {str(number): ExportTensor.of(target) for number, target in enumerate(adapters.targets(model))}
+    tensors = {
+        (value.data_ptr(), value.shape): value.numel() * value.element_size()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    }
+    total = sum(tensors.values())
+    if optimizer is not None:
+        total += sum(_state_bytes(p, optimizer) for group in optimizer.param_groups for p in group["params"])
+    return total + total // 100 + SLACK
+
+
+def _state_bytes(parameter: StoreTensor, optimizer: states.Optimizer) -> int:
+    kept = states_of(parameter, optimizer.moments).values()
+    coded = sum(tensor.nbytes for tensor in kept if optimizer.lossless and tensor.dtype == torch.float32)
+    return sum(tensor.nbytes for tensor in kept) - int(coded * (1 - CODED))
+
+
+def require(directory: str | os.PathLike[str], nbytes: int) -> None:
+    """Raise unless there is room. What the new checkpoint replaces is deleted only after it is complete."""
+    free = files.free_bytes(directory)
+    if free < nbytes:
+        raise CheckpointError(
+            f"it takes about {nbytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free where {directory} is."
+        )
+
+
+def fault_of(error: BaseException) -> str | None:
+    """What the disk said, if it was the disk that failed; None: something else is wrong."""
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror or error}{where}"
+    said = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, SafetensorError) and "(os error " in said:
+        return said.removeprefix("Error while serializing: ")
+    # torch.save has no number of the error.
+    if isinstance(error, RuntimeError) and ("inline_container.cc" in said or "PytorchStreamWriter" in said):
+        return f"torch.save could not write: {said}"
+    return None

@@ -1,0 +1,116 @@
+"""SIGTERM while a Trainer trains: the step is finished, a checkpoint is saved, and the process exits.
+
+A second SIGTERM goes to the handler that was there before, at once. A forked child has that handler from its start:
+loaders and pools end their workers with SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback
+
+from megatrain.telemetry.notices import warn
+
+EXIT = 128 + signal.SIGTERM
+_listening: list[Termination] = []
+_masks = threading.local()
+
+
+class EvaluationCut(Exception):
+    """Leaves an evaluation that runs while a Trainer trains; the run ends."""
+
+
+class Termination(TrainerCallback):
+    """Ends a run at the end of the step in which SIGTERM came, with a checkpoint."""
+
+    def __init__(self, training: Callable[[], bool]) -> None:
+        self._training = training
+        self.requested = False
+        self._previous: Any = None
+        self._owner = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle SIGTERM inside; afterwards pass on one that came. Only the main thread can do that.
+
+        A process that ignores SIGTERM goes on ignoring it, and a handler that was not set by Python stays.
+        """
+        previous = signal.getsignal(signal.SIGTERM)
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or previous is signal.SIG_IGN or previous is None or self._owner == os.getpid():
+            yield
+            return
+        self.requested, self._previous, self._owner = False, previous, os.getpid()
+        _listening.append(self)
+        signal.signal(signal.SIGTERM, self._handle)
+        try:
+            yield
+        finally:
+            _listening.remove(self)
+            # Somebody may have put a handler of their own in its place, which then stays.
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, previous)
+            self._owner = 0
+            came, self.requested = self.requested, False
+        if came:
+            self._pass_on()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested or os.getpid() != self._owner:
+            signal.signal(number, self._previous)
+            if callable(self._previous):
+                self._previous(number, frame)
+            else:
+                os.kill(os.getpid(), number)
+            return
+        self.requested = True
+
+    def _pass_on(self) -> None:
+        if callable(self._previous):
+            self._previous(signal.SIGTERM, None)
+        else:
+            # The exit status of a process that SIGTERM ended, after `finally` blocks and exit handlers have run.
+            raise SystemExit(EXIT)
+
+    # ---- when it is noticed
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.requested:
+            warn(f"SIGTERM: saving a checkpoint after step {state.global_step}, then the run ends")
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.requested:
+            control.should_evaluate = False
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.requested and self._training():
+            raise EvaluationCut
+
+
+def _before_fork() -> None:
+    # A signal that reaches the child before it has its own handler would be lost: it waits.
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _listening else None
+
+
+def _after_fork() -> None:
+    if _masks.before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _in_child() -> None:
+    if _listening:
+        signal.signal(signal.SIGTERM, _listening[0]._previous)
+        _listening.clear()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

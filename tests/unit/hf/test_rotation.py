@@ -1,0 +1,273 @@
+"""Old checkpoints are deleted in the order they were sealed, whatever clocks say; and which one is resumed from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests import small
+
+import megatrain as mt
+from megatrain.checkpoint import manifest
+from megatrain.errors import CheckpointError
+from megatrain.hf.found import last_complete
+
+FUTURE = time.time() + 1e8
+
+
+def made(directory: Path, kind: Any = mt.Trainer, seed: int = 0, **changes: Any) -> Any:
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    return kind(
+        model=small.llama(seed, num_hidden_layers=1),
+        args=small.arguments(directory, **options | changes),
+        train_dataset=small.rows(),
+        eval_dataset=small.rows(4),
+    )
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def age(directory: Path, when: float) -> None:
+    """As a backup is restored, or a clock stepped: every time is another."""
+    for path in [directory, *directory.rglob("*")]:
+        os.utime(path, (when, when))
+
+
+@pytest.mark.parametrize("when", [FUTURE, 0.0], ids=["in the future", "long ago"])
+def test_times_of_files_say_nothing(tmp_path: Path, when: float) -> None:
+    first = made(tmp_path, max_steps=2)
+    first.train()
+    for name in names(tmp_path):
+        age(tmp_path / name, when)
+    again = made(tmp_path, max_steps=4, save_total_limit=2)
+    again.train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    assert last_complete(str(tmp_path)).endswith("checkpoint-4")
+
+
+def test_a_run_from_the_start_beside_higher_steps(tmp_path: Path) -> None:
+    """By number the new ones would be the oldest; the one just sealed is never deleted."""
+    made(tmp_path, max_steps=8, save_steps=4).train()
+    made(tmp_path, max_steps=2, save_total_limit=1).train()
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_backup_that_was_restored_is_as_old_as_it_was(tmp_path: Path) -> None:
+    made(tmp_path, max_steps=1).train()
+    shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "kept")
+    made(tmp_path, max_steps=3, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "kept"]
+    shutil.move(tmp_path / "kept", tmp_path / "checkpoint-1")
+    age(tmp_path / "checkpoint-1", FUTURE)
+    made(tmp_path, max_steps=4, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["whole", "only the model"])
+def test_the_best_one_stays(tmp_path: Path, only: bool) -> None:
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True,
+        "load_best_model_at_end": True, "save_total_limit": 2, "max_steps": 4, "save_only_model": only,
+    }  # fmt: skip
+    trainer = made(tmp_path, **options)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1"), "the loss falls"
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-4"]
+
+
+def test_what_is_not_complete_neither_counts_nor_is_deleted(tmp_path: Path) -> None:
+    made(tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-2" / manifest.FILE).unlink()
+    (tmp_path / "checkpoint-notes").mkdir()
+    made(tmp_path, max_steps=4, save_total_limit=2, save_steps=4).train()
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-notes"]
+    made(tmp_path, max_steps=5, save_total_limit=2, save_steps=5).train()
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-notes"]
+
+
+def test_a_stock_trainers_are_older_than_ours(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    made(tmp_path, transformers.Trainer, max_steps=4, save_steps=2).train()
+    for name in names(tmp_path):
+        age(tmp_path / name, FUTURE)
+    made(tmp_path, max_steps=6, save_steps=2, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+    assert [line for line in said.messages if "which a stock Trainer wrote, was deleted" in line]
+    assert last_complete(str(tmp_path)).endswith("checkpoint-6")
+    # A stock Trainer goes on where ours stopped, and ours after it.
+    made(tmp_path, transformers.Trainer, max_steps=8, save_steps=2).train(resume_from_checkpoint=True)
+    assert last_complete(str(tmp_path)).endswith("checkpoint-8")
+
+
+def test_the_newest_is_the_one_sealed_last(tmp_path: Path) -> None:
+    """Back to step 1 after a spike, and on from there: the steps of before have higher numbers."""
+    made(tmp_path, max_steps=4).train()
+    made(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert last_complete(str(tmp_path)).endswith("checkpoint-2")
+
+
+# ---- checkpoints that hold NaN or infinities
+
+
+def spoil(trainer: Any, at: int, role: str, value: float) -> None:
+    """After the given step a weight or a moment of a layer is not finite."""
+
+    class Spoils(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == at:
+                parameter: Any = trainer.model.model.layers[0].mlp.up_proj.weight
+                slab = parameter.slab
+                slab.overwrite()
+                if role == "weight":
+                    slab.weight[slab.layout.segments[parameter.segment].offset + 3] = value
+                else:
+                    values = slab.moments[role].read(parameter.segment)
+                    values.view(-1)[3] = value
+                    slab.moments[role].write(parameter.segment, values)
+
+    trainer.add_callback(Spoils())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("role", ["weight", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_it_is_marked_and_passed_over(
+    tmp_path: Path, said: pytest.LogCaptureFixture, role: str, value: float, bf16: bool
+) -> None:
+    trainer = made(tmp_path, bf16=bf16, save_total_limit=1, max_steps=3)
+    spoil(trainer, 3, role, value)
+    trainer.train()
+    name = "model.layers.0.mlp.up_proj.weight" + ("" if role == "weight" else f"/{role}")
+    assert manifest.read(tmp_path / "checkpoint-3")["nonfinite"] == [name]
+    assert "nonfinite" not in manifest.read(tmp_path / "checkpoint-2")
+    assert sum(f"NaN or infinite values in {name}" in line for line in said.messages) == 1
+    assert last_complete(str(tmp_path)).endswith("checkpoint-2"), "it did not push out the good one"
+    assert any(f"checkpoint-3 was skipped: it holds NaN or infinite values in {name}" in x for x in said.messages)
+    said.clear()
+    # Named, it is loaded as it is, with a warning.
+    again = made(tmp_path, bf16=bf16, seed=1)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert any("since it was named" in line for line in said.messages)
+
+
+@pytest.mark.parametrize("width", ["bf16", "8bit", "4bit"])
+@pytest.mark.parametrize("role", ["exp_avg", "exp_avg_sq"])
+def test_moments_of_every_width(tmp_path: Path, width: str, role: str) -> None:
+    mt.init(optimizer_compression=width)
+    trainer = mt.Trainer(
+        model=small.llama(num_hidden_layers=1, hidden_size=64, intermediate_size=64),
+        args=small.arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1),
+        train_dataset=small.rows(),
+    )
+    spoil(trainer, 2, role, float("inf"))
+    trainer.train()
+    assert "nonfinite" not in manifest.read(tmp_path / "checkpoint-1")
+    assert manifest.read(tmp_path / "checkpoint-2")["nonfinite"] == [f"model.layers.0.mlp.up_proj.weight/{role}"]
+
+
+def test_marked_ones_are_limited_among_themselves(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    trainer = made(tmp_path, max_steps=6, save_total_limit=2)
+    spoil(trainer, 3, "exp_avg_sq", float("inf"))
+    trainer.train()
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 2, 5, 6)]
+    assert sum("NaN or infinite values in" in line for line in said.messages) == 1, "once, not at each save"
+
+
+def test_infinities_of_buffers_and_frozen_weights_are_nobodys_business(tmp_path: Path) -> None:
+    model = small.llama(num_hidden_layers=1)
+    model.register_buffer("mask", torch.full((4,), -float("inf")))
+    with torch.no_grad():
+        # Of a token that does not occur.
+        model.model.embed_tokens.weight.requires_grad_(False)[0] = -float("inf")
+    trainer = mt.Trainer(
+        model=model, args=small.arguments(tmp_path, max_steps=1, save_strategy="steps"), train_dataset=small.rows()
+    )
+    trainer.train()
+    assert "nonfinite" not in manifest.read(tmp_path / "checkpoint-1")
+
+
+def test_a_scheduler_that_wrote_nan_marks_too(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=3, save_total_limit=1)
+
+    class Spoils(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer.optimizer.param_groups[0]["lr"] = float("nan")
+
+    trainer.add_callback(Spoils())
+    with pytest.raises(mt.errors.SettingsError, match="parameter group 0 has lr=nan"):
+        trainer.train()
+    assert last_complete(str(tmp_path)).endswith("checkpoint-1")
+    with pytest.raises(CheckpointError, match="lr=nan"):
+        made(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_an_engine_marks_and_says_it(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    model = small.llama(num_hidden_layers=1)
+    engine = mt.Engine(model, device="cpu")
+    optimizer = engine.optimizer()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    engine.save(tmp_path, optimizer)
+    assert manifest.read(tmp_path)["nonfinite"] == ["lm_head.weight"]
+    said.clear()
+    engine.load(tmp_path, optimizer)
+    assert any("NaN or infinite values in lm_head.weight" in line for line in said.messages)
+
+
+# ---- what cannot be resumed from
+
+
+def test_messages_say_what_is_there(tmp_path: Path) -> None:
+    made(tmp_path, max_steps=2, save_only_model=True).train()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("")
+    small.llama().save_pretrained(tmp_path / "model")
+    trainer = made(tmp_path, seed=1)
+    before = small.snapshot(trainer.model)
+    cases = {
+        "nowhere": "does not exist",
+        "file": "is a file, not the directory of a checkpoint",
+        "empty": "is not a checkpoint: it is empty",
+        "notes": "is not a checkpoint: it holds a.txt",
+        "model": "it is a saved model, or a checkpoint that was not written to its end",
+        "checkpoint-2": "was saved with save_only_model=True: it holds weights only",
+    }
+    for name, message in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            trainer.train(resume_from_checkpoint=str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"no valid checkpoint was found in .*, which holds 2 that cannot"):
+        trainer.train(resume_from_checkpoint=True)
+    assert small.same(before, small.snapshot(trainer.model))
+
+
+def test_a_stock_trainers_weights_only(tmp_path: Path) -> None:
+    made(tmp_path, transformers.Trainer, max_steps=1, save_only_model=True).train()
+    with pytest.raises(CheckpointError, match="it holds weights only"):
+        made(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_best_model_that_is_gone(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    trainer = made(tmp_path, **options)
+
+    class Deletes(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                shutil.rmtree(tmp_path / "checkpoint-1")
+
+    trainer.add_callback(Deletes())
+    trainer.train()
+    assert any("which is gone" in line for line in said.messages)
