@@ -24,7 +24,7 @@ import megatrain as mt
 from megatrain import files
 from megatrain.checkpoint import manifest, replace
 from megatrain.errors import CheckpointError
-from megatrain.hf.checkpoints import last_complete
+from megatrain.hf.found import last_complete
 from megatrain.store.parameter import states_of
 
 KILLS = [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]

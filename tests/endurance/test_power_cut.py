@@ -19,7 +19,7 @@ import megatrain as mt
 from megatrain import files
 from megatrain.checkpoint import manifest, replace
 from megatrain.errors import CheckpointError
-from megatrain.hf.checkpoints import last_complete
+from megatrain.hf.found import last_complete
 
 DRAWS = 1
 """Ways in which what was not synced may be left, per operation, beside nothing at all."""
