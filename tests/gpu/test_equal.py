@@ -16,6 +16,7 @@ from megatrain.store.split import join, split
 from megatrain.stream import norm
 
 STEPS = 4
+DTYPES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow)]
 RULE = AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
 
@@ -76,7 +77,7 @@ def streamed(model, data, **settings):
         return losses, gradients, weights
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_streamed_equals_resident(dtype, deterministic):
     model = random_model("tiny", dtype).train()
     data = batches(STEPS)
@@ -92,7 +93,7 @@ def test_streamed_equals_resident(dtype, deterministic):
     assert len(set(losses)) == STEPS
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_window_equals_one_after_the_other(dtype, deterministic):
     """Four micro-batches on one fetch, in one window, in two, and one by one: the same bits."""
 

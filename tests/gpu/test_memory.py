@@ -108,7 +108,7 @@ def test_an_own_loop_goes_on_after_zero_grad(deterministic):
     assert small.same(run(True), run(False))
 
 
-@pytest.mark.parametrize("cap", [6.0, 9.0])
+@pytest.mark.parametrize("cap", [pytest.param(6.0, marks=pytest.mark.slow), 9.0])
 def test_the_cap_is_on_what_the_driver_reports(cap):
     torch.cuda.reset_peak_memory_stats()
     model = small.llama(**SHAPE).to(torch.bfloat16)
@@ -153,6 +153,7 @@ def allowed():
     return torch.cuda.get_per_process_memory_fraction(0) * total / GIB
 
 
+@pytest.mark.slow
 def test_a_cap_lasts_as_long_as_its_engine():
     first = mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=20.0)
     with mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=30.0):

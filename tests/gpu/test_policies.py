@@ -10,6 +10,7 @@ from benchmarks.shapes import random_model
 import megatrain as mt
 
 GIB = 1 << 30
+DTYPES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow)]
 
 
 def run(dtype, **settings):
@@ -35,7 +36,7 @@ def run(dtype, **settings):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_policies_are_equal(dtype, compiled, deterministic):
     losses, weights = run(dtype, compile=compiled)
     for policy in ("store", "offload", {"*layers.1*": "store", "*layers.[24]*": "offload"}):
@@ -63,6 +64,7 @@ def peak_of(layers):
         return torch.cuda.max_memory_allocated()
 
 
+@pytest.mark.slow
 def test_offload_makes_memory_independent_of_depth():
     shallow, deep = peak_of(12), peak_of(24)
     print(f"\noffload: 12 layers {shallow / GIB:.3f} GiB, 24 layers {deep / GIB:.3f} GiB ({deep / shallow - 1:+.2%})")

@@ -52,6 +52,7 @@ def test_gradients_written_by_the_user_are_there_when_a_resident_slab_is_updated
     assert torch.equal(_weights(("*",), touch), _weights((), touch))
 
 
+@pytest.mark.slow
 def test_sums_are_not_cleared_by_the_zeros_of_their_own_buffer() -> None:
     torch.manual_seed(0)
 

@@ -49,16 +49,24 @@ def assert_same(left, right):
         assert torch.equal(value, right[key]) if isinstance(value, torch.Tensor) else value == right[key], key
 
 
-@pytest.mark.parametrize("windows", [False, True])
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-sr"])
+QUICK = {("bf16", 0.5, True), ("bf16", None, False), ("fp32", None, True), ("bf16-sr", 0.5, False)}
+"""Every value of every setting once at least; the other combinations are slow tests."""
+ALL = [(precision, clip, windows) for precision in ("bf16", "fp32", "bf16-sr") for clip in (0.5, None)
+       for windows in (False, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip", "windows"), [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in ALL]
+)
 def test_placement_does_not_change_bits(deterministic, precision, clip, windows):
     expected = run((), precision, clip=clip, windows=windows)
     for resident in PLACEMENTS.values():
         assert_same(run(resident, precision, clip=clip, windows=windows), expected)
 
 
-@pytest.mark.parametrize("compression", ["bf16", "8bit", "4bit"])
+@pytest.mark.parametrize(
+    "compression", [*(pytest.param(width, marks=pytest.mark.slow) for width in ("bf16", "8bit")), "4bit"]
+)
 def test_nor_with_low_bit_states(deterministic, compression):
     expected = run((), "bf16", compression)
     for resident in PLACEMENTS.values():

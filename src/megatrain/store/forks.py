@@ -15,6 +15,7 @@ from typing import Protocol
 
 from megatrain.errors import ForkedProcess, MegaTrainError
 from megatrain.native import library as native
+from megatrain.store.ticket import Ticket
 from megatrain.telemetry.notices import warn
 
 
@@ -24,11 +25,13 @@ class Ordered(Protocol):
     def finish_work(self) -> None:
         """Wait for the work."""
 
-    def forget_work(self) -> None:
-        """There is no lane that does it."""
+    def forget_work(self) -> list[Ticket]:
+        """There is no lane that does it. The tickets that it had."""
 
 
 _ordered: weakref.WeakValueDictionary[int, Ordered] = weakref.WeakValueDictionary()
+_of_the_parent: list[Ticket] = []
+"""In a child: tickets may hold CUDA events, and CUDA ends a process that destroys those of another."""
 _mapped: dict[int, tuple[weakref.ref[mmap.mmap], int, int]] = {}
 """Memory that is there: by identity, with address and size."""
 
@@ -85,7 +88,7 @@ def _in_child() -> None:
     for reference in _ordered.valuerefs():
         ordered = reference()
         if ordered is not None:
-            ordered.forget_work()
+            _of_the_parent.extend(ordered.forget_work())
     for _, address, nbytes in list(_mapped.values()):
         try:
             native.protect(address, nbytes)

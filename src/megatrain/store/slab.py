@@ -118,11 +118,14 @@ class Slab:
         for part in list(self.grad.parts.values()):
             part.landed.wait()
 
-    def forget_work(self) -> None:
-        """In a forked child: lanes are its parent's, who does what was submitted."""
+    def forget_work(self) -> list[Ticket]:
+        """In a forked child: lanes are its parent's, who does what was submitted. The tickets that there were."""
+        parts = self.grad.parts.values()
+        had = [self.written, self.read, *(part.landed for part in parts)]
         self.written = self.read = DONE
-        for part in self.grad.parts.values():
+        for part in parts:
             part.landed = DONE
+        return had
 
     def require_owner(self) -> None:
         """Call before changing any role: raises in a forked child, which shares the memory."""
