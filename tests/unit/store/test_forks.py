@@ -106,7 +106,8 @@ def test_lanes_of_the_parent_are_refused_at_once() -> None:
 
 def test_a_raw_write_ends_the_child_and_changes_nothing() -> None:
     _, engine, _, before = with_gradients()
-    flats = [engine.slabs[0].weight, engine.slabs[0].moments["exp_avg"].bytes, *engine.host_state_dict().values()]
+    views = [parameter.stored() for parameter in engine.model.parameters()]
+    flats = [engine.slabs[0].weight, engine.slabs[0].moments["exp_avg"].bytes, *views]
     for flat in flats:
         ended = forked.run(lambda flat=flat: flat.fill_(1))
         assert ended.signal == signal.SIGSEGV
