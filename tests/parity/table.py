@@ -69,7 +69,7 @@ class Row:
     def numbers(self) -> list[str]:
         assert self.parity is not None
         layers = len(self.parity.layers)
-        blocks = f"{layers} + {self.parity.blocks - layers}"
+        blocks = f"{layers} + {self.parity.blocks - layers}" if layers else "one"
         return [blocks, _short(self.parity.loss), _short(self.parity.gradient)]
 
 
