@@ -36,11 +36,11 @@ def is_stock(path: Path) -> bool:
 
 
 def require_resumable(path: Path) -> None:
-    """Raise a sentence that says what is there, unless a run can be resumed from it."""
+    """Raise a sentence that says what is there, in transformers' own words, unless a run can be resumed from it."""
     if not path.exists():
-        raise CheckpointError(f"resume_from_checkpoint: {path} does not exist.")
+        raise CheckpointError(f"Can't find a valid checkpoint at {path}: it does not exist.")
     if not path.is_dir():
-        raise CheckpointError(f"resume_from_checkpoint: {path} is a file, not the directory of a checkpoint.")
+        raise CheckpointError(f"Can't find a valid checkpoint at {path}: it is a file, not a directory.")
     if is_stock(path):
         return
     if not (path / manifest.FOLDER).exists():
@@ -97,7 +97,8 @@ def last_complete(output_dir: str) -> str:
             return str(path)
     numbers = f"{len(found)} that cannot be resumed from" if found else "no checkpoint at all"
     raise CheckpointError(
-        f"resume_from_checkpoint=True, but no valid checkpoint was found in {output_dir}, which holds {numbers}."
+        f"No valid checkpoint found in output directory ({output_dir}), which holds {numbers}; "
+        "resume_from_checkpoint=True needs one."
     )
 
 

@@ -334,7 +334,7 @@ def test_the_last_complete_one_is_kept_until_the_next_is_complete(tmp_path: Path
 
 def test_nothing_complete_to_resume_from(saved: Path, tmp_path: Path) -> None:
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path / "out"), train_dataset=small.rows())
-    with pytest.raises(CheckpointError, match=r"no valid checkpoint was found in .*, which holds no checkpoint at all"):
+    with pytest.raises(CheckpointError, match=r"No valid checkpoint found .*, which holds no checkpoint at all"):
         trainer.train(resume_from_checkpoint=True)
     shutil.copytree(saved, tmp_path / "out", dirs_exist_ok=True)
     for path in (tmp_path / "out").rglob("manifest.json"):

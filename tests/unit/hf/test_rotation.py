@@ -235,8 +235,8 @@ def test_messages_say_what_is_there(tmp_path: Path) -> None:
     trainer = made(tmp_path, seed=1)
     before = small.snapshot(trainer.model)
     cases = {
-        "nowhere": "does not exist",
-        "file": "is a file, not the directory of a checkpoint",
+        "nowhere": "Can.t find a valid checkpoint at .*does not exist",
+        "file": "is a file, not a directory",
         "empty": "is not a checkpoint: it is empty",
         "notes": "is not a checkpoint: it holds a.txt",
         "model": "it is a saved model, or a checkpoint that was not written to its end",
@@ -245,7 +245,7 @@ def test_messages_say_what_is_there(tmp_path: Path) -> None:
     for name, message in cases.items():
         with pytest.raises(CheckpointError, match=message):
             trainer.train(resume_from_checkpoint=str(tmp_path / name))
-    with pytest.raises(ValueError, match=r"no valid checkpoint was found in .*, which holds 2 that cannot"):
+    with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory.*which holds 2 that cannot"):
         trainer.train(resume_from_checkpoint=True)
     assert small.same(before, small.snapshot(trainer.model))
 

@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_then(tmp_path: Path, said: pytest.LogCaptureFixture
         trainer.train()
     assert end.value.code == EXIT
     assert sum("checkpoint-2 could not be saved: No space left" in line for line in said.messages) == 1
-    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+    with pytest.raises(CheckpointError, match="No valid checkpoint"):
         last_complete(str(tmp_path))
 
 
