@@ -171,6 +171,8 @@ class Step:
 
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
+        if slab.grad.scale != 1.0:
+            slab.grad.writable()  # what was clipped before stays clipped, and this one is not
         with self._lock, Deferred():
             self.seats.check()
             if self._sums is not None and self.seats.current() == OUTSIDE_WINDOW:
@@ -337,7 +339,7 @@ class Step:
         return self._updates.norm()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what has been accumulated so far, in place."""
+        """Multiply what has been accumulated so far."""
         self.check()
         self._updates.scale(factor)
 

@@ -1,7 +1,7 @@
 """The optimizer of a Trainer: which one its arguments ask for, who clips and when.
 
-transformers' order is kept: clip, `on_pre_optimizer_step`, the optimizer's pre-hooks, the update. As long as nobody
-looks at gradients in between, they are scaled inside the update and not in memory.
+transformers' order is kept: clip, `on_pre_optimizer_step`, the optimizer's pre-hooks, the update. What is changed after
+clipping is not clipped.
 """
 
 from __future__ import annotations
@@ -146,10 +146,7 @@ class Optimizing:
 
     def _clip_grad_norm(self, model: Any) -> float:
         norm = once_more(self.engine, self.engine.grad_norm)
-        if self._gradients_are_watched():
-            self._own_optimizer().scale_gradients(clip_factor(norm, self.args.max_grad_norm))
-        else:
-            self._own_optimizer().clip_next(self.args.max_grad_norm)
+        self._own_optimizer().scale_gradients(clip_factor(norm, self.args.max_grad_norm))
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
@@ -157,21 +154,13 @@ class Optimizing:
         return self.step_norm
 
     def _gradients_are_watched(self) -> bool:
-        """Whether somebody may read or change gradients between backward and `zero_grad`."""
+        """Whether somebody may change gradients between the backward and the update, which then must not have begun."""
         own = self._own_optimizer()
-        hooks = (
-            own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks,
-            torch_hooks._global_optimizer_pre_hooks, torch_hooks._global_optimizer_post_hooks,
-        )  # fmt: skip
         return (
-            any(hooks)
+            bool(own._optimizer_step_pre_hooks or torch_hooks._global_optimizer_pre_hooks)
             or type(own) is not Optimizer
-            or any(len(definitions(self, method)) > 1 for method in ("_clip_grad_norm", "_get_grad_norm"))
-            or any(
-                listens(callback, event)
-                for callback in self.callback_handler.callbacks
-                for event in ("on_pre_optimizer_step", "on_optimizer_step")
-            )
+            or len(definitions(self, "_get_grad_norm")) > 1
+            or any(listens(callback, "on_pre_optimizer_step") for callback in self.callback_handler.callbacks)
         )
 
 

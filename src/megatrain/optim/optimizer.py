@@ -61,7 +61,6 @@ class Optimizer(torch.optim.Optimizer):
         chosen = {**self.rule.defaults, **{key: value for key, value in options.items() if value is not None}}
         _check(kind, self.rule, chosen, max_grad_norm)
         self.max_grad_norm = max_grad_norm
-        self._clip_next: float | None = None
         self._stepper = stepper
         self._outcome: Outcome | None = None
         super().__init__(params, chosen)
@@ -96,9 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        limits = [limit for limit in (self.max_grad_norm, self._clip_next) if limit is not None]
-        self._clip_next = None
-        self._outcome = self._stepper.step(self._rules(), min(limits, default=None), self)
+        self._outcome = self._stepper.step(self._rules(), self.max_grad_norm, self)
         self._stepper.check()
         return loss
 
@@ -114,23 +111,17 @@ class Optimizer(torch.optim.Optimizer):
         with self._stepper.final_backward(self._rules(), self):
             yield
 
-    def clip_next(self, max_norm: float) -> None:
-        """Clip the gradients of the next step to this norm too, inside its update, as they are then."""
-        self._clip_next = max_norm
-
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients of the model in place, now."""
-        if factor != 1.0:
-            self._stepper.scale_gradients(factor)
+        """Multiply all gradients of the model that there are now; whoever reads them sees it."""
+        self._stepper.scale_gradients(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are always dropped, never filled with zeros."""
-        self._clip_next = None
         self._stepper.zero_grad()
 
     @property
     def grad_norm(self) -> float:
-        """The gradient norm of the last step, before clipping; waits for it."""
+        """The norm of the gradients that the last step was given, before it clipped them; waits for it."""
         return self._finished().norm
 
     @property

@@ -116,11 +116,11 @@ class Updates:
             if slab.resident:
                 # On a stream, being after `landed` does not mean that this thread may read the norm.
                 landed.wait()
-            early.sums[slab.index] = snapshot_square_sum(gradient)
+            early.sums[slab.index] = snapshot_square_sum(gradient) * gradient.scale**2
             if not math.isfinite(early.sums[slab.index]):
                 early.outcome.skipped = True
             if not early.outcome.skipped:
-                update_slab(slab, gradient, early.rules[slab.index], 1.0, self._kernels[slab.memory.tier])
+                update_slab(slab, gradient, early.rules[slab.index], gradient.scale, self._kernels[slab.memory.tier])
                 early.updated.append(slab.name)
 
         # After `landed`: the gradient must be there. After `read`: a copy may still be reading the weights.
@@ -159,16 +159,14 @@ class Updates:
                 parts = slab.grad.active()
                 if len(parts) == 1:
                     parts[0].square_sum = torch.tensor(value, dtype=torch.float64)
-                sums.append(value)
+                sums.append(value * slab.grad.scale**2)
         return total(sums)
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients in place; waits for the backward to finish."""
+        """Multiply all gradients that there are now; done where they are used, or before they are changed."""
         for slab in self._slabs:
             if slab.grad.present:
-                # An update of the step before may still be reading it.
-                slab.settle()
-                slab.grad.writable().mul_(factor)
+                slab.grad.scale *= factor
 
     def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         """Submit one step: first the norm, then every slab that has a gradient, in the given order."""
@@ -261,7 +259,8 @@ class Updates:
     def _submit(self, slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], outcome: Outcome) -> None:
         def work() -> None:
             if not outcome.skipped:
-                update_slab(slab, gradient, rules, outcome.clip, self._kernels[slab.memory.tier])
+                factor = outcome.clip * gradient.scale
+                update_slab(slab, gradient, rules, factor, self._kernels[slab.memory.tier])
 
         # After `read`: a copy to the device may still be reading the weights that this writes.
         slab.written = self._lane(slab).submit(
@@ -273,7 +272,10 @@ class Updates:
         self, outcome: Outcome, gradients: Mapping[int, Snapshot], max_norm: float | None, early: _Early | None
     ) -> None:
         known = early.sums if early is not None else {}
-        sums = [known[i] if i in known else snapshot_square_sum(gradients[i]) for i in sorted(gradients)]
+        sums = [
+            known[i] if i in known else snapshot_square_sum(gradients[i]) * gradients[i].scale ** 2
+            for i in sorted(gradients)
+        ]
         outcome.decide(total(sums), max_norm)
         if not outcome.skipped:
             self._in_a_row = 0

@@ -63,11 +63,13 @@ class StoreTensor(torch.Tensor):
         return self.stored().cpu()
 
     def stored(self) -> torch.Tensor:
-        """The bytes where they live: a view of the store."""
+        """The bytes where they live: a view of the store (of a gradient that is scaled, a copy)."""
         if self.role == "weight":
             self.slab.settle()
             return self._strided(self.slab.weight)
-        return self._strided(self.slab.grad.look().flat)
+        gradient = self.slab.grad.look()
+        found = self._strided(gradient.flat)
+        return found if gradient.scale == 1.0 else found * gradient.scale
 
     def master(self) -> torch.Tensor:
         """The exact weight: FP32 where there is a residual, else the bytes in host memory."""

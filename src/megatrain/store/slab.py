@@ -149,6 +149,8 @@ class Snapshot:
     dtype: torch.dtype
     present: frozenset[int]
     square_sum: torch.Tensor | None
+    """As it lies there, not scaled."""
+    scale: float = 1.0
 
     def rounded(self, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) in FP32, after rounding to the gradient dtype."""
@@ -166,6 +168,7 @@ class Apart:
     layout: Layout
     parts: tuple[tuple[torch.Tensor, frozenset[int]], ...]
     dtype: torch.dtype
+    scale: float = 1.0
 
     @property
     def flat(self) -> torch.Tensor:
@@ -245,6 +248,8 @@ class Gradient:
         """Submits the sum of all parts into the first (stream/drain.py)."""
         self.late: Callable[[Slab], None] = lambda slab: None
         """Raises if an update has already started with this gradient (optim/schedule.py)."""
+        self.scale = 1.0
+        """What it is multiplied by wherever it is used: clipping takes no pass over memory, and rounds nothing."""
         self.left_behind: list[Callable[[], None]] = []
         """Each drops what a backward that was interrupted left in a parameter on its way here."""
 
@@ -277,7 +282,8 @@ class Gradient:
         """What the gradient is now. It stays so while a step uses it: `zero_grad` only forgets, and whoever writes
         the buffers next waits for the update that reads them."""
         part = self.merged()
-        return Snapshot(self._slab.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum)
+        present = frozenset(part.present)
+        return Snapshot(self._slab.layout, part.flat, part.dtype, present, part.square_sum, self.scale)
 
     def look(self) -> Snapshot | Apart:
         """What the gradient is now, for reading. Parts stay apart: looking must not change the order of a sum."""
@@ -287,7 +293,7 @@ class Gradient:
         if len(active) < 2:
             return self.snapshot()
         parts = tuple((part.flat, frozenset(part.present)) for part in active)
-        return Apart(self._slab.layout, parts, active[0].dtype)
+        return Apart(self._slab.layout, parts, active[0].dtype, self.scale)
 
     def writable(self) -> torch.Tensor:
         """The flat tensor that holds the present gradients, for the user to write to."""
@@ -296,6 +302,11 @@ class Gradient:
         part = self.merged()
         part.landed.wait()
         self.changed()
+        if self.scale != 1.0:
+            # An update that reads it has its factor already.
+            self._slab.settle()
+            part.flat.mul_(self.scale)
+            self.scale = 1.0
         return part.flat
 
     def changed(self) -> None:
@@ -311,10 +322,12 @@ class Gradient:
             part.square_sum = None
             if not part.present:
                 part.clear()
+        self.scale = self.scale if self.active() else 1.0
 
     def clear(self) -> None:
         for part in self.parts.values():
             part.clear()
+        self.scale = 1.0
         for drop in self.left_behind:
             drop()
 

@@ -211,7 +211,7 @@ def test_the_lower_of_two_limits(tmp_path: Path) -> None:
         optimizer = mt.Engine(model, device="cpu").optimizer(kind="sgd", lr=0.5, max_grad_norm=own)
         trainer = trained(mt.Trainer, tmp_path, model=model, optimizers=(optimizer, None), max_grad_norm=asked)
         runs.append(small.snapshot(trainer.model))
-    assert small.same(runs[0], runs[1])
+    assert small.drift(runs[0], runs[1]) < small.WEIGHTS
     assert small.same(runs[1], runs[2])
 
 
@@ -312,3 +312,47 @@ def test_a_limit_that_changes_during_the_run(tmp_path: Path) -> None:
 def test_clipping_makes_a_difference_here(tmp_path: Path) -> None:
     runs = [trained(mt.Trainer, tmp_path, **(CLIPPED | {"max_grad_norm": norm})) for norm in (0.0, 0.1)]
     assert small.drift(*[small.snapshot(run.model) for run in runs]) > 100 * small.WEIGHTS
+
+
+class Adds(TrainerCallback):
+    """Another backward after clipping: its gradient is added to what was clipped, and not clipped."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model(**small.batch(2, seed=state.global_step)).loss.backward()
+
+
+class Drops(TrainerCallback):
+    """One gradient is left out, one replaced."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.lm_head.weight.grad = None
+        model.model.norm.weight.grad = torch.full_like(model.model.norm.weight, 0.5)
+
+
+@pytest.mark.parametrize("callback", [Adds, Drops])
+def test_gradients_added_dropped_or_replaced_after_clipping(tmp_path: Path, callback: type) -> None:
+    assert_equal_runs(*[trained(kind, tmp_path, callbacks=[callback()], **CLIPPED) for kind in KINDS])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scaled_gradients_of_an_engine(precision: str) -> None:
+    """Read, norm, update: the same as if they had been multiplied, and without rounding before the update."""
+    found = []
+    for factor in (1.0, 0.25):
+        model = small.llama()
+        engine = mt.Engine(model, device="cpu", precision=precision)
+        optimizer = engine.optimizer(kind="sgd", lr=0.5 / factor)
+        model(**small.batch()).loss.backward()
+        optimizer.scale_gradients(factor)
+        seen = {name: p.grad.clone() / factor for name, p in model.named_parameters()}
+        norm = engine.grad_norm() / factor
+        optimizer.step()
+        assert optimizer.grad_norm == pytest.approx(norm * factor, rel=1e-12)
+        assert {name: p.grad.clone() / factor for name, p in model.named_parameters()}.keys() == seen.keys()
+        optimizer.zero_grad()
+        found.append((seen, norm, small.snapshot(model)))
+        engine.close()
+    # Powers of two, so that nothing rounds.
+    assert small.same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert small.same(found[0][2], found[1][2])
