@@ -21,6 +21,10 @@ CODED = 0.5
 """The least that a moment coded without loss may take: what does not fit then is seen while it is written."""
 
 
+class NoRoom(CheckpointError):
+    """Nothing was written."""
+
+
 def needed(model: Any, state: Mapping[str, Any], optimizer: states.Optimizer | None) -> int:
     """The bytes that a checkpoint will have: weights in the dtype saved, and the optimizer's state."""
     if getattr(model, "peft_config", None):
@@ -46,9 +50,7 @@ def require(directory: str | os.PathLike[str], nbytes: int) -> None:
     """Raise unless there is room. What the new checkpoint replaces is deleted only after it is complete."""
     free = files.free_bytes(directory)
     if free < nbytes:
-        raise CheckpointError(
-            f"it takes about {nbytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free where {directory} is."
-        )
+        raise NoRoom(f"it takes about {nbytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free where {directory} is.")
 
 
 def fault_of(error: BaseException) -> str | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from safetensors import SafetensorError
 
 from megatrain import files
-from megatrain.checkpoint import finite, manifest, replace, states, weights
+from megatrain.checkpoint import finite, manifest, replace, space, states, weights
+from megatrain.errors import CheckpointError
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
@@ -25,7 +28,8 @@ def save(
 ) -> None:
     """At every moment the directory, or what `replace.find` finds for it, holds a whole save: the old one or this."""
     stopwatch = files.Stopwatch()
-    with _one_at_a_time, replace.replacing(directory) as replacement:
+    with _said_in_a_sentence(directory), _one_at_a_time, replace.replacing(directory) as replacement:
+        space.require(replacement.fresh, space.needed(model, host_state(), optimizer))
         weights.save_model(model, host_state, replacement.fresh)
         if optimizer is not None:
             states.save_optimizer(model, optimizer, replacement.fresh)
@@ -40,6 +44,20 @@ def save(
     announce(stopwatch.report(replacement.target.name, nbytes))
 
 
+@contextmanager
+def _said_in_a_sentence(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """safetensors has an exception of its own for a full disk."""
+    try:
+        yield
+    except (space.NoRoom, SafetensorError) as error:
+        fault = str(error) if isinstance(error, space.NoRoom) else space.fault_of(error)
+        if fault is None:
+            raise
+        raise CheckpointError(
+            f"{directory} could not be saved: {fault.rstrip('.')}; what it held before is as it was."
+        ) from error
+
+
 def _forked() -> None:
     """A thread that was saving is not in the child, and would never give the lock back."""
     global _one_at_a_time
@@ -52,7 +70,12 @@ os.register_at_fork(after_in_child=_forked)
 def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: Optimizer | None) -> None:
     found = replace.find(directory)
     if optimizer is not None:
-        fault = finite.fault(manifest.verify(found))
+        content = manifest.verify(found)
+        if content.get("weights_only"):
+            raise CheckpointError(
+                f"{directory} holds weights only, no optimizer's state; load it without an optimizer."
+            )
+        fault = finite.fault(content)
         if fault is not None:
             warn(f"loading {directory}, although {fault}")
         states.check_optimizer(model, optimizer, found)

@@ -92,7 +92,7 @@ class Surface:
 
         def save(*args: Any, **kwargs: Any) -> Any:
             # What is in the instance would be written too.
-            config.__dict__.pop("save_pretrained")
+            config.__dict__.pop("save_pretrained", None)
             before, config.dtype = config.dtype, dtype
             try:
                 return config.save_pretrained(*args, **kwargs)

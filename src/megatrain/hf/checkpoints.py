@@ -79,7 +79,7 @@ class Checkpoints:
                 keep = (folder, self.state.best_model_checkpoint)
                 rotate(run_dir, self.args.save_total_limit, keep)
         except (DirectoryInUse, OSError, RuntimeError, SafetensorError) as error:
-            reason = str(error) if isinstance(error, DirectoryInUse | _NoRoom) else space.fault_of(error)
+            reason = str(error) if isinstance(error, DirectoryInUse | space.NoRoom) else space.fault_of(error)
             if reason is None:
                 raise
             self.state.best_model_checkpoint = best
@@ -99,11 +99,8 @@ class Checkpoints:
         optimizer = self._own_optimizer() if resumable else None
         self.engine.ready_to_save()
         stopwatch = files.Stopwatch()
-        try:
-            nbytes = space.needed(self.model, self.engine.host_state_dict(), optimizer)
-            space.require(folder, nbytes + (stock.stock_bytes(optimizer) if optimizer is not None else 0))
-        except CheckpointError as error:
-            raise _NoRoom(str(error)) from None
+        nbytes = space.needed(self.model, self.engine.host_state_dict(), optimizer)
+        space.require(folder, nbytes + (stock.stock_bytes(optimizer) if optimizer is not None else 0))
         # It may be there already: of a run before, or of this step (the end of an epoch saves too).
         with replace.rewriting(folder) as before:
             try:
@@ -228,10 +225,6 @@ class Checkpoints:
 
 class SaveFailed(CheckpointError):
     """A checkpoint could not be written; nothing of it is left, and older ones are as they were."""
-
-
-class _NoRoom(CheckpointError):
-    """Nothing was written."""
 
 
 @contextmanager

@@ -41,14 +41,7 @@ def require_resumable(path: Path) -> None:
         raise CheckpointError(f"Can't find a valid checkpoint at {path}: it does not exist.")
     if not path.is_dir():
         raise CheckpointError(f"Can't find a valid checkpoint at {path}: it is a file, not a directory.")
-    if is_stock(path):
-        return
-    if not (path / manifest.FOLDER).exists():
-        raise CheckpointError(_without_states(path))
-    content = manifest.verify(path)
-    if content.get("weights_only"):
-        raise CheckpointError(_weights_only(path))
-    if (fault := finite.fault(content)) is not None:
+    if (fault := finite.fault(_verified(path))) is not None:
         warn(f"resuming from {path} since it was named, but {fault}")
 
 
@@ -64,7 +57,7 @@ def _without_states(path: Path) -> str:
         )
     listed = sorted(os.listdir(path))
     holds = f"it holds {', '.join(listed[:3])}{'...' if len(listed) > 3 else ''}" if listed else "it is empty"
-    return f"{path} is not a checkpoint: {holds}."
+    return f"Can't find a valid checkpoint at {path}: {holds}."
 
 
 def _weights_only(path: Path) -> str:
@@ -86,8 +79,7 @@ def last_complete(output_dir: str) -> str:
         newest = others if others and (not sealed or others[-1].step > sealed[-1].step) else sealed
         path = newest.pop().path
         try:
-            content = {} if is_stock(path) else _content(path)
-            if (fault := finite.fault(content)) is not None:
+            if (fault := finite.fault(_verified(path))) is not None:
                 raise CheckpointError(
                     f"{fault}; to use it all the same, name it: resume_from_checkpoint={str(path)!r}."
                 )
@@ -102,7 +94,10 @@ def last_complete(output_dir: str) -> str:
     )
 
 
-def _content(path: Path) -> dict[str, object]:
+def _verified(path: Path) -> dict[str, object]:
+    """The manifest of a checkpoint that can be resumed from; a stock Trainer's has none."""
+    if is_stock(path):
+        return {}
     if not (path / manifest.FOLDER).exists():
         raise CheckpointError(_without_states(path))
     content = manifest.verify(path)

@@ -238,6 +238,21 @@ def test_full_at_any_point(
     manifest.verify(place / "checkpoint-3")
 
 
+@pytest.mark.parametrize("seen", [True, False], ids=["before", "while it is written"])
+def test_an_engines_save(little: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
+    place = little("2m")
+    engine = mt.Engine(small.llama(), device="cpu")
+    optimizer = engine.optimizer()
+    engine.save(place / "kept", optimizer)
+    if not seen:
+        monkeypatch.setattr(space, "SLACK", -(1 << 30))
+    (place / "filler").write_bytes(bytes(files.free_bytes(place) - (32 << 10)))
+    with pytest.raises(CheckpointError, match=r"kept could not be saved: .*what it held before is as it was"):
+        engine.save(place / "kept", optimizer)
+    assert names(place) == ["filler", "kept"]
+    engine.load(place / "kept", optimizer)
+
+
 def test_full_for_good(little: Callable[[str], Path], said: pytest.LogCaptureFixture) -> None:
     place = little("1m")
     trainer = made(place, max_steps=2)
