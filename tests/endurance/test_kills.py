@@ -11,6 +11,7 @@ import os
 import random
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests import small
+from tqdm import tqdm
 
 import megatrain as mt
 from megatrain import files
@@ -46,6 +48,8 @@ def live(life: Callable[[], None], operations: int, delay: float) -> None:
     if child == 0:
         os.close(reader)
         code = 1
+        # The lock of progress bars is shared with forks: killed while it has it, a life would stop all later ones.
+        tqdm.set_lock(threading.RLock())
         try:
             with files.watching(lambda operation, path: os.write(writer, b".") and None):
                 life()
