@@ -230,3 +230,49 @@ def test_what_the_lanes_found_out_is_told_to_the_thread_that_trains() -> None:
             pass
         with pytest.raises(mt.errors.LaneFailed, match="broken"):
             optimizer.step()
+
+
+class Dropping(nn.Module):
+    """Homogeneous of degree one in its scale, whatever is dropped, so that a gradient can be checked by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for _ in range(10):
+            x = x + torch.dropout(x, 0.5, train=True) * 0.1
+        return x
+
+
+@pytest.mark.parametrize("where", ["inside blocks", "outside"])
+def test_random_numbers_drawn_beside_training(where: str) -> None:
+    """A recompute that drew other masks than its forward would give the gradient of another function."""
+    torch.manual_seed(0)
+    model = Stack(layer=Dropping)
+
+    def draw() -> None:
+        with torch.no_grad():
+            model(inputs(1)) if where == "inside blocks" else torch.rand(8)
+
+    checked = 0
+    with engine_of(model) as engine, beside(draw):
+        for seed in range(20):
+            loss = model(inputs(seed)).square().sum()
+            refused = False
+            try:
+                loss.backward()
+            except UnsupportedCall as error:
+                refused = "another thread drew random numbers" in str(error)
+                if not refused:
+                    raise
+            if not refused:
+                checked += 1
+                for layer in model.layers:
+                    along: Any = (layer.scale.grad.clone() * layer.scale.detach().clone()).sum()
+                    torch.testing.assert_close(along, 2 * loss.detach(), rtol=1e-4, atol=1e-4)
+            engine._step.zero_grad()
+    if where == "inside blocks":
+        # Both threads are known after the first step, and graphs are kept while they are.
+        assert checked >= 10

@@ -39,6 +39,20 @@ class Generators:
             numpy=_numpy.read(),
         )
 
+    @property
+    def of_device(self) -> torch.Tensor:
+        """The generator that operations on the device draw from."""
+        return self.cpu if self.cuda is None else self.cuda
+
+    def same(self, other: Generators) -> bool:
+        """Whether nobody has drawn between the two; may say False of a NumPy generator that nobody has used."""
+        return (
+            torch.equal(self.cpu, other.cpu)
+            and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
+            and self.python == other.python
+            and (self.numpy is other.numpy)
+        )
+
     def restore(self) -> None:
         """Put all generators back where they were."""
         torch.set_rng_state(self.cpu)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 from megatrain.compute.binding import within_context
 from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
 from megatrain.compute.compiled import CannotCompile
+from megatrain.compute.generators import Generators
 from megatrain.compute.rebind import Rebinder
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
@@ -33,6 +34,8 @@ from megatrain.stream.activations import Activations, Parked
 
 WORTH_PARKING = 1 << 10
 """Bytes below which an input is not worth a transfer."""
+REPLAYS = 5
+"""Recomputes of a block before it is an error that another thread draws random numbers each time."""
 
 
 class Flow(Protocol):
@@ -59,6 +62,9 @@ class Flow(Protocol):
 
     def calls(self) -> Counter[int]:
         """How often each block has been called in the present forward."""
+
+    def crowded(self) -> bool:
+        """Whether another thread runs the model meanwhile."""
 
     def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]:
         """Inside, places are named as after those calls."""
@@ -96,6 +102,10 @@ class _Call:
     """Policy `store`: what the forward made, until the backward uses it."""
     buffers: Buffers = field(default_factory=dict)
     """The block's buffers before the forward, if the forward changed them."""
+    drawn: Generators | None = None
+    """Where the generators stood after the forward; None if it drew nothing."""
+    disturbed: bool = False
+    """Whether another thread came in during the forward."""
     emitted: Emitted | None = None
     compiled: bool = False
     """Whether the forward ran compiled: the recompute must too, or its dropout masks would be others."""
@@ -146,8 +156,31 @@ class _Call:
     def rebuild_graph(self, saved: tuple[torch.Tensor | None, ...], views: dict[int, torch.Tensor]) -> _Graph:
         inputs = self.detached(tuple(t for t in saved if t is not None))
         weights = self.block.bind(views, leaves=True)
-        with self.ambient.replayed(), self.flow.counting_from(self.calls):
-            return _Graph(inputs, weights, self.run(inputs, weights), None)
+        for _ in range(REPLAYS):
+            with self.ambient.replayed(self.drawn), self.flow.counting_from(self.calls):
+                graph = _Graph(inputs, weights, self.run(inputs, weights), None)
+                if self.drew_again():
+                    return graph
+        raise UnsupportedCall(
+            f"another thread drew random numbers while {self.block.name} was computed or recomputed, so its dropout "
+            "masks would be others than in the forward; draw from a torch.Generator there, or use policy='store'."
+        )
+
+    def drew_again(self) -> bool:
+        """Whether a recompute drew what its forward did: it ends there. One that draws nothing has no masks."""
+        if self.drawn is None:
+            return True
+        if self.disturbed:
+            return False
+        now = Generators.now(self.flow.device).of_device
+        return any(torch.equal(now, other.of_device) for other in (self.drawn, self.ambient.generators))
+
+    def keeping_buffers(self) -> AbstractContextManager[Buffers]:
+        return nullcontext({}) if self.policy == "store" else self.block.keeping_buffers()
+
+    def note_draws(self) -> None:
+        now = Generators.now(self.flow.device)
+        self.drawn = None if now.same(self.ambient.generators) else now
 
     def check_versions(self) -> None:
         if self.versions != tuple(slab.version for slab in self.block.slabs):
@@ -181,14 +214,20 @@ class _BlockNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with call.flow.weights(call.block, "forward") as views:
             inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
+            # Random numbers that another thread draws in between could not be replayed: the graph is kept then.
+            crowded = call.flow.crowded()
+            rebinder = Rebinder(views) if call.policy == "store" or crowded else None
+            forward = partial(call.run_first, inputs, weights)
+            with call.keeping_buffers() as call.buffers:
+                emitted = forward() if rebinder is None else rebinder.packing(forward)
+            call.note_draws()
+            call.disturbed = not crowded and call.flow.crowded()
+            if rebinder is not None and call.drawn is not None:
+                call.policy = "store"
             if call.policy == "store":
-                rebinder = Rebinder(views)
-                emitted = rebinder.packing(partial(call.run_first, inputs, weights))
                 call.graph = _Graph(inputs, weights, emitted, rebinder)
             else:
                 call.watch([*inputs, *weights.values()])
-                with call.block.keeping_buffers() as call.buffers:
-                    emitted = call.run_first(inputs, weights)
         call.emitted = emitted
         ctx.save_for_backward(*call.park(tensors))
         outputs = tuple(t.detach() for t in emitted.tensors)

@@ -46,24 +46,29 @@ class Ambient:
             yield
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Run with the captured state, and put the present one back afterwards."""
+    def replayed(self, drawn: Generators | None) -> Iterator[None]:
+        """Run with the captured state, and put the present one back afterwards.
+
+        `drawn` is where the generators stood after the forward; None if it drew nothing, so that they need not be set.
+        """
         present = Ambient.capture(self.device)
         # Twice: a Ctrl-C that ends the first leaves the second to finish.
         try:
             try:
-                self.generators.restore()
+                if drawn is not None:
+                    self.generators.restore()
                 with self.autocasting():
                     yield
             finally:
-                present.restore()
+                present.restore(drawn is not None)
         finally:
-            present.restore()
+            present.restore(drawn is not None)
 
-    def restore(self) -> None:
-        """Put generators and autocast to the captured state."""
+    def restore(self, generators: bool) -> None:
+        """Put autocast, and the generators if they were set, to the captured state."""
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        self.generators.restore()
+        if generators:
+            self.generators.restore()

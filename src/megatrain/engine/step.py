@@ -30,6 +30,7 @@ from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
 from megatrain.compute.interrupts import Deferred
 from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
+from megatrain.engine.threads import Threads
 from megatrain.errors import UnsupportedCall
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.parameter import StoreTensor
@@ -83,11 +84,7 @@ class Step:
         self._recorder = recorder
         self._for_training = for_training
         self._check_open = check_open
-        self._trainer = threading.get_ident()
-        """The thread that took the last step."""
         self._predictor = Predictor()
-        self._visitor = threading.local()
-        """The predictor of a thread that evaluates beside the one that trains."""
         self._forward_order: dict[int, None] = {}
         self._unfinished: Counter[int] = Counter()
         """Forwards through each block whose backward has not come yet."""
@@ -98,6 +95,7 @@ class Step:
         self._steps = 0
         self._sums: WindowSums | None = None
         self.seats = Seats(device)
+        self._threads = Threads(self.seats)
         self._calls = threading.local()
         self.revisits = False
         """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
@@ -133,9 +131,9 @@ class Step:
         self._watch()
         if phase != "inference" and block.index not in self.unparked:
             park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
-        visiting = phase == "inference" and self._visiting()
+        visiting = phase == "inference" and self._threads.visiting()
         with self._lock:
-            predictor = self._own_predictor() if visiting else self._predictor
+            predictor = self._threads.predictor(self.blocks) if visiting else self._predictor
             predictor.record((phase, block.index))
             if phase == "forward":
                 self._forward_order.setdefault(block.index)
@@ -154,20 +152,9 @@ class Step:
         finally:
             self._fetcher.release(lease)
 
-    def _visiting(self) -> bool:
-        """Whether the calling thread evaluates beside the one that trains."""
-        return (
-            not torch.is_grad_enabled()
-            and threading.get_ident() != self._trainer
-            and self.seats.current() == OUTSIDE_WINDOW
-        )
-
-    def _own_predictor(self) -> Predictor:
-        found: Predictor | None = getattr(self._visitor, "predictor", None)
-        if found is None:
-            found = self._visitor.predictor = Predictor()
-            found.expect([("inference", block.index) for block in self.blocks] * 2)
-        return found
+    def crowded(self) -> bool:
+        """Whether several threads run the model."""
+        return self._threads.crowded(self._steps)
 
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
@@ -236,7 +223,7 @@ class Step:
     def counting_from(self, calls: Counter[int]) -> Iterator[None]:
         """A block is computed again: blocks that it calls inside have the places that they had in the forward."""
         before = dict(vars(self._calls))
-        self._calls.of_block, self._calls.step = calls.copy(), self._steps
+        self._calls.of_block, self._calls.step, self._calls.recomputing = calls.copy(), self._steps, True
         try:
             yield
         finally:
@@ -248,7 +235,7 @@ class Step:
     def window(self, tasks: Sequence[Callable[[], Result]], whole: bool) -> list[Result]:
         """Run micro-batches together: each block's weights come once, and its gradients leave once."""
         self.check()
-        self._trainer = threading.get_ident()
+        self._threads.training()
         if self._sums is not None:
             raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
@@ -274,7 +261,7 @@ class Step:
     def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
         """Release the updates; block *i* of the next forward waits for update *i* alone."""
         self.check()
-        self._trainer = threading.get_ident()
+        self._threads.training()
         with self._lock:
             self._fetcher.until_left()
             with Deferred():
@@ -347,7 +334,7 @@ class Step:
 
     def entered(self) -> None:
         """The model is called. What lanes found out is told to the thread that trains."""
-        if threading.get_ident() == self._trainer:
+        if self._threads.enter(self._steps, getattr(self._calls, "recomputing", False)):
             self.check()
         else:
             self._check_open()
