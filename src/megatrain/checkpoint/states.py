@@ -67,7 +67,12 @@ class Optimizer(Protocol):
     def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None: ...
 
 
-def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
+def save_optimizer(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    directory: str | os.PathLike[str],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Moments, residuals, step counts and groups. `seal` makes the checkpoint complete."""
     folder = Path(directory) / manifest.FOLDER
     files.make_directory(folder)
@@ -78,7 +83,7 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
     parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
     for _, parameter in parameters:
         parameter.slab.settle()
-    gathered = list(_gathered(parameters, optimizer.moments))
+    gathered = list(_gathered(parameters, optimizer.moments, shard_bytes))
     coder = _Coder() if optimizer.lossless else None
     for number, shard in enumerate(gathered, start=1):
         path = folder / f"optimizer-{number:05d}-of-{len(gathered):05d}.safetensors"
@@ -204,13 +209,15 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _gathered(parameters: list[tuple[str, StoreTensor]], moments: Iterable[str]) -> Iterator[dict[str, torch.Tensor]]:
+def _gathered(
+    parameters: list[tuple[str, StoreTensor]], moments: Iterable[str], shard_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, parameter in parameters:
         tensors = {f"{name}/{role}": tensor for role, tensor in states_of(parameter, moments).items()}
         added = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if shard and size + added > SHARD_BYTES:
+        if shard and size + added > shard_bytes:
             yield shard
             shard, size = {}, 0
         shard |= tensors

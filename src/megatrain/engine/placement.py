@@ -55,16 +55,19 @@ class Placement:
         resident = bool(self._settings.resident) and self._device.type == "cuda"
         return {"ram": native, "vram": device_kernel() if resident else native}
 
-    def require_states(self, slabs: Iterable[Slab], rule: type[Rule], width: str) -> None:
-        """Refuse before the first allocation what the optimizer's states and the gradients would not leave room for."""
-        needed = {"ram": 0, "vram": 0}
+    def require_states(self, slabs: Iterable[Slab], rule: type[Rule], width: str, slots: int) -> None:
+        """Refuse before the first allocation what the optimizer's states and the gradients would not leave room for.
+
+        `slots`: bytes of the device that they pass through, and that are not taken yet.
+        """
+        needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0}
         for slab in slabs:
             gradient = 0 if slab.grad.allocated else slab.layout.nbytes
             needed[slab.memory.tier] += slab.state_bytes(rule.moments, width) + gradient
         if needed["vram"]:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients of resident blocks")
         inventory.require_ram(
-            needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient)",
+            needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient, slots)",
             self._settings.max_ram_gb, self.ram.held,
         )  # fmt: skip
 

@@ -25,6 +25,7 @@ def save(
     host_state: Callable[[], dict[str, torch.Tensor]],
     directory: str | os.PathLike[str],
     optimizer: Optimizer | None,
+    portion: Callable[[int], int],
 ) -> None:
     """At every moment the directory, or what `replace.find` finds for it, holds a whole save: the old one or this."""
     stopwatch = files.Stopwatch()
@@ -32,7 +33,7 @@ def save(
         space.require(replacement.fresh, space.needed(model, host_state(), optimizer))
         weights.save_model(model, host_state, replacement.fresh)
         if optimizer is not None:
-            states.save_optimizer(model, optimizer, replacement.fresh)
+            states.save_optimizer(model, optimizer, replacement.fresh, portion(states.SHARD_BYTES))
         listed = replacement.carry()
         if optimizer is None:
             # An ordinary HF directory: it has no manifest, and needs none to be whole.

@@ -18,6 +18,7 @@ from megatrain.compute.compiled import Compiled
 from megatrain.compute.window import Seats
 from megatrain.engine import saving
 from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of, saved_dtypes
+from megatrain.engine.headroom import Headroom
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement, announce_unavailable, place_one_block
 from megatrain.engine.planning import follow
@@ -112,7 +113,7 @@ class Engine:
             found_block.compiled = compiled if found_block.layer else None
         self._step.expect(self._adoption.blocks)
         self._lazy = self._lazy_head(hooks)
-        self._surface = Surface(model, self, hooks, self._step.begin_pass)
+        self._surface = Surface(model, self, hooks, self._begin)
         # Not a method of self: the finalizer must not keep the engine alive.
         weakref.finalize(self, _stop, memory.owner, self._lanes, self._step.seats, self.relief)
 
@@ -153,7 +154,7 @@ class Engine:
         width = self.settings.moment_width
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
         owned = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
-        self._placement.require_states(owned.values(), rule_named(kind), width)
+        self._placement.require_states(owned.values(), rule_named(kind), width, self._headroom.slots())
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
         lossless = self.settings.optimizer_compression == "lossless"
         return Optimizer(
@@ -187,6 +188,7 @@ class Engine:
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
         # Each has a thread, which takes some of the GPU too.
         boundary += THREAD_BYTES if self.device.type == "cuda" else 0
+        boundary = max(boundary, self._headroom.of_batch(batch))
         return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
 
     @property
@@ -241,7 +243,7 @@ class Engine:
         What the directory held before is replaced in one step; files of others in it stay.
         """
         self.ready_to_save()
-        saving.save(self.model, self.host_state_dict, directory, optimizer)
+        saving.save(self.model, self.host_state_dict, directory, optimizer, self.ram.portion)
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Read back what `save` wrote; training continues bit for bit. All is checked before anything is changed."""
@@ -249,8 +251,12 @@ class Engine:
         saving.load(self.model, directory, optimizer)
 
     def ready_to_save(self) -> None:
-        """Wait for the last step to be decided, and raise if weights are between two steps."""
+        """Wait for the last step to be decided, and raise if weights are between two steps. Make room if RAM is low."""
         self._step.whole()
+        if self.ram.low:
+            for slab in self.slabs:
+                slab.grad.give_back()
+            self._memory.trim()
 
     @property
     def step_times(self) -> StepTimes | None:
@@ -311,6 +317,7 @@ class Engine:
         fetched = [slab for slab in self.slabs if any(slab in block.slabs for block in self.blocks)]
         fetcher = Fetcher(fetched, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
         drain = Drain(self.slabs, self.settings.grad_slots, self.device, self._lanes, transfers[1], self.counters)
+        self._headroom = Headroom(self.model, self.precision, self.settings, self.ram, fetcher, drain)
         return Step(
             device=self.device,
             slabs=self.slabs,
@@ -324,8 +331,16 @@ class Engine:
             activations=Activations(self.device, self._lanes, transfers[1], transfers[0], self._memory),
             policy=lambda block: policies[block.name],
             watch=self._placement.watch.check,
-            stepped=lambda steps: self.relief.stepped(steps, self.quiesce),
+            stepped=self._stepped,
         )
+
+    def _begin(self, inputs: Any) -> None:
+        self._headroom.begin(inputs)
+        self._step.begin_pass()
+
+    def _stepped(self, steps: int) -> None:
+        self.relief.stepped(steps, self.quiesce)
+        self._placement.watch.stepped()
 
     def _lazy_head(self, hooks: transformers_hooks.Hooks) -> LazyHead | None:
         block = LazyHead.fits(self.model, self.blocks, hooks.causal_loss) if self.settings.head_chunk != 0 else None

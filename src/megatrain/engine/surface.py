@@ -31,7 +31,7 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
 class Surface:
     """Instance attributes and one hook of the root module; `remove` takes them away again."""
 
-    def __init__(self, model: Any, engine: Engine, hooks: Hooks, begin_pass: Callable[[], None]) -> None:
+    def __init__(self, model: Any, engine: Engine, hooks: Hooks, begin_pass: Callable[[Any], None]) -> None:
         self._model = model
         self._engine = engine
         self._hooks = hooks
@@ -57,7 +57,7 @@ class Surface:
 
     def _prepare(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the model's forward: inputs to the compute device; no key/value cache where gradients are wanted."""
-        self._begin_pass()
+        self._begin_pass((args, kwargs))
         device = self._engine.device
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         if self._takes_cache and torch.is_grad_enabled():
@@ -76,7 +76,7 @@ class Surface:
         copied = any(isinstance(tensor, ExportTensor) and tensor.copies for tensor in state.values())
         if copied and "max_shard_size" in signature.parameters:
             # A shard is in host memory as a whole while it is written.
-            call.arguments.setdefault("max_shard_size", SHARD_BYTES)
+            call.arguments.setdefault("max_shard_size", self._engine.ram.portion(SHARD_BYTES))
         with self._config_as_saved():
             return self._own_save(*call.args, **call.kwargs)
 

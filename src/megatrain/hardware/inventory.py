@@ -17,6 +17,13 @@ from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
 from megatrain.telemetry.notices import announce
 
 GIB = 1 << 30
+LOW = (GIB, 0.2)
+"""RAM that is left: bytes, or that share of the limit if it is less. Said once, and freed memory goes back to the
+system. A plan leaves as much."""
+SHORT = (GIB // 2, 0.1)
+"""The same: a Trainer saves a checkpoint and stops at the end of the step."""
+CRITICAL = (GIB // 4, 0.05)
+"""The same: the next block does not run any more, and nothing is allocated that would leave less."""
 
 
 def choose_device(asked: str | None) -> torch.device:
@@ -164,6 +171,8 @@ def within_reach(device: torch.device, model: torch.nn.Module) -> Reach:
     """What training this model could have now: what is free, what it has itself, and the process's bare needs."""
     _let_go_of_what_was_dropped()
     ram = available_ram() + min(own_ram(), _bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
+    # A plan that took the last byte would be stopped in its first step.
+    ram = max(0, ram - level(LOW, cgroups.usable_ram()))
     if device.type == "cpu":
         return Reach(ram=ram)
     free, total = torch.cuda.mem_get_info(device)
@@ -184,6 +193,12 @@ def _let_go_of_what_was_dropped() -> None:
 def _bytes_on(device: torch.device, model: torch.nn.Module) -> int:
     """Bytes of a model's parameters that lie on the device."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
+
+
+def level(threshold: tuple[int, float], limit: int) -> int:
+    """Bytes of `LOW`, `SHORT` or `CRITICAL` under a limit."""
+    nbytes, share = threshold
+    return min(nbytes, int(share * limit))
 
 
 def own_ram() -> int:
@@ -210,11 +225,12 @@ def available_ram() -> int:
 
 def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0) -> None:
     """Refuse, before anything is allocated, what cannot fit in RAM."""
-    free = available_ram()
-    if nbytes > free:
+    free, spare = available_ram(), level(CRITICAL, cgroups.usable_ram())
+    if nbytes > free - spare:
         raise NotEnoughMemory(
-            f"{what} needs {nbytes / GIB:.2f} GiB of RAM, but only {free / GIB:.2f} GiB are available "
-            f"(short by {(nbytes - free) / GIB:.2f} GiB); use a smaller model, or a machine with more memory."
+            f"{what} needs {nbytes / GIB:.2f} GiB of RAM, but only {free / GIB:.2f} GiB are available, of which "
+            f"{spare / GIB:.2f} must stay free (short by {(nbytes + spare - free) / GIB:.2f} GiB); use a smaller "
+            "model, or a machine with more memory."
         )
     if max_ram_gb is not None and held + nbytes > max_ram_gb * GIB:
         raise NotEnoughMemory(

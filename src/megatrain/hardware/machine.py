@@ -33,6 +33,11 @@ THREADS = 2
 PROCESS_BYTES = 1434 << 20
 """RAM of the interpreter, PyTorch, transformers and the driver: 0.99 to 1.30 GiB beside their state in 62 runs
 there (the rows of tests/unit/planner/accuracy.json)."""
+KERNEL_SHARE = 0.00425
+KERNEL_PINNED_SHARE = 0.0119
+"""RAM that belongs to no process, per byte: of the store, page tables and the index of shared pages; of what is pinned,
+as much again and more for the kernel's and the driver's lists of its pages. `benchmarks/pinned.py` on an H200 with 128
+GiB, fitted to 20 and 100 GiB; 60 GiB took 0.966 GiB pinned (0.969 by this) and 0.254 unpinned (0.255)."""
 
 _SHIPPED = Path(__file__).parent / "machines"
 
@@ -43,6 +48,11 @@ def cuda_bytes(pinned: int, window: int = 1) -> int:
     `window`: micro-batches that pass a block together.
     """
     return CUDA_CONTEXT_BYTES + pinned // PINNED_PER_BYTE + THREAD_BYTES * max(0, window - THREADS)
+
+
+def kernel_bytes(held: int, pinned: int) -> int:
+    """RAM that the kernel and the driver take beside so many bytes of state, some of them pinned."""
+    return int(KERNEL_SHARE * held + KERNEL_PINNED_SHARE * pinned)
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,31 @@
-"""RAM while running: what the limits still leave, looked at now and then, so that nobody is killed without a word."""
+"""RAM while running: what the limits still leave, looked at as it gets less, so that no run is killed unawares."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from megatrain.errors import OutOfRam
 from megatrain.hardware import cgroups, inventory
+from megatrain.hardware.inventory import CRITICAL, GIB, LOW, SHORT, level
 from megatrain.telemetry.notices import warn
 
-GIB = 1 << 30
 INTERVAL = 0.25
-"""Seconds between looks: one takes less than a millisecond."""
-LOW = (GIB, 0.02)
-"""Bytes left, or that share of the limit if it is less: said once, and freed memory goes back to the system."""
-SHORT = (GIB // 2, 0.01)
-"""The same: a Trainer saves a checkpoint and stops at the end of the step."""
-CRITICAL = (GIB // 4, 0.005)
-"""The same: the next block does not run any more."""
+"""Seconds between looks while there is plenty: one takes less than a millisecond."""
+REMEMBERED = 16
+"""Steps whose needs are expected of the next one."""
+PLENTY = 2
+"""Times `LOW`: with less than that left, every block looks."""
+PORTION = 4
+"""A save takes at most this part of what is left for a copy of what it writes."""
+LEAST_PORTION = 16 << 20
+SAVE_BYTES = 64 << 20
+"""A save takes this much beside: pieces of files that are read again, headers, buffers."""
 
 
 class RamWatch:
-    """Looks at what is left of RAM, at most every `INTERVAL` seconds."""
+    """Looks at what is left of RAM before every block, after every step and before a save."""
 
     def __init__(
         self,
@@ -29,25 +33,39 @@ class RamWatch:
         trim: Callable[[], None],
         left: Callable[[], int] = inventory.available_ram,
         limit: int | None = None,
+        own: Callable[[], int] = inventory.own_ram,
     ) -> None:
-        self._held, self._trim, self._left = held, trim, left
+        self._held, self._trim, self._left, self._own = held, trim, left, own
         self._limit = cgroups.usable_ram() if limit is None else limit
         self._looked = -INTERVAL
+        self._found = 0
+        """What the last look found."""
+        self._begins = False
+        """Whether no block of this step has looked yet."""
+        self._top = 0
+        """The most that a look has seen this process hold in this step."""
+        self._swings: deque[int] = deque(maxlen=REMEMBERED)
+        """What the last steps took for a while, above what they ended with."""
+        self._block = 0
+        """What a block was estimated to take between two looks."""
         self._said = False
 
     def check(self) -> None:
         """Warn when RAM is low; raise `OutOfRam` when going on would end in a kill."""
         now = time.monotonic()
-        if now - self._looked < INTERVAL:
+        low, critical = self._at(LOW), self._critical
+        if now - self._looked < INTERVAL and self._found >= PLENTY * low + self._swing + self._block:
             return
         self._looked = now
-        left = self._left()
-        if left >= self._threshold(LOW):
+        if self._begins:
+            critical += self._swing
+        self._begins = False
+        left = self._look()
+        if left >= max(low, critical):
             self._said = False
             return
-        self._trim()
-        left = self._left()
-        if left < self._threshold(CRITICAL):
+        left = self._look_after_trimming()
+        if left < critical:
             raise OutOfRam(
                 f"{self._account(left)}; stopped before the system would have killed the process. Weights and "
                 f"optimizer states are whole: save them, then {_ADVICE}."
@@ -56,17 +74,79 @@ class RamWatch:
             self._said = True
             warn(f"{self._account(left)}; if it goes on falling the run stops: {_ADVICE}")
 
-    def short(self) -> str | None:
-        """What to tell the user if the run should end at this step; None: there is room."""
-        left = self._left()
-        return self._account(left) if left < self._threshold(SHORT) else None
+    def require(self, nbytes: int, block: int, what: str) -> None:
+        """Raise `OutOfRam` if so many bytes, which are wanted now, would leave too little.
 
-    def _threshold(self, level: tuple[int, float]) -> int:
-        nbytes, share = level
-        return min(nbytes, int(share * self._limit))
+        `block`: what of them may come between two looks.
+        """
+        self._block = max(self._block, block)
+        wanted = nbytes + self._at(CRITICAL)
+        left = self._look()
+        if left < wanted:
+            left = self._look_after_trimming()
+        if left < wanted:
+            raise OutOfRam(
+                f"{self._account(left)}, and {what} takes about {nbytes / GIB:.2f}; stopped before it began. Weights "
+                f"and optimizer states are whole: save them, then {_ADVICE}, or use fewer tokens at a time."
+            )
+
+    def stepped(self) -> None:
+        """A step has ended: the next one will take again what it took for a while."""
+        if self._left() < PLENTY * self._at(LOW) + self._swing:
+            self._trim()
+        own = self._own()
+        self._swings.append(max(0, self._top - own))
+        self._top, self._begins = own, True
+
+    @property
+    def _swing(self) -> int:
+        """What the next step will take for a while, if it is like the last ones."""
+        return max(self._swings, default=0)
+
+    @property
+    def left(self) -> int:
+        """Bytes that are left now."""
+        return self._left()
+
+    def short(self) -> str | None:
+        """What to tell the user if the run should end at this step; None: there is room for another one."""
+        wanted = max(self._at(SHORT), self._swing + self._critical, SAVE_BYTES + LEAST_PORTION)
+        if self._left() >= wanted:
+            return None
+        left = self._look_after_trimming()
+        return self._account(left) if left < wanted else None
+
+    def portion(self, most: int) -> int:
+        """Bytes that a save may hold at once as copies of what it writes: `most`, or less if little is left."""
+        left = self._left()
+        if left < self._at(LOW):
+            left = self._look_after_trimming()
+        return min(most, max(LEAST_PORTION, (left - SAVE_BYTES) // PORTION))
+
+    @property
+    def low(self) -> bool:
+        """Whether so little is left that memory should be given back."""
+        return self._left() < self._at(LOW)
+
+    @property
+    def _critical(self) -> int:
+        return self._at(CRITICAL) + self._block
+
+    def _look(self) -> int:
+        self._found = left = self._left()
+        self._top = max(self._top, self._own())
+        return left
+
+    def _look_after_trimming(self) -> int:
+        # The C library keeps what was freed, in an arena for each thread.
+        self._trim()
+        return self._look()
+
+    def _at(self, threshold: tuple[int, float]) -> int:
+        return level(threshold, self._limit)
 
     def _account(self, left: int) -> str:
-        held, own = self._held(), inventory.own_ram()
+        held, own = self._held(), self._own()
         others = max(0, self._limit - left - own)
         return (
             f"RAM is running out: {left / GIB:.2f} GiB are left of {self._limit / GIB:.1f} (MegaTrain's state "

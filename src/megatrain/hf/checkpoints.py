@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from megatrain import files
 from megatrain.checkpoint import lock, manifest, replace, space, states, weights
 from megatrain.engine.session import Engine
-from megatrain.errors import CheckpointError, DirectoryInUse, OutOfRam
+from megatrain.errors import CheckpointError, DirectoryInUse, MegaTrainError, OutOfRam
 from megatrain.hf import stock
 from megatrain.hf.found import rotate
 from megatrain.hf.recovery import RamStop
@@ -37,6 +38,7 @@ class Checkpoints:
     state: Any
     control: Any
     callback_handler: Any
+    _trial: Any
     _ram_stop: RamStop
     _own_optimizer: Callable[[], Optimizer]
     _termination: Termination
@@ -141,6 +143,29 @@ class Checkpoints:
             raise
         self._save_if_ending(model, trial)
 
+    def _stop_with_a_checkpoint(self, error: MegaTrainError) -> None:
+        """A step did not fit in RAM and was not taken: save what the steps before it have come to, then raise."""
+        step = self.state.global_step
+        if step == 0:
+            return
+        if self._ram_stop.moved and self._unsaved:
+            error.add_note(
+                f"megatrain: no checkpoint of step {step} was saved, since updates of the step after it had started; "
+                "resume from the one before."
+            )
+            return
+        try:
+            self.engine.ready_to_save()
+            self.optimizer.zero_grad()
+            gc.collect()
+            self._ram_stop.reason = str(error).partition(";")[0]
+            self._save_if_ending(self.model, self._trial)
+        except MegaTrainError as obstacle:
+            self._ram_stop.reason = None
+            error.add_note(f"megatrain: no checkpoint of step {step} was saved, since {obstacle}")
+            return
+        self._ram_stop.check()
+
     def _save_if_ending(self, model: Any, trial: Any) -> None:
         """An evaluation that finds nothing better takes back that a checkpoint is wanted (save_strategy="best")."""
         if not self._ending:
@@ -181,8 +206,9 @@ class Checkpoints:
         path = os.path.join(output_dir, SCHEDULER_FILE)
         files.before("write", path)
         torch.save(self.lr_scheduler.state_dict(), path)
-        states.save_optimizer(self.model, self._own_optimizer(), output_dir)
-        state = stock.stock_state(self._own_optimizer())
+        shard_bytes = self.engine.ram.portion(states.SHARD_BYTES)
+        states.save_optimizer(self.model, self._own_optimizer(), output_dir, shard_bytes)
+        state = stock.stock_state(self._own_optimizer(), self.engine.ram.portion(stock.LARGEST))
         if state is not None:
             # With this file and without our folder it would be taken for a stock Trainer's (`is_stock`).
             files.sync_directory(output_dir)

@@ -19,7 +19,7 @@ from megatrain import settings as settings_module
 from megatrain.checkpoint import replace
 from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
-from megatrain.errors import MissingLabels, NotEnoughMemory, SettingsError
+from megatrain.errors import MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.callbacks import Handler
 from megatrain.hf.checkpoints import Checkpoints, changed
@@ -186,6 +186,9 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         self.engine.relief.hold_to_plan()
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
+        except (OutOfRam, NotEnoughMemory) as error:
+            self._stop_with_a_checkpoint(error)
+            raise
         finally:
             # Whatever comes now (generating, say) was not planned.
             if hasattr(self, "engine"):

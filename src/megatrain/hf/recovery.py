@@ -121,11 +121,21 @@ class RamStop(TrainerCallback):
         self.reason: str | None = None
         self.sealed: tuple[int, str] | None = None
         """The last checkpoint of this run that can be resumed: its step and folder."""
+        self._versions: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.reason = self.sealed = None
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._versions = [slab.version for slab in self._engine().slabs]
+
+    @property
+    def moved(self) -> bool:
+        """Whether weights have changed since the last step began: updates may start in its backward."""
+        return self._versions != [slab.version for slab in self._engine().slabs]
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._versions = [slab.version for slab in self._engine().slabs]
         # The last step has nothing after it that would need RAM.
         if state.global_step < state.max_steps:
             self.reason = self._engine().ram.short()

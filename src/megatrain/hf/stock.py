@@ -24,9 +24,9 @@ def stock_bytes(optimizer: Optimizer) -> int:
     return total if total <= LARGEST else 0
 
 
-def stock_state(optimizer: Optimizer) -> dict[str, Any] | None:
+def stock_state(optimizer: Optimizer, most: int = LARGEST) -> dict[str, Any] | None:
     """The `state_dict` of torch's optimizer of this name; None if it is large, or torch has no such state."""
-    if not stock_bytes(optimizer):
+    if not 0 < stock_bytes(optimizer) <= most:
         return None
     own = optimizer.state_dict()
     state = {number: _moments(entry) for number, entry in own["state"].items()}

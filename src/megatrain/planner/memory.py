@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import accumulate
 
-from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes
+from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner.activations import (
     BLAS_BYTES,
@@ -216,11 +216,20 @@ class Ledger:
         vram = [here[0] + slots, here[1], here[2], gradients, on_device, work]
         host = PROCESS_BYTES + min(decision.disk, STAGES) * largest
         ram = [there[0], there[1] - gone_residuals, there[2] - gone_moments, there[3] + staging, parked, host]
+        ram[5] += kernel_bytes(sum(ram[:5]), _pinned(ram) if self.gpu else 0)
         if self.gpu:
             vram[5] += cuda_bytes(_pinned(ram), window) + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
         else:
             vram, ram = [0] * 6, [a + b for a, b in zip(ram, vram, strict=True)]
         return Account(tuple(vram), tuple(ram), (0, gone_residuals, gone_moments, 0, 0, 0))
+
+    def computing(self, decision: Decision) -> int:
+        """What a window's micro-batches keep and need on the device beside state, its slots and gradients."""
+        return self._activations(decision)[0] + self.workspace(decision) * decision.window
+
+    def workspace(self, decision: Decision) -> int:
+        """What of it one block needs for a while."""
+        return self._work(decision.stored)
 
     def allocated(self, decision: Decision) -> int:
         """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""

@@ -331,6 +331,18 @@ class Gradient:
         for drop in self.left_behind:
             drop()
 
+    def give_back(self) -> None:
+        """Free the buffers that hold nothing; the next gradient allocates them again."""
+        for part in self.parts.values():
+            if not part.present:
+                # The last update may still be reading them.
+                self._slab.settle()
+                part.landed.wait()
+                for buffer in (part.buffer, part.sum):
+                    if buffer is not None:
+                        self._slab.memory.free(buffer)
+                part.buffer = part.sum = None
+
 
 def add_segments(
     layout: Layout,

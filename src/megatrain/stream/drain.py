@@ -57,11 +57,16 @@ class Drain:
         self.lanes = lanes
         self.transfer = transfer
         self.rings = GradRings(slabs, slots, device)
-        self._counters = counters
+        self.counters = counters
+        self._slabs = slabs
         self._staging = {tier: [_Staging() for _ in range(2)] for tier in ("ram", "vram")}
         self._turn = 0
         for slab in slabs:
             slab.grad.merge = self.merge
+
+    def missing(self) -> int:
+        """Bytes of gradients that will be allocated when they come."""
+        return sum(slab.layout.nbytes for slab in self._slabs if slab.trains and not slab.grad.allocated)
 
     def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
         """Take the gradients of some of a slab's parameters, by segment, from one place in the model."""
@@ -188,5 +193,5 @@ class Drain:
     def _count(self, slab: Slab, flat: torch.Tensor) -> None:
         if slab.resident:
             return
-        self._counters.drains += 1
-        self._counters.bytes_d2h += flat.numel() * flat.element_size()
+        self.counters.drains += 1
+        self.counters.bytes_d2h += flat.numel() * flat.element_size()

@@ -21,6 +21,10 @@ class GradSlot:
         self.square_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.drained: Ticket = DONE
 
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
     def bytes(self, room: int) -> torch.Tensor:
         """The buffer, grown to `room` bytes at first use. Call after ordering compute behind `drained`."""
         if self._buffer.numel() < room:
@@ -35,6 +39,7 @@ class GradRings:
     def __init__(self, slabs: Sequence[Slab], slots: int, device: torch.device) -> None:
         self._rings: dict[int, tuple[list[GradSlot], int]] = {}
         self._turns: dict[int, int] = {}
+        self._trained: list[tuple[list[GradSlot], int]] = []
         # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others.
         groups = [members for trains in (True, False) for members in by_size([s for s in slabs if s.trains == trains])]
         for members in groups:
@@ -42,6 +47,12 @@ class GradRings:
             ring = [GradSlot(device) for _ in range(min(slots, (len(members) + 1) // 2))]
             largest = max(slab.layout.numel for slab in members)
             self._rings |= {slab.index: (ring, largest) for slab in members}
+            if members[0].trains:
+                self._trained.append((ring, members[0].layout.nbytes))
+
+    def missing(self) -> int:
+        """Bytes that the slots of slabs which train will take, and do not have yet."""
+        return sum(max(0, nbytes - slot.nbytes) for ring, nbytes in self._trained for slot in ring)
 
     def next(self, slab: Slab) -> GradSlot:
         """The slot whose turn it is, in the slab's ring."""

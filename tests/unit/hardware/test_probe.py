@@ -404,7 +404,7 @@ def test_the_whole_probe_on_this_cpu(tmp_path, monkeypatch, said):
     assert len(said.messages) == 1
     assert machine.gpu is None
     assert 1e9 < machine.dram < 2e12
-    assert 1e9 < machine.matmul["fp32"] < 1e15
+    assert 1e8 < machine.matmul["fp32"] < 1e15
     assert 1e8 < machine.attention < 1e15
     assert machine.ram_bytes <= probe.psutil.virtual_memory().total
     assert machine.disks[0].read > 1e6

@@ -57,16 +57,76 @@ def test_critical_is_an_error_unless_trimming_helps() -> None:
 
 
 def test_levels_are_shares_of_a_small_limit() -> None:
-    left = [GIB // 16]
-    looking = made(left, limit=2 * GIB)
+    left = [int(0.11 * GIB)]
+    looking = made(left, limit=GIB)
     looking.check()
     assert looking.short() is None
-    left[0] = int(0.009 * 2 * GIB)
+    left[0] = int(0.09 * GIB)
     looking.check()
     assert "RAM is running out" in (looking.short() or "")
-    left[0] = int(0.004 * 2 * GIB)
+    left[0] = int(0.04 * GIB)
     with pytest.raises(OutOfRam):
         looking.check()
+
+
+def test_what_a_step_took_for_a_while_is_left_for_the_next() -> None:
+    """2 GiB that a step takes and gives back: with 2.2 left the next one would come within 0.25 of a kill."""
+    left, own = [10 * GIB], [20 * GIB]
+    looking = RamWatch(held=lambda: 0, trim=lambda: None, left=lambda: left[0], limit=100 * GIB, own=lambda: own[0])
+    for inside in (21 * GIB, 22 * GIB, 20 * GIB):
+        own[0] = inside
+        looking.check()
+    looking.stepped()
+    left[0] = 9 * GIB // 4
+    assert looking.short() is None
+    looking.check()
+    looking.stepped()
+    left[0] = 11 * GIB // 5
+    assert "RAM is running out" in (looking.short() or "")
+    with pytest.raises(OutOfRam):
+        looking.check()
+    # Once a step has begun, what is left is what it has.
+    looking.check()
+    # What was long ago is not expected for ever.
+    for _ in range(watch.REMEMBERED):
+        looking.stepped()
+    assert looking.short() is None
+
+
+def test_a_batch_that_will_not_fit_is_refused_before_it_begins() -> None:
+    left, trimmed = [GIB], []
+    looking = made(left, trimmed=trimmed)
+    looking.require(GIB // 2, GIB // 8, "a batch")
+    assert not trimmed
+    with pytest.raises(OutOfRam, match=r"and a batch takes about 0\.80; stopped before it began"):
+        looking.require(int(0.8 * GIB), GIB // 4, "a batch")
+    assert trimmed
+    # A block may take a quarter of a GiB between two looks.
+    left[0] = int(0.51 * GIB)
+    looking.check()
+    left[0] = int(0.49 * GIB)
+    with pytest.raises(OutOfRam):
+        looking.check()
+
+
+def test_a_save_copies_no_more_than_a_part_of_what_is_left() -> None:
+    left = [100 * GIB]
+    looking = made(left)
+    assert looking.portion(4 * GIB) == 4 * GIB
+    left[0] = watch.SAVE_BYTES + 400 * 1000
+    assert looking.portion(4 * GIB) == watch.LEAST_PORTION
+    left[0] = watch.SAVE_BYTES + 4 * GIB
+    assert looking.portion(4 * GIB) == GIB
+    assert looking.portion(1000) == 1000
+
+
+def test_every_block_looks_when_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "INTERVAL", 60.0)
+    looks: list[int] = []
+    looking = RamWatch(held=lambda: 0, trim=lambda: None, left=lambda: looks.append(1) or GIB * 3 // 2, limit=100 * GIB)
+    for _ in range(100):
+        looking.check()
+    assert len(looks) == 100
 
 
 def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

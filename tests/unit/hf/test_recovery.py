@@ -429,3 +429,42 @@ def test_a_trainer_that_saves_in_its_own_way_and_is_short_of_ram(tmp_path: Path)
     short_after(trainer, 1)
     with pytest.raises(OutOfRam, match="nothing was saved that can be resumed"):
         trainer.train()
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("block", [0, 7])
+def test_a_step_that_ram_does_not_hold_leaves_a_checkpoint_of_those_before(
+    tmp_path: Path, block: int, clip: float
+) -> None:
+    """In the third step, at its first block or in its backward. Without clipping updates have started there."""
+    options = {"max_steps": 4, "max_grad_norm": clip, "lr_scheduler_type": "constant"}
+    whole = mt.Trainer(
+        model=small.llama(), args=small.arguments(tmp_path / "whole", **options), train_dataset=small.rows()
+    )
+    whole.train()
+    trainer = mt.Trainer(
+        model=small.llama(), args=small.arguments(tmp_path / "out", **options), train_dataset=small.rows()
+    )
+    look, looks = trainer.engine._step._watch, []
+
+    def fails() -> None:
+        looks.append(trainer.state.global_step)
+        if looks.count(2) == block + 1:
+            raise OutOfRam("RAM is running out; stopped")
+        look()
+
+    trainer.engine._step._watch = fails
+    moved = block > 0 and not clip
+    with pytest.raises(OutOfRam) as error:
+        trainer.train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert checkpoint.exists() == (not moved)
+    if moved:
+        assert "updates of the step after it had started" in error.value.__notes__[0]
+        return
+    assert f"ended after step 2 and saved in {checkpoint}" in str(error.value)
+    resumed = mt.Trainer(
+        model=small.llama(seed=1), args=small.arguments(tmp_path / "out", **options), train_dataset=small.rows()
+    )
+    resumed.train(resume_from_checkpoint=True)
+    assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
