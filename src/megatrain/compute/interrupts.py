@@ -17,18 +17,16 @@ class Deferred:
 
     def __enter__(self) -> None:
         # Python runs signal handlers in the main thread alone.
-        if threading.get_ident() == threading.main_thread().ident:
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._receive)
+        if threading.get_ident() == threading.main_thread().ident and callable(signal.getsignal(signal.SIGINT)):
+            self._handler = signal.signal(signal.SIGINT, self._receive)
 
     def __exit__(self, *_: object) -> None:
         if self._handler is None:
             return
-        # Somebody may have put a handler of their own in place meanwhile.
-        if signal.getsignal(signal.SIGINT) == self._receive:
-            signal.signal(signal.SIGINT, self._handler)
+        replaced = signal.signal(signal.SIGINT, self._handler)
+        if replaced != self._receive:
+            # Somebody has put a handler of their own in place meanwhile.
+            signal.signal(signal.SIGINT, replaced)
         if self._received is not None:
             self._handler(*self._received)
 

@@ -21,10 +21,11 @@ class Ambient:
     autocast_cache: bool
 
     @classmethod
-    def capture(cls, device: torch.device) -> Ambient:
+    def capture(cls, device: torch.device, generators: Generators | None = None) -> Ambient:
+        """The present state; `generators` if where they stand is not of interest."""
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         return cls(
-            generators=Generators.now(device),
+            generators=Generators.now(device) if generators is None else generators,
             device=device,
             autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
@@ -51,7 +52,7 @@ class Ambient:
 
         `drawn` is where the generators stood after the forward; None if it drew nothing, so that they need not be set.
         """
-        present = Ambient.capture(self.device)
+        present = Ambient.capture(self.device, self.generators if drawn is None else None)
         # Twice: a Ctrl-C that ends the first leaves the second to finish.
         try:
             try:

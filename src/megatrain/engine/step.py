@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -174,7 +174,7 @@ class Step:
 
     def finished(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
-        with self._lock, Deferred():
+        with self._lock, Deferred() if self._updates.early else nullcontext():
             self._unfinished[block.index] -= 1
             self._open = max(0, self._open - 1)
             for slab in block.slabs:

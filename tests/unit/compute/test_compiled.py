@@ -1,6 +1,7 @@
 """Compiled blocks on the CPU: few tests, since every compilation takes seconds here."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -185,3 +186,36 @@ def test_what_cannot_be_compiled_again_is_an_error(monkeypatch):
     monkeypatch.setattr(compiled.torch, "compile", compile)
     with pytest.raises(mt.errors.MegaTrainError, match="ran compiled could not be compiled again"):
         mixed_gradients("recompute")
+
+
+def test_a_second_thread_beside_compiled_training():
+    """Eager inference finds the weights of its own call while a compiled forward is traced or runs."""
+    alone, weights = train(llama(), [16, 16], compile=True)
+    model = llama()
+    stop, errors = threading.Event(), []
+
+    def visit():
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=visit)
+    plain = mt.Engine.optimizer
+
+    def optimizer(*args, **options):
+        thread.start()
+        return plain(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mt.Engine, "optimizer", optimizer)
+        try:
+            losses, found = train(model, [16, 16], compile=True)
+        finally:
+            stop.set()
+            thread.join()
+    assert losses == alone
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+    assert all(isinstance(error, mt.errors.EngineClosed) for error in errors)
