@@ -55,6 +55,7 @@ def check(machine):
         assert machine.matmul["bf16"] > 400e12
 
 
+@pytest.mark.slow
 def test_update_rates_take_the_place_of_estimates(cache):
     start = time.perf_counter()
     machine = mt.probe()

@@ -27,7 +27,7 @@ def test_losses_are_those_of_the_stock_trainer(tmp_path, deterministic, bf16):
     assert small.losses(ours)[0] != small.losses(ours)[-1]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, deterministic, bf16):
     whole = run(mt.Trainer, tmp_path / "whole", max_steps=6, bf16=bf16)
     half = run(mt.Trainer, tmp_path / "half", max_steps=6, save_strategy="steps", save_steps=3, bf16=bf16)

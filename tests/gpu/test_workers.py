@@ -78,7 +78,7 @@ def train(forks):
 
 
 def test_loader_workers_share_pinned_memory():
-    """Pages of a private mapping that is pinned would be copied into every worker at the fork: 2 GiB each."""
+    """Pages of a private mapping that is pinned would be copied into every worker at the fork."""
     model = random_model("tiny", torch.bfloat16, num_hidden_layers=3).train()
     with mt.Engine(model, device="cuda") as engine:
         optimizer = engine.optimizer(lr=1e-3)
