@@ -11,7 +11,7 @@ import megatrain as mt
 from megatrain.store.ram import HostMemory
 
 MIB = 1 << 20
-STORE = 2048 * MIB
+STORE = 1024 * MIB
 WORKERS = 4
 
 
