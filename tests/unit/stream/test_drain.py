@@ -235,3 +235,23 @@ def test_staging_on_the_device_grows_alike():
         for _ in range(4):
             drain.collect(slab, (0, 0), {0: torch.ones(slab.layout.segments[0].numel)})
     assert memory.held == before + sum(slab.layout.nbytes for slab in slabs) + 2 * slabs[1].layout.nbytes
+
+
+@pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
+def test_buffers_that_hold_nothing_can_be_given_back(lanes):
+    bench = Bench(lanes=lanes)
+    memory = bench.slab.memory
+    before = memory.held
+    for _ in range(3):
+        bench.collect(a=torch.ones(8))
+    taken = memory.held
+    bench.slab.grad.give_back()
+    assert memory.held == taken, "they hold a gradient"
+    bench.slab.grad.clear()
+    bench.slab.grad.give_back()
+    assert memory.held == taken - 6 * bench.slab.layout.numel > before
+    for _ in range(2):
+        bench.collect(a=torch.full((8,), 2.0))
+    assert bench.sum_of("a").tolist() == [4.0] * 8
+    assert memory.held == taken
+    lanes.close()

@@ -1,0 +1,57 @@
+"""A batch that RAM does not hold is refused before its forward; one that fits, or has been through, is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests import small
+from tests.tiny import engine_of
+
+from megatrain.errors import OutOfRam
+from megatrain.hardware import inventory
+from megatrain.hardware.inventory import CRITICAL, level
+
+
+def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, small.VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def attached(left: list[int]) -> tuple[Any, Any]:
+    model = small.llama(max_position_embeddings=256)
+    engine = engine_of(model)
+    engine.ram._left = lambda: left[0]
+    return model, engine
+
+
+def test_the_batch_that_does_not_fit_is_refused_with_its_size() -> None:
+    left = [1 << 40]
+    model, engine = attached(left)
+    left[0] = level(CRITICAL, engine.ram._limit) + (16 << 20)
+    needed, block = engine._headroom._of(4, 256)
+    assert 0 < block < needed
+    left[0] = level(CRITICAL, engine.ram._limit) + needed
+    with pytest.raises(OutOfRam, match=r"a batch of 4 x 256 tokens takes about .* stopped before it began"):
+        model(**batch(4, 256))
+    # Without gradients nothing is kept for a backward.
+    with torch.no_grad():
+        left[0] = 1 << 40
+        model(**batch(4, 256))
+    model(**batch(1, 8)).loss.backward()
+
+
+def test_slots_and_gradients_that_are_not_there_yet_are_counted_once() -> None:
+    model, engine = attached([1 << 40])
+    to_come = engine._headroom._to_come()
+    assert to_come > sum(slab.layout.nbytes for slab in engine.slabs)
+    model(**batch(1, 8)).loss.backward()
+    assert engine._headroom._to_come() == 0
+
+
+def test_a_window_is_as_many_as_half_of_what_is_left_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = attached([1 << 20])
+    each = engine._headroom.of_batch(batch(4, 256))
+    monkeypatch.setattr(inventory, "free_memory", lambda device: 6 * each)
+    assert engine.window_size(batch(4, 256)) == 3
