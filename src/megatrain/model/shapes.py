@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -123,15 +122,15 @@ class ModelShape:
     guessed: tuple[str, ...] = ()
     """Classes of layers whose activations nobody has counted: the planner's formula may be wrong for them."""
 
-    @cached_property
+    @property
     def parameters(self) -> int:
         return sum(block.parameters for block in self.blocks)
 
-    @cached_property
+    @property
     def trainable(self) -> int:
         return sum(block.trainable for block in self.blocks)
 
-    @cached_property
+    @property
     def matmul_parameters(self) -> int:
         """Active per token, the head once: what TFLOP/s are counted with."""
         return sum(block.matmul_parameters for block in self.blocks)

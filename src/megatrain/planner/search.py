@@ -12,7 +12,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -62,10 +62,13 @@ class Search:
         }
         self.ledger = Ledger(shape, run, gpu=self.gpu)
         self._relief = lru_cache(maxsize=None)(self._relief_by_count)
+        self._simulator: Simulator | None = None
 
-    @cached_property
+    @property
     def simulator(self) -> Simulator:
-        return Simulator(Costs(self.shape, self.machine, self.run, self.disks), self.ledger)
+        if self._simulator is None:
+            self._simulator = Simulator(Costs(self.shape, self.machine, self.run, self.disks), self.ledger)
+        return self._simulator
 
     def best(self) -> tuple[Decision, StepEstimate] | None:
         """The fastest decision that fits; None if none does."""

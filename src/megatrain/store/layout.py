@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,14 +22,14 @@ class Segment:
     shape: torch.Size
     offset: int
     numel: int
+    strides: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strides", torch.empty(self.shape, device="meta").stride())
 
     @property
     def end(self) -> int:
         return self.offset + self.numel
-
-    @cached_property
-    def strides(self) -> tuple[int, ...]:
-        return torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True)
