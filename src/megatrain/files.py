@@ -210,6 +210,9 @@ def remove_tree(path: AnyPath) -> None:
     """Remove a directory and what is in it, if it is there. Its name is gone first: nobody finds the half of it."""
     before("remove_tree", path)
     path = Path(os.path.abspath(path))
+    if path.is_symlink():
+        path.unlink()
+        return
     for left in path.parent.glob(f".*{DELETED}"):
         # Its process died.
         shutil.rmtree(left, ignore_errors=True)

@@ -276,3 +276,41 @@ def test_random_numbers_drawn_beside_training(where: str) -> None:
     if where == "inside blocks":
         # Both threads are known after the first step, and graphs are kept while they are.
         assert checked >= 10
+
+
+def test_the_only_thread_is_no_visitor() -> None:
+    """A visitor waits for the device after every resident block; before the first training step nobody visits."""
+    model = Stack()
+    with engine_of(model, resident=("*",)) as engine, torch.no_grad():
+        model(inputs(0))
+        assert not engine._step._threads.visiting()
+
+
+def test_a_visit_that_never_began_is_not_taken_back() -> None:
+    """Ctrl-C while a visitor waits for the lock: a count below zero would let the next step wait for good."""
+    model = Stack()
+    with engine_of(model, resident=("*",)) as engine:
+        fetcher = engine._step._fetcher
+        lock, fetcher.lock = fetcher.lock, Interrupted(fetcher.lock)
+        with pytest.raises(KeyboardInterrupt):
+            fetcher.acquire(engine.slabs, visiting=True)
+        fetcher.lock = lock
+        with fetcher.lock:
+            fetcher.until_left()
+        assert fetcher._visits == 0
+
+
+class Interrupted:
+    """A lock whose first user is interrupted while waiting."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._first = lock, True
+
+    def __enter__(self) -> None:
+        first, self._first = self._first, False
+        if first:
+            raise KeyboardInterrupt
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -247,3 +247,12 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:
     assert files.free_bytes(tmp_path / "not" / "yet") > 0
+
+
+def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    files.remove_tree(tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+    assert (tmp_path / "there" / "file").read_text() == "x"

@@ -101,11 +101,14 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Replacement]:
         raise
 
 
-def carry(old: Path, new: Path) -> list[Path]:
-    """Take over the files of others from an old directory; the files that the new checkpoint consists of."""
+def carry(old: Path, new: Path, left: re.Pattern[str] | None = None) -> list[Path]:
+    """Take over the files of others from an old directory; the files that the new checkpoint consists of.
+
+    Names that match `left` belong to one save and stay behind.
+    """
     listed = written = _names(new)
     if old.is_dir():
-        _take_over(old, new, written)
+        _take_over(old, new, written, left)
         with suppress(CheckpointError):
             # What is not rewritten stays a part of it: the state of a Trainer, say.
             listed = written | manifest.read(old)["files"].keys()
@@ -116,7 +119,7 @@ def _names(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in files.regular_files(directory)}
 
 
-def _take_over(old: Path, new: Path, written: set[str]) -> None:
+def _take_over(old: Path, new: Path, written: set[str], left: re.Pattern[str] | None = None) -> None:
     for folder, folders, names in os.walk(old, onerror=files.reraise):
         inside = Path(folder).relative_to(old)
         # In a directory that must stay, the new content lies inside.
@@ -124,7 +127,7 @@ def _take_over(old: Path, new: Path, written: set[str]) -> None:
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for name in [*names, *links]:
             path = (inside / name).as_posix()
-            if path not in written and not OWN.fullmatch(path):
+            if path not in written and not OWN.fullmatch(path) and not (left and left.fullmatch(path)):
                 _take_over_file(old / path, new / path)
         for name in folders:
             # Of our own folder nothing is left but what others put there.

@@ -94,6 +94,8 @@ class _Call:
     versions: tuple[int, ...]
     """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
     policy: str
+    training: bool
+    """Whether the block was in training mode: in the other one a recompute has other masks, or none."""
     calls: Counter[int]
     """Of blocks, up to this one: those that it calls inside have the same places when it is computed again."""
     parked: dict[int, Parked] = field(default_factory=dict)
@@ -163,7 +165,7 @@ class _Call:
                     return graph
         raise UnsupportedCall(
             f"another thread drew random numbers while {self.block.name} was computed or recomputed, so its dropout "
-            "masks would be others than in the forward; draw from a torch.Generator there, or use policy='store'."
+            "masks would be others than in the forward; let one thread train and evaluate, or use policy='store'."
         )
 
     def drew_again(self) -> bool:
@@ -181,6 +183,13 @@ class _Call:
     def note_draws(self) -> None:
         now = Generators.now(self.flow.device)
         self.drawn = None if now.same(self.ambient.generators) else now
+
+    def check_mode(self) -> None:
+        if self.policy != "store" and self.block.module.training != self.training:
+            raise UnsupportedCall(
+                f"{self.block.name} was switched between train() and eval() after its forward, so a recompute would "
+                "give the gradient of another function; call backward() first, or use policy='store'."
+            )
 
     def check_versions(self) -> None:
         if self.versions != tuple(slab.version for slab in self.block.slabs):
@@ -239,6 +248,7 @@ class _BlockNode(torch.autograd.Function):
         call: _Call = ctx.call
         refuse_create_graph(call.block.name)
         call.check_versions()
+        call.check_mode()
         saved = call.unpark(ctx.saved_tensors)
         with call.flow.weights(call.block, "backward") as views:
             graph = call.take_graph(views) if call.policy == "store" else call.rebuild_graph(saved, views)
@@ -328,7 +338,8 @@ def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any],
     ambient = Ambient.capture(flow.device)
     policy = flow.policy(block)
     place = flow.place(block)
-    call = _Call(flow, block, recipe, differentiable, recording, ambient, place, versions, policy, flow.calls())
+    mode = block.module.training
+    call = _Call(flow, block, recipe, differentiable, recording, ambient, place, versions, policy, mode, flow.calls())
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     emitted, call.emitted = call.emitted, None

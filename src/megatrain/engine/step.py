@@ -242,7 +242,8 @@ class Step:
         self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole, self.seats, self._given)
         try:
             results = self.seats.run([partial(self._begun, task) for task in tasks], seeds, sums.left)
-            sums.close()
+            with self._lock:
+                sums.close()
         except BaseException:
             # Some sums have left already, some replaced what was there: only none at all is a clean state.
             self.zero_grad()

@@ -47,7 +47,7 @@ class Threads:
 
     def visiting(self) -> bool:
         """Whether the calling thread only evaluates, beside the one that trains."""
-        foreign = self._trainer != threading.get_ident() and self._seats.current() == OUTSIDE_WINDOW
+        foreign = self._trainer not in (None, threading.get_ident()) and self._seats.current() == OUTSIDE_WINDOW
         return foreign and not torch.is_grad_enabled()
 
     def predictor(self, blocks: Sequence[Block]) -> Predictor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -25,6 +26,10 @@ from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 
 SCHEDULER_FILE = "scheduler.pt"
+BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+"""What a Trainer's state says of the best model."""
+ONE_SAVE = re.compile(r"(optimizer|scheduler)\.pt|rng_state[^/]*\.pth")
+"""Files of a Trainer's checkpoint that mean nothing beside the weights of another."""
 
 
 class Checkpoints:
@@ -41,6 +46,7 @@ class Checkpoints:
     _trial: Any
     _ram_stop: RamStop
     _own_optimizer: Callable[[], Optimizer]
+    _follow_model: Callable[[], None]
     _termination: Termination
     _failure: tuple[int, str] | None = None
     """Step and sentence of a save that failed, until one succeeds."""
@@ -74,7 +80,6 @@ class Checkpoints:
             return
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        best = self.state.best_model_checkpoint
         try:
             with locked(run_dir):
                 self._write_checkpoint(model, trial, folder)
@@ -84,7 +89,6 @@ class Checkpoints:
             reason = str(error) if isinstance(error, DirectoryInUse | space.NoRoom) else space.fault_of(error)
             if reason is None:
                 raise
-            self.state.best_model_checkpoint = best
             raise SaveFailed(f"{folder} could not be saved: {reason.rstrip('.')}.") from error
         self._failure = None
 
@@ -108,7 +112,7 @@ class Checkpoints:
             try:
                 with changed(self.args, save_total_limit=None, save_only_model=not resumable):
                     super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                listed = replace.carry(before, Path(folder))
+                listed = replace.carry(before, Path(folder), ONE_SAVE)
                 nbytes = states.seal(self.model, optimizer, folder, listed)
             except BaseException:
                 with suppress(OSError):
@@ -131,9 +135,12 @@ class Checkpoints:
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
+        best = {name: getattr(self.state, name) for name in BEST}
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)  # type: ignore[misc]
         except SaveFailed as failure:
+            # The best model must be one that is there.
+            vars(self.state).update(best)
             self._go_on_after(failure)
         except EvaluationCut:
             self.control.should_evaluate = False
@@ -235,6 +242,7 @@ class Checkpoints:
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._follow_model()
         if (Path(resume_from_checkpoint) / manifest.FOLDER).is_dir():
             # Here, not where the optimizer is loaded: weights have changed by then.
             self.create_optimizer()  # type: ignore[attr-defined]

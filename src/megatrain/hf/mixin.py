@@ -47,6 +47,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
 
     engine: Engine
     accelerator: Any
+    _compile = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         inventory.refuse_distributed()
@@ -63,6 +64,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
     def create_accelerator_and_postprocess(self) -> None:
         self._adapt_arguments()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self._set_autocast()
 
     def _adapt_arguments(self) -> None:
         """What a stock Trainer would do to the model that an engine does itself, or cannot do."""
@@ -71,15 +73,21 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
         _ = args.device  # settles the number of GPUs, which is then overridden
         args._n_gpu = min(args._n_gpu, 1)
-        self._compile = bool(args.torch_compile) or settings_module.current().compile
+        # The accelerator may be made again (hyperparameter search), and the argument is gone then.
+        self._compile = self._compile or bool(args.torch_compile) or settings_module.current().compile
         if args.torch_compile:
             # The engine compiles its blocks; compiling the whole model around them would only break the graph.
             args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
-        # Precision is the engine's: autocast on top would cast the weights of every block again.
-        return built | {"device_placement": False, "mixed_precision": "no"}
+        return super()._build_accelerator_args(**kwargs) | {"device_placement": False}  # type: ignore[misc,no-any-return]
+
+    def _set_autocast(self) -> None:
+        """Precision is the engine's: autocast on top would cast the weights of every block again. One block computes as
+        the model of a stock Trainer does: FP32 weights, under autocast."""
+        one_block = hasattr(self, "engine") and not self.engine.blocks
+        # Of this accelerator alone: its state is the process's, and other Trainers have it too.
+        self.accelerator.native_amp = bool(self.args.bf16) and one_block
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As ever. accelerate counts the rows of a stream's last batch, for means over them, only if it places it."""
@@ -107,9 +115,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         if self.engine.blocks and self.args.gradient_checkpointing:
             self.args.gradient_checkpointing = False
             announce("gradient_checkpointing=True is not needed: every block already recomputes its forward")
-        if not self.engine.blocks and self.args.bf16:
-            # One block computes as the model of a stock Trainer does: FP32 weights, under autocast.
-            self.accelerator.state._mixed_precision, self.accelerator.native_amp = "bf16", True
+        self._set_autocast()
 
     def _find_engine(self) -> None:
         choice = self._choose()
@@ -222,7 +228,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         """As ever; a model that gives no loss because nothing was labelled is told apart from one that never does."""
         names = self.label_names or ["labels"]  # type: ignore[attr-defined]
         labelled = not isinstance(inputs, Mapping) or any(name in inputs for name in names)
-        held = sorted(inputs)
+        held = sorted(map(str, inputs)) if isinstance(inputs, Mapping) else []
         try:
             found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         except ValueError as error:

@@ -124,9 +124,11 @@ class Fetcher:
         slots: list[Slot] = []
         residents = [slab for slab in slabs if slab.resident]
         visit = visiting and bool(residents)
+        counted = False
         try:
             with self.lock:
                 self._visits += visit
+                counted = visit
                 self._pin(slabs, slots)
                 self.prefetch(ahead, keep=slabs)
             # Compute must not read a slot before its copy is there.
@@ -144,7 +146,7 @@ class Fetcher:
             with self.lock:
                 for slot in slots:
                     slot.pins -= 1
-                self._visits -= visit
+                self._visits -= counted
                 self._left.notify_all()
             raise
 
@@ -166,23 +168,25 @@ class Fetcher:
     def release(self, lease: Lease) -> None:
         """Compute that used the slabs has been submitted; their slots may be refilled after it."""
         mark = self._lanes.mark()
-        if lease.visiting:
-            # On a stream that the update knows nothing of.
-            mark.wait()
-        with self.lock:
-            for slot in lease.slots:
-                slot.pins -= 1
-                slot.released[threading.get_ident()] = mark
-            for slab in lease.residents:
-                # The next update waits for this: it writes the weights that compute is reading.
-                slab.read = mark
-            self._visits -= lease.visiting
-            self._left.notify_all()
+        try:
+            if lease.visiting:
+                # On a stream that the update knows nothing of.
+                mark.wait()
+        finally:
+            with self.lock:
+                for slot in lease.slots:
+                    slot.pins -= 1
+                    slot.released[threading.get_ident()] = mark
+                for slab in lease.residents:
+                    # The next update waits for this: it writes the weights that compute is reading.
+                    slab.read = mark
+                self._visits -= lease.visiting
+                self._left.notify_all()
 
     def until_left(self) -> None:
         """Wait until no visiting thread reads a resident slab, whose update would write what it reads. Call with the
         lock held, and keep it until the update has been submitted."""
-        self._left.wait_for(lambda: self._visits == 0)
+        self._left.wait_for(lambda: self._visits <= 0)
 
     def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
         """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""

@@ -13,7 +13,7 @@ import transformers
 from tests import small
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments
+from transformers import TrainingArguments, default_data_collator
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
 import megatrain as mt
@@ -253,3 +253,88 @@ def test_rows_are_read_through_the_encoder(tmp_path: Path) -> None:
     assert trainer.train_dataset.column_names == ["input_ids", "metadata"]
     (batch,) = list(trainer.get_train_dataloader())
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_trainers_of_one_block_and_of_many_share_arguments(tmp_path: Path) -> None:
+    """accelerate's state is the process's: no Trainer changes it for another."""
+    arguments = tiny_arguments(tmp_path, bf16=True)
+    runs = []
+    for make in (one_block, streamed, one_block):
+        model, rows = make()
+        trainer = mt.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=default_data_collator)
+        trainer.train()
+        runs.append(trainer)
+    assert [trainer.accelerator.native_amp for trainer in runs] == [True, False, True]
+    assert {trainer.accelerator.mixed_precision for trainer in runs} == {"bf16"}
+    assert small.same(small.snapshot(runs[0].model), small.snapshot(runs[2].model))
+
+
+def test_batches_that_are_no_mappings(tmp_path: Path) -> None:
+    class Pairs(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            given, wanted = inputs
+            loss = (model(given)[0] - wanted).square().mean()
+            return (loss, None) if return_outputs else loss
+
+    class Ours(mt.MegaMixin, Pairs):
+        pass
+
+    def pairs(rows: list[Any]) -> Any:
+        return torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
+
+    found = []
+    for kind in (Ours, Pairs):
+        model, rows = one_block()
+        arguments = tiny_arguments(tmp_path, remove_unused_columns=False)
+        trainer = kind(model=model, args=arguments, train_dataset=rows, data_collator=pairs)
+        trainer.train()
+        found.append(trainer)
+    assert small.drift(small.snapshot(found[0].model), small.snapshot(found[1].model)) < small.WEIGHTS
+
+
+def tiny_arguments(directory: Path, **changes: Any) -> Any:
+    return small.arguments(directory, max_steps=2, **changes)
+
+
+def one_block() -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    source = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(4, generator=source), "labels": torch.randn(4, generator=source)} for _ in range(16)]
+    return Line(), rows
+
+
+def streamed() -> tuple[Any, list[Any]]:
+    return small.llama(), small.rows()
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        found = self.line(x)
+        return (found,) if labels is None else (nn.functional.mse_loss(found, labels), found)
+
+
+def test_a_model_that_is_made_anew_resumes_from_a_stock_checkpoint(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1}
+    transformers.Trainer(
+        model=small.llama(), args=tiny_arguments(tmp_path, **options), train_dataset=small.rows()
+    ).train()
+    found = []
+    for kind in TRAINERS:
+        trainer = kind(
+            model_init=lambda: small.llama(), args=tiny_arguments(tmp_path / "again"), train_dataset=small.rows()
+        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        found.append(small.snapshot(trainer.model))
+    assert small.drift(*found) < small.WEIGHTS
+
+
+def test_compiling_is_wanted_by_every_accelerator(tmp_path: Path) -> None:
+    trainer = mt.Trainer(
+        model=small.llama(), args=tiny_arguments(tmp_path, torch_compile=True), train_dataset=small.rows()
+    )
+    trainer.create_accelerator_and_postprocess()
+    assert trainer._compile

@@ -273,3 +273,13 @@ def test_a_best_model_that_is_gone(tmp_path: Path, said: pytest.LogCaptureFixtur
     trainer.add_callback(Deletes())
     trainer.train()
     assert any("which is gone" in line for line in said.messages)
+
+
+def test_the_state_of_another_run_is_not_taken_over(tmp_path: Path) -> None:
+    made(tmp_path, max_steps=1).train()
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").is_file()
+    (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
+    made(tmp_path, max_steps=1, optim="adamw_8bit").train()
+    assert not (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
+    assert (tmp_path / "checkpoint-1" / "notes.txt").read_text() == "mine"
+    manifest.verify(tmp_path / "checkpoint-1")
