@@ -86,6 +86,7 @@ class Block:
             for (path, _), content in zip(owners, self._weights, strict=True)
         ]
         self._held = [(module.__dict__, content) for (_, module), content in zip(owners, self._weights, strict=True)]
+        self._owners = owners
         self._links = [link for path, _ in owners for link in _links(self.module, path)]
         # Modules may keep what they derive from their weights (LSTM), and tracing by torch.compile needs the storage
         # of their dicts: one thread at a time.
@@ -173,18 +174,25 @@ class Block:
 
     def _check_whole(self) -> None:
         """Weights are bound where the modules were when the engine was attached."""
-        for modules, key, module in self._links:
-            if modules.get(key) is not module:
-                raise ModelMoved(
-                    f"the module {key!r} of {self.name} was replaced after the engine was attached, so its weights "
-                    "would not be trained; change the model before attaching."
-                )
+        if any(modules.get(key) is not module for modules, key, module in self._links):
+            self._follow_links()
         for attributes, content in self._held:
             if attributes["_parameters"] is not content:
                 raise ModelMoved(
                     f"the parameters of {self.name} were replaced after the engine was attached; change the model "
                     "before attaching, or write into them (`parameter.data.copy_`)."
                 )
+
+    def _follow_links(self) -> None:
+        """A module on the way to others was replaced: harmless if it leads to the same ones (BigBird's attention)."""
+        present = dict(self.module.named_modules(remove_duplicate=False))
+        for path, owner in self._owners:
+            if present.get(path) is not owner:
+                raise ModelMoved(
+                    f"the module {path!r} of {self.name} was replaced after the engine was attached, so its weights "
+                    "would not be trained; change the model before attaching."
+                )
+        self._links = [link for path, _ in self._owners for link in _links(self.module, path)]
 
     @contextmanager
     def keeping_buffers(self) -> Iterator[Buffers]:
