@@ -51,6 +51,12 @@ class Settings:
     """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
     resident: Sequence[str] = ()
     """Patterns of names of blocks whose state stays in GPU memory and is updated there; the others stream."""
+    held_weights: Sequence[str] = ()
+    """The same of blocks whose weights have a copy in GPU memory that outlives one use: their state is in RAM and is
+    updated there, and their weights travel once per step."""
+    held_gradients: Sequence[str] = ()
+    """The same of blocks whose FP32 gradient sum stays in GPU memory from the first micro-batch of a step to its update.
+    A resident block's always does."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool = False
@@ -86,8 +92,9 @@ class Settings:
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
-        if isinstance(self.resident, str):
-            raise SettingsError(f"resident must be a list of patterns, such as [{self.resident!r}], not a string.")
+        for name in ("resident", "held_weights", "held_gradients"):
+            if isinstance(value := getattr(self, name), str):
+                raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")
         policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
         if unknown := [policy for policy in policies if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
