@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatrain.errors import SettingsError
@@ -17,8 +17,26 @@ POLICIES = ("recompute", "store", "offload")
 LANES = ("auto", "sync", "threads", "cuda")
 
 
+class _RecordsGiven(type):
+    """Makes objects that know which of their fields were passed: a default that was asked for is a choice."""
+
+    def __call__(cls, **values: Any) -> Any:
+        made = super().__call__(**values)
+        object.__setattr__(made, "given", frozenset(values))
+        return made
+
+
+class _Choices(metaclass=_RecordsGiven):
+    given: frozenset[str]
+    """The fields that were set, also those that were set to their default."""
+
+    def chosen(self) -> dict[str, Any]:
+        """The fields that were set, with their values."""
+        return {name: getattr(self, name) for name in self.given}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(_Choices):
     """Limits and choices of a run. Bits of results are changed only by `device`, `precision`, `optimizer_compression`,
     `head_chunk` and `compile`."""
 
@@ -117,12 +135,15 @@ class Settings:
         return "4bit" if self.optimizer_compression is True else str(self.optimizer_compression)
 
     def override(self, **changes: Any) -> Settings:
-        """A copy with the given fields replaced; an unknown name is an error, never ignored."""
+        """A copy with some fields set; an unknown name is an error, never ignored.
+
+        `dataclasses.replace` would set every field.
+        """
         known = {field.name for field in fields(self)}
         unknown = sorted(set(changes) - known)
         if unknown:
             raise SettingsError(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
-        return replace(self, **changes)
+        return Settings(**self.chosen() | changes)
 
 
 _current = Settings()

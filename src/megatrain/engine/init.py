@@ -9,9 +9,11 @@ from megatrain.hardware import inventory
 from megatrain.hardware.machine import Machine
 from megatrain.settings import Settings
 
+UNSET: Any = object()
+
 
 def init(
-    offload_dir: Any = None, max_vram_gb: float | None = None, optimizer_compression: Any = False, **more: Any
+    offload_dir: Any = UNSET, max_vram_gb: Any = UNSET, optimizer_compression: Any = UNSET, **more: Any
 ) -> Settings:
     """Set the defaults of every engine and trainer made from here on; returns them.
 
@@ -19,9 +21,8 @@ def init(
     when an engine is attached. A second call replaces the first.
     """
     inventory.refuse_distributed()
-    settings = Settings().override(
-        offload_dir=offload_dir, max_vram_gb=max_vram_gb, optimizer_compression=optimizer_compression, **more
-    )
+    first = {"offload_dir": offload_dir, "max_vram_gb": max_vram_gb, "optimizer_compression": optimizer_compression}
+    settings = Settings().override(**{name: value for name, value in first.items() if value is not UNSET}, **more)
     if settings.machine is not None and not isinstance(settings.machine, Machine):
         Machine.load(settings.machine)  # a name that is not there is refused now, not after the model has been loaded
     inventory.choose_device(settings.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 
@@ -89,13 +88,13 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
     Its weights are read at every use, so in RAM each use would be a transfer.
     """
     fits = device.type == "cuda" and _state_bytes(model) <= inventory.free_memory(device) // 2
-    stays = fits and not settings.resident and settings.plan is None
+    stays = fits and "resident" not in settings.given and settings.plan is None
     announce(
         f"{type(model).__name__} has no repeated layers, so it is one block: "
         + ("it stays on the GPU" if stays else "its weights are read where its forward uses them")
         + ("; compile=True has no effect" if settings.compile else "")
     )
-    return replace(settings, resident=("*",)) if stays else settings
+    return settings.override(resident=("*",)) if stays else settings
 
 
 def _state_bytes(model: torch.nn.Module) -> int:

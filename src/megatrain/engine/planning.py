@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import fields, replace
 from typing import Any
 
 from megatrain import planner
@@ -63,7 +62,7 @@ def follow(settings: Settings) -> Settings:
     """The settings with what their plan decides filled in; what the user has set stays."""
     decided = settings.plan
     if decided is None or decided == "auto":
-        return replace(settings, plan=None)
+        return settings.override(plan=None)
     if not isinstance(decided, Plan):
         raise SettingsError(f"plan must be a Plan, as megatrain.plan makes it, not {type(decided).__name__}.")
     if decided.on_disk:
@@ -71,7 +70,5 @@ def follow(settings: Settings) -> Settings:
             f"the plan puts states of {len(decided.on_disk)} blocks on disk, and the disk tier is not in this version; "
             "plan without offload_dir."
         )
-    defaults = {field.name: field.default for field in fields(Settings)}
     announce(f"the plan:\n{decided.table()}")
-    chosen = decided.settings()
-    return replace(settings, **{name: chosen[name] for name in chosen if getattr(settings, name) == defaults[name]})
+    return settings.override(**decided.settings() | settings.chosen())

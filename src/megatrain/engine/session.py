@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +78,7 @@ class Engine:
             previous.release()
             # A split master comes back as FP32; the mode of the run stays what it was.
             kept: str = previous.precision
-            self.settings = replace(self.settings, precision=self.settings.precision or kept)
+            self.settings = self.settings.override(precision=self.settings.precision or kept)
         found = find_blocks(model, hooks)
         if all(item.loose for item in found):
             self.settings = place_one_block(self.settings, self.device, model)

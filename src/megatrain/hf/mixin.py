@@ -73,8 +73,14 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
         _ = args.device  # settles the number of GPUs, which is then overridden
         args._n_gpu = min(args._n_gpu, 1)
+        asked = settings_module.current()
+        if args.torch_compile and "compile" in asked.given and not asked.compile:
+            raise SettingsError(
+                "torch_compile=True in TrainingArguments, but megatrain.init asked for compile=False; leave one of "
+                "them out."
+            )
         # The accelerator may be made again (hyperparameter search), and the argument is gone then.
-        self._compile = self._compile or bool(args.torch_compile) or settings_module.current().compile
+        self._compile = self._compile or bool(args.torch_compile) or asked.compile
         if args.torch_compile:
             # The engine compiles its blocks; compiling the whole model around them would only break the graph.
             args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
@@ -140,21 +146,25 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
             )
         # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
         streams = self.args.bf16 and has_layers(self.model, hooks.load())
-        precision = "bf16" if streams and asked.precision != "bf16-sr" else asked.precision
-        width = choice.width
-        if width is not None and asked.optimizer_compression and asked.moment_width != width:
+        if streams and asked.precision == "fp32":
+            raise SettingsError(
+                "megatrain.init asked for precision='fp32', but TrainingArguments has bf16=True; set bf16=False there, "
+                "or leave precision out."
+            )
+        width, decided = choice.width, "optimizer_compression" in asked.given
+        if width is not None and decided and asked.moment_width != width:
             raise SettingsError(
                 f"optim={self._optim!r} keeps moments in {width}, megatrain.init asked for "
                 f"optimizer_compression={asked.optimizer_compression!r}; leave one of them out."
             )
         settings = asked.override(
             device=str(device),
-            precision=precision,
+            precision="bf16" if streams and asked.precision is None else asked.precision,
             compile=self._compile,
-            optimizer_compression=asked.optimizer_compression or width or False,
+            optimizer_compression=asked.optimizer_compression if decided else width or False,
         )
         plan = plan_of(self, settings, choice.kind, device)
-        self.engine = Engine(self.model, **vars(settings.override(plan=plan)))
+        self.engine = Engine(self.model, **settings.override(plan=plan).chosen())
 
     def create_optimizer(self, *args: Any) -> Any:
         self._follow_model()

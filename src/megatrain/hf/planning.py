@@ -104,8 +104,7 @@ def _looks_at_logits(trainer: Any, settings: Settings, model: ModelShape) -> boo
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:
-    defaults = Settings()
-    decided = [name for name in OWN if getattr(settings, name) != getattr(defaults, name)]
+    decided = settings.given & set(OWN)
     # Without a GPU there is one tier, and nothing to decide.
     return not decided and (device.type == "cuda" or settings.machine is not None)
 
