@@ -73,8 +73,8 @@ class Settings(_Choices):
     """The same of blocks whose weights have a copy in GPU memory that outlives one use: their state is in RAM and is
     updated there, and their weights travel once per step."""
     held_gradients: Sequence[str] = ()
-    """The same of blocks whose FP32 gradient sum stays in GPU memory from the first micro-batch of a step to its update.
-    A resident block's always does."""
+    """The same of blocks whose FP32 gradient sum stays in GPU memory from the first micro-batch of a step to its
+    update. A resident block's always does."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool = False
