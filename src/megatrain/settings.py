@@ -9,11 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatrain.errors import SettingsError
+from megatrain.geometry import POLICIES, PRECISIONS, WIDTHS
 
-PRECISIONS = ("bf16", "fp32", "bf16-sr")
-COMPRESSIONS = (False, True, "bf16", "8bit", "4bit", "lossless")
+COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
 KERNELS = ("native", "reference")
-POLICIES = ("recompute", "store", "offload")
 LANES = ("auto", "sync", "threads", "cuda")
 
 

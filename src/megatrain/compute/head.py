@@ -22,15 +22,7 @@ from megatrain.compute.replay import Ambient
 from megatrain.errors import UnsupportedCall
 from megatrain.store.slab import Place
 
-CHUNK_ELEMENTS = 1 << 27
-"""Logits in a chunk. A constant: the chunk changes the last bits of a sum, so no memory cap may choose it."""
-
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
-
-
-def chunk_tokens(vocabulary: int) -> int:
-    """Tokens per chunk: a multiple of 64, at least 64."""
-    return max(64, CHUNK_ELEMENTS // vocabulary // 64 * 64)
 
 
 class LazyLogits(torch.Tensor):

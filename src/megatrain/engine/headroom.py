@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError
+from megatrain.geometry import CHUNK_ELEMENTS
 from megatrain.hardware.watch import RamWatch
 from megatrain.model.shapes import describe
 from megatrain.planner.memory import Decision, Ledger
@@ -25,8 +26,6 @@ GIB = 1 << 30
 IN_A_LAYER = 200
 """Inputs that no layer's graph and backward exceed, as a first guess: only if that does not fit is a model counted."""
 LOGIT_BYTES = 16
-MOST_LOGITS = 1 << 27
-"""In a chunk of the head."""
 
 
 class Headroom:
@@ -93,7 +92,7 @@ class Headroom:
         config: Any = getattr(self._model, "config", None)
         text = config.get_text_config() if config is not None else None
         hidden, layers = getattr(text, "hidden_size", 1024), getattr(text, "num_hidden_layers", 32)
-        logits = min(tokens * getattr(text, "vocab_size", 1), MOST_LOGITS)
+        logits = min(tokens * getattr(text, "vocab_size", 1), CHUNK_ELEMENTS)
         return int(tokens * hidden * 4 * (IN_A_LAYER + 2 * layers) + logits * LOGIT_BYTES)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 from megatrain.compute.block import Block
-from megatrain.compute.head import ChunkedHead, LazyLogits, chunk_tokens
+from megatrain.compute.head import ChunkedHead, LazyLogits
 from megatrain.engine.step import Step
+from megatrain.geometry import chunk_tokens
 from megatrain.model.heads import can_be_lazy, uses
 from megatrain.telemetry.notices import announce
 

@@ -25,6 +25,7 @@ from megatrain.engine.relief import Policies, Relief
 from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface, engine_of
 from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, ModelMoved, SettingsError
+from megatrain.geometry import MOST_MICRO_BATCHES
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.watch import RamWatch
@@ -50,8 +51,6 @@ from megatrain.telemetry.counters import Counters
 Result = TypeVar("Result")
 PATIENCE = 3.0
 """Seconds that lanes get to finish when an engine is left because of an error, or the process ends."""
-MOST_MICRO_BATCHES = 64
-"""A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""
 
 
 class Engine:

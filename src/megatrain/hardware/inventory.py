@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from megatrain import geometry
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
 from megatrain.hardware import cgroups
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
@@ -255,5 +256,5 @@ def cores() -> int:
 
 
 def update_threads() -> int:
-    """Threads for optimizer updates: all cores but two, which launch kernels and issue copies."""
-    return max(1, cores() - 2) if cores() > 4 else cores()
+    """Threads for optimizer updates, of the cores that this process may use."""
+    return geometry.update_threads(cores())

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.errors import SettingsError
+from megatrain.geometry import WIDTHS
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 
 KINDS = ("bf16", "tf32", "fp32")
 """Arithmetic of matrix products."""
-TOUCHED = {"fp32": 26.0, "bf16": 18.0, "8bit": 14.1, "4bit": 12.1}
+TOUCHED = {name: 10 + 4 * width.nbytes for name, width in WIDTHS.items()}
 """Width of the optimizer's states → bytes that AdamW reads and writes per parameter (split master, BF16 gradient)."""
 
 CUDA_CONTEXT_BYTES = 960 << 20

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 from megatrain.engine.planning import plan
 from megatrain.errors import NotEnoughMemory, NothingToStream
+from megatrain.geometry import PLANNED
 from megatrain.hardware import inventory
 from megatrain.hf.microbatches import why_in_turn
 from megatrain.model.shapes import ModelShape, describe
@@ -33,8 +34,6 @@ PADS = ("tokenizer", "processing_class", "processor", "pad_token_id")
 """What collators have that pad."""
 LENGTHS = ("max_length", "max_seq_length")
 """Names that Trainers give the longest sequence in their arguments."""
-OWN = ("resident", "policy", "window", "slots", "grad_slots")
-"""What a plan decides: whoever sets one of these decides alone."""
 
 
 def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -> Plan | None:
@@ -104,7 +103,7 @@ def _looks_at_logits(trainer: Any, settings: Settings, model: ModelShape) -> boo
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:
-    decided = settings.given & set(OWN)
+    decided = settings.given & set(PLANNED)
     # Without a GPU there is one tier, and nothing to decide.
     return not decided and (device.type == "cuda" or settings.machine is not None)
 

@@ -14,16 +14,12 @@ from typing import Any
 import torch
 
 from megatrain.errors import NothingToStream, SettingsError
+from megatrain.geometry import SMALL, padded
 from megatrain.model import blocks, fields, hooks
 from megatrain.model.blocks import Found
 from megatrain.model.heads import kind_of_logits
 from megatrain.model.skeleton import config_named, config_of, is_config, skeleton
 from megatrain.model.trace import Traced, trace
-
-ALIGN_ELEMENTS = 256
-"""Every parameter starts on a multiple of this in its slab, as in store/layout.py."""
-SMALL = 4096
-"""Parameters with fewer elements, and vectors, keep FP32 moments, as in store/formats.py."""
 
 FORMULA = (
     "gemma2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"
@@ -301,8 +297,8 @@ class _Reader:
         return tuple(
             SlabShape(
                 parameters=sum(p.numel() for p in members),
-                numel=sum(_padded(p.numel()) for p in members),
-                vectors=sum(_padded(p.numel()) for p in members if p.ndim < 2 or p.numel() < SMALL),
+                numel=sum(padded(p.numel()) for p in members),
+                vectors=sum(padded(p.numel()) for p in members if p.ndim < 2 or p.numel() < SMALL),
                 trains=trains,
                 itemsize=itemsize,
             )
@@ -322,7 +318,3 @@ class _Reader:
 def _inner(module: torch.nn.Module) -> Any:
     """The first config that a module or a part of it has."""
     return next((config for part in module.modules() if (config := config_of(part)) is not None), None)
-
-
-def _padded(numel: int) -> int:
-    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS

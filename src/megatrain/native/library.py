@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import NativeLibraryMissing
+from megatrain.geometry import WIDTHS
 
 ABI_VERSION = 4
 """Equal to MT_ABI_VERSION in csrc/megatrain.h."""
@@ -75,10 +76,6 @@ def cpu_quota(root: str = "") -> int:
     return int(load().mt_cpu_quota(root.encode()))
 
 
-WIDTHS = ("fp32", "bf16", "8bit", "4bit")
-"""`enum mt_state`: how moments are stored."""
-
-
 class _Update(ctypes.Structure):
     """`struct mt_update` in csrc/megatrain.h."""
 
@@ -125,7 +122,7 @@ def update(
         rule=rule,
         weight_kind=weight_kind,
         gradient_kind=gradient_kind,
-        state_kind=WIDTHS.index(width),
+        state_kind=[*WIDTHS].index(width),
         weight=weight.data_ptr(),
         residual=None if residual is None else residual.data_ptr(),
         gradient=gradient.data_ptr(),

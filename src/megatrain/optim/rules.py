@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from megatrain.geometry import KINDS
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -151,7 +153,7 @@ class SGD(Rule):
         master.sub_(average * lr)
 
 
-RULES: dict[str, type[Rule]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+RULES: dict[str, type[Rule]] = dict(zip(KINDS, (AdamW, Lion, SGD), strict=True))
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:

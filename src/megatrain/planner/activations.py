@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatrain.geometry import chunk_tokens
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.model.trace import Grows
 from megatrain.planner.run import Run
 
-CHUNK_LOGITS = 1 << 27
-"""Logits in a chunk of the head, a constant of compute/head.py."""
 LOGIT_BYTES = 13
 """Peak of one chunk, per logit: log-softmax, its gradient and the gradient of its input in FP32, 3 × 4 bytes. Measured
 12.3 (1.67 GiB with 126.5M logits, less 0.2 GiB of weight gradients)."""
@@ -160,11 +159,6 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
 def embedding_bytes(block: BlockShape, run: Run) -> int:
     """Its dense gradient, and the gradient rows in FP32."""
     return block.trainable * run.itemsize + run.micro_tokens * block.hidden_size * 4
-
-
-def chunk_tokens(vocabulary: int) -> int:
-    """Tokens per chunk of the head, as compute/head.py cuts them."""
-    return max(64, CHUNK_LOGITS // max(1, vocabulary) // 64 * 64)
 
 
 def whole_logits(shape: ModelShape, run: Run) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import accumulate
 
+from megatrain.geometry import WIDTHS, by_size, grad_slots, padded_slab, weight_slots
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner.activations import (
@@ -32,8 +33,6 @@ GIB = 1 << 30
 TIERS = ("vram", "ram", "disk")
 ROLES = ("weights", "residuals", "moments", "gradients", "activations", "workspace")
 
-PAGE = 4096
-"""Slabs are padded to whole pages, as in store/layout.py."""
 SLACK_BYTES = 13 * GIB // 8
 SLACK_SHARE = 0.005
 """What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments: 0.9 to 2.2 GiB in
@@ -47,8 +46,6 @@ PARKING = 3
 """Inputs of one micro-batch that policy `offload` has in VRAM: two on their way out, one being computed on."""
 STAGES = 3
 """Blocks whose states are in RAM on their way from and to the disk: read ahead, updated, written."""
-MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}
-"""Width of a moment → bytes per element, scales included (store/formats.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +93,7 @@ class State:
 def slab_bytes(slab: SlabShape, run: Run) -> tuple[int, int]:
     """Bytes of the weight, and padded elements."""
     itemsize = slab.itemsize or run.itemsize
-    page = PAGE // itemsize
-    elements = -(-slab.numel // page) * page
+    elements = padded_slab(slab.numel, itemsize)
     return elements * itemsize, elements
 
 
@@ -111,7 +107,7 @@ def state_of(block: BlockShape, run: Run) -> State:
             continue
         half = (slab.itemsize or run.itemsize) == 2
         residuals += elements * 2 if half and run.precision == "bf16" else 0
-        per_moment = slab.vectors * 4 + (slab.numel - slab.vectors) * MOMENT_BYTES[run.width]
+        per_moment = slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.width].nbytes
         moments += run.moments * -(-int(per_moment + 1) // 64) * 64
         elements16 += elements if half else 0
         elements32 += 0 if half else elements
@@ -119,17 +115,15 @@ def state_of(block: BlockShape, run: Run) -> State:
 
 
 def ring_sizes(sizes: Counter[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Slabs (bytes, elements, itemsize → how many) in rings of like size, as stream/fetch.py forms them.
+    """Slabs (bytes, elements, itemsize → how many) in rings of like size.
 
     Per ring: its largest slab in bytes and in elements, its smallest itemsize, and how many slabs share it.
     """
-    rings: list[list[int]] = []
-    for (nbytes, elements, itemsize), count in sorted(sizes.items(), reverse=True):
-        if not rings or nbytes * 2 < rings[-1][0]:
-            rings.append([nbytes, 0, itemsize, 0])
-        ring = rings[-1]
-        ring[1], ring[2], ring[3] = max(ring[1], elements), min(ring[2], itemsize), ring[3] + count
-    return [(ring[0], ring[1], ring[2], ring[3]) for ring in rings]
+    groups = by_size(sizes.items(), lambda item: item[0][0])
+    return [
+        (members[0][0][0], max(m[0][1] for m in members), min(m[0][2] for m in members), sum(m[1] for m in members))
+        for members in groups
+    ]
 
 
 @dataclass(frozen=True)
@@ -207,7 +201,7 @@ class Ledger:
         several = self.windows(window) > 1
         here, there = self._home(rest, layers, several, window > 1)
         gone_residuals, gone_moments, largest = self._gone(rest, layers, decision.disk)
-        slots = sum(nbytes * min(decision.slots, count) for nbytes, _, _, count in self._rings(rest, layers))
+        slots = sum(nbytes * weight_slots(decision.slots, count) for nbytes, _, _, count in self._rings(rest, layers))
         on_device, parked = self._activations(decision)
         work = self._work(decision.stored) + BLAS_BYTES * (2 + (window if window > 1 else 0))
         work += max(0, self._evaluation - on_device - work)
@@ -273,7 +267,7 @@ class Ledger:
         total = 0
         for _, elements, itemsize, count in self._grad_rings:
             per = itemsize if self.run.accumulation == 1 else (4 if itemsize == 4 else 4 + itemsize)
-            total += elements * per * min(slots, (count + 1) // 2)
+            total += elements * per * grad_slots(slots, count)
         return total
 
     def _slabs(self, indices: Sequence[int], trains: bool | None = None) -> Counter[tuple[int, int, int]]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import SettingsError
+from megatrain.geometry import POLICIES
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner.memory import GIB, ROLES, TIERS
 from megatrain.planner.run import Run
 from megatrain.planner.simulate import LANES, StepEstimate
-from megatrain.settings import POLICIES
 
 FORMAT = 1
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import NotEnoughMemory
+from megatrain.geometry import WIDTHS
 from megatrain.hardware.described import Frozen
 from megatrain.planner.memory import GIB
 from megatrain.planner.plan import sized
-from megatrain.planner.run import ASKED, WIDTHS, Run
+from megatrain.planner.run import ASKED, Run
 from megatrain.planner.search import USABLE, Search
 
 MOST_SUGGESTIONS = 6
@@ -206,8 +207,9 @@ def _knobs(search: Search, limits: Mapping[str, Any]) -> Iterator[Knob]:
     yield fewer("length", run.length, 64)
     yield Knob("compile", [] if run.compile else [True])
     yield Knob("precision", ["bf16"] if run.precision == "fp32" else [])
-    for width in WIDTHS[2:]:
-        yield Knob("optimizer_compression", [width] if WIDTHS.index(width) > WIDTHS.index(run.width) else [])
+    narrower = [*WIDTHS][[*WIDTHS].index(run.width) + 1 :]
+    for width in ("8bit", "4bit"):
+        yield Knob("optimizer_compression", [width] if width in narrower else [])
     yield Knob("precision", [] if run.precision == "bf16-sr" else ["bf16-sr"])
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.errors import SettingsError
+from megatrain.geometry import KINDS, PRECISIONS, WIDTHS
 
-PRECISIONS = ("bf16", "fp32", "bf16-sr")
-WIDTHS = ("fp32", "bf16", "8bit", "4bit")
-KINDS = ("adamw", "lion", "sgd")
 ASKED = {"micro_batch": "batch", "width": "optimizer_compression", "kind": "optimizer"}
 """Fields of a run that users know by another name."""
 
@@ -61,7 +59,7 @@ class Run:
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):
             value = getattr(self, name)
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise SettingsError(f"{ASKED.get(name, name)} must be one of {', '.join(known)}, not {value!r}.")
 
     @property
@@ -82,4 +80,4 @@ class Run:
     @property
     def moments(self) -> int:
         """How many running averages the optimizer keeps."""
-        return 2 if self.kind == "adamw" else 1
+        return KINDS[self.kind]

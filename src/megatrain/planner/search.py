@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from megatrain.errors import SettingsError
+from megatrain.geometry import MOST_MICRO_BATCHES, update_threads
 from megatrain.hardware.described import folders, resolved
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.model.shapes import ModelShape
@@ -29,8 +30,6 @@ from megatrain.planner.simulate import Simulator, StepEstimate
 OffloadDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SLOTS = (4, 3, 2, 1)
 GRAD_SLOTS = (2, 1)
-MOST_MICRO_BATCHES = 64
-"""In one window, as engine/session.py limits it."""
 USABLE = 0.98
 """Of the memory that a machine has: the rest is the driver's, the kernel's and its page cache's."""
 UNKNOWN = 1 << 62
@@ -274,11 +273,6 @@ def windows_of(accumulation: int) -> list[int]:
     """Windows worth trying, largest first: those of equal size that cut a step into 1, 2, 3, 4, 6, 8, 12... of them."""
     found = {-(-accumulation // (base << shift)) for base in (1, 3) for shift in range(accumulation.bit_length() + 1)}
     return sorted({min(window, MOST_MICRO_BATCHES) for window in found}, reverse=True)
-
-
-def update_threads(cores: int) -> int:
-    """Threads for updates, as hardware/inventory.py counts them: two cores launch kernels and issue copies."""
-    return max(1, cores - 2) if cores > 4 else cores
 
 
 def _order(decision: Decision) -> tuple[int, ...]:

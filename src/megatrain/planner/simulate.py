@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
+from megatrain.geometry import by_size
 from megatrain.planner.cost import PARK, STEP, STREAM, Costs, Piece
 from megatrain.planner.memory import STAGES, Decision, Ledger
 
@@ -52,12 +53,8 @@ class Simulator:
     def __init__(self, costs: Costs, ledger: Ledger) -> None:
         self._costs, self._ledger = costs, ledger
         self._count = len(costs.pieces)
-        sizes = sorted({piece.fetch_bytes for piece in costs.pieces}, reverse=True)
-        self._ring: dict[int, int] = {}
-        first = 0
-        for size in sizes:
-            first = size if size * 2 < first or not first else first
-            self._ring[size] = first
+        groups = by_size({piece.fetch_bytes for piece in costs.pieces}, lambda size: size)
+        self._ring = {size: group[0] for group in groups for size in group}
         self._sums = _Sums(costs, ledger)
         last = max(range(self._count), key=lambda i: (costs.pieces[i].fetch_bytes > 0, i))
         self._tail = sum(piece.forward for piece in costs.pieces[last:])

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.geometry import SMALL, WIDTHS
+
 _ONE = 0x3F800000
 _SMALLEST, _LARGEST = 0x00800000, 0x7F7FFFFF
 """Scales are kept between the smallest normal FP32 and the largest, so that their inverse is finite."""
@@ -136,18 +138,19 @@ class Codes(Format):
         payload[: codes.numel()].copy_(codes.reshape(-1))
 
 
-FP32 = Plain("fp32", 32)
-BF16 = Half("bf16", 16)
+def _codes(name: str, mantissa: int, signed: bool) -> Codes:
+    return Codes(name, WIDTHS[name].bits, WIDTHS[name].block, mantissa=mantissa, signed=signed)
+
+
+FP32 = Plain("fp32", WIDTHS["fp32"].bits)
+BF16 = Half("bf16", WIDTHS["bf16"].bits)
 FORMATS: dict[str, tuple[Format, Format]] = {
     "fp32": (FP32, FP32),
     "bf16": (BF16, BF16),
-    "8bit": (Codes("8bit", 8, 256, mantissa=3, signed=True), Codes("8bit", 8, 256, mantissa=3, signed=False)),
-    "4bit": (Codes("4bit", 4, 128, mantissa=1, signed=True), Codes("4bit", 4, 128, mantissa=0, signed=False)),
+    "8bit": (_codes("8bit", mantissa=3, signed=True), _codes("8bit", mantissa=3, signed=False)),
+    "4bit": (_codes("4bit", mantissa=1, signed=True), _codes("4bit", mantissa=0, signed=False)),
 }
 """By name: the format of a moment of either sign, and of one that is never negative."""
-SMALL = 4096
-"""Tensors with fewer elements, and vectors of any length (norms, biases), keep FP32 moments: they are sensitive, and
-together they are nothing."""
 
 
 def format_of(name: str, signed: bool, shape: Sequence[int]) -> Format:

@@ -7,11 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-ALIGN_ELEMENTS = 256
-"""Every parameter starts on a multiple of this: vector loads are aligned whatever came before it, and so are the blocks
-of low-bit moments and the groups of random numbers."""
-ALIGN_BYTES = 4096
-"""Slabs are padded to whole pages: they are registered with the driver, and later read with O_DIRECT."""
+from megatrain.geometry import padded, padded_slab
 
 
 @dataclass(frozen=True)
@@ -70,13 +66,4 @@ def lay_out(parameters: Sequence[tuple[str, torch.Size]], dtype: torch.dtype) ->
     for name, shape in parameters:
         segments.append(Segment(name, shape, offset, shape.numel()))
         offset += padded(shape.numel())
-    return Layout(dtype, tuple(segments), _round_up(offset, ALIGN_BYTES // dtype.itemsize))
-
-
-def padded(numel: int) -> int:
-    """The room that a parameter takes, in elements."""
-    return _round_up(numel, ALIGN_ELEMENTS)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
+    return Layout(dtype, tuple(segments), padded_slab(offset, dtype.itemsize))

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.geometry import padded
 from megatrain.store.formats import FORMATS, FP32, Format, format_of
-from megatrain.store.layout import Layout, padded
+from megatrain.store.layout import Layout
 from megatrain.store.memory import Memory
 
 

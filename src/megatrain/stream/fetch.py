@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.geometry import by_size, weight_slots
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket
 from megatrain.store.vram import lasting
@@ -229,16 +230,7 @@ class Fetcher:
         return slot
 
 
-def by_size(slabs: Sequence[Slab]) -> list[list[Slab]]:
-    """Slabs in groups, each within a factor of two of its largest."""
-    groups: list[list[Slab]] = []
-    for slab in sorted(slabs, key=lambda slab: (-slab.layout.nbytes, slab.index)):
-        if not groups or slab.layout.nbytes * 2 < groups[-1][0].layout.nbytes:
-            groups.append([])
-        groups[-1].append(slab)
-    return groups
-
-
 def _rings(slabs: Sequence[Slab], slots: int, device: torch.device) -> list[tuple[Ring, list[Slab]]]:
     """A ring per group of like size, which never has more slots than slabs."""
-    return [(Ring(members[0].layout.nbytes, min(slots, len(members)), device), members) for members in by_size(slabs)]
+    groups = by_size(slabs, lambda slab: slab.layout.nbytes)
+    return [(Ring(members[0].layout.nbytes, weight_slots(slots, len(members)), device), members) for members in groups]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain.geometry import by_size, grad_slots
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket
 from megatrain.store.vram import lasting
-from megatrain.stream.fetch import by_size
 
 
 class GradSlot:
@@ -41,10 +41,13 @@ class GradRings:
         self._turns: dict[int, int] = {}
         self._trained: list[tuple[list[GradSlot], int]] = []
         # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others.
-        groups = [members for trains in (True, False) for members in by_size([s for s in slabs if s.trains == trains])]
+        groups = [
+            members
+            for trains in (True, False)
+            for members in by_size([s for s in slabs if s.trains == trains], lambda slab: slab.layout.nbytes)
+        ]
         for members in groups:
-            # A group of one or two (embedding and head) needs one: their gradients come at opposite ends of a backward.
-            ring = [GradSlot(device) for _ in range(min(slots, (len(members) + 1) // 2))]
+            ring = [GradSlot(device) for _ in range(grad_slots(slots, len(members)))]
             largest = max(slab.layout.numel for slab in members)
             self._rings |= {slab.index: (ring, largest) for slab in members}
             if members[0].trains:

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import megatrain as mt
-from megatrain.compute.head import CHUNK_ELEMENTS, ChunkedHead, LazyLogits, chunk_tokens
+from megatrain.compute.head import ChunkedHead, LazyLogits
 from megatrain.errors import UnsupportedCall
+from megatrain.geometry import CHUNK_ELEMENTS, chunk_tokens
 
 LENGTH = 20
 TOKENS = 3 * LENGTH

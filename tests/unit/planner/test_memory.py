@@ -11,17 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 import megatrain as mt
-from megatrain.compute import head
+from megatrain.geometry import KINDS
 from megatrain.hardware.machine import PROCESS_BYTES, kernel_bytes
 from megatrain.model import shapes
 from megatrain.model.trace import _Live as Live
+from megatrain.optim.rules import RULES
 from megatrain.planner import activations
-from megatrain.planner.memory import GIB, Decision, Ledger, ring_sizes, slab_bytes, state_of
+from megatrain.planner.memory import GIB, Decision, Ledger, slab_bytes, state_of
 from megatrain.planner.run import Run
-from megatrain.store import formats, layout
+from megatrain.store import layout
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
-from megatrain.stream.fetch import by_size
 
 # benchmarks/results/2026-11-15-h200.md: GiB allocated at the peak, and of RAM (None: not noted, or before freed memory
 # was given back).
@@ -250,24 +250,8 @@ def describe_block(sizes, dtype):
     return next(b for b in shapes.describe(model).blocks if b.parameters == sum(s.numel() for s in sizes))
 
 
-def test_constants_are_the_stores():
-    assert shapes.ALIGN_ELEMENTS == layout.ALIGN_ELEMENTS
-    assert shapes.SMALL == formats.SMALL
-    assert activations.CHUNK_LOGITS == head.CHUNK_ELEMENTS
-    for vocabulary in (512, 32000, 152064, 1 << 28):
-        assert activations.chunk_tokens(vocabulary) == head.chunk_tokens(vocabulary)
-
-
-def test_rings_are_the_streams():
-    class Fake:
-        def __init__(self, index, nbytes):
-            self.index, self.layout = index, type("Layout", (), {"nbytes": nbytes})
-
-    sizes = [100, 100, 51, 50, 49, 200, 8, 3]
-    real = [(group[0].layout.nbytes, len(group)) for group in by_size([Fake(i, s) for i, s in enumerate(sizes)])]
-    from collections import Counter
-
-    assert [(ring[0], ring[3]) for ring in ring_sizes(Counter((s, s // 2, 2) for s in sizes))] == real
+def test_every_optimizer_keeps_as_many_moments_as_is_planned():
+    assert {name: len(rule.moments) for name, rule in RULES.items()} == KINDS
 
 
 def test_bytes_per_parameter():

@@ -25,17 +25,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "files": {"native"},
     "settings": set(),
+    "geometry": set(),
     "telemetry": set(),
     "errors": set(),
 }
 
 # What every part may import besides, and the parts that may not even do that.
-EVERYBODY = {"errors", "settings", "telemetry", "files"}
+EVERYBODY = {"errors", "geometry", "settings", "telemetry", "files"}
 BOTTOM = {
     "errors": set(),
-    "settings": {"errors"},
+    "geometry": set(),
+    "settings": {"errors", "geometry"},
     "telemetry": {"errors"},
-    "native": {"errors", "settings", "telemetry"},
+    "native": {"errors", "geometry", "settings", "telemetry"},
     "files": {"errors", "telemetry", "native"},
 }
 

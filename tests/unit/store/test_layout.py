@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.store.layout import ALIGN_BYTES, ALIGN_ELEMENTS, lay_out
+from megatrain.geometry import ALIGN_BYTES, ALIGN_ELEMENTS
+from megatrain.store.layout import lay_out
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(torch.Size), max_size=12)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8])
