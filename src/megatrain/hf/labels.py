@@ -33,7 +33,7 @@ class LabelCount(TrainerCallback):
 
     def add(self, batches: Sequence[Any]) -> None:
         """The micro-batches of a step, before they are used."""
-        if self._trainer._own_loss:
+        if self._trainer._subclass.own_loss:
             return
         rows, without = self._count(batches)
         self._rows, self._without = self._rows + rows, self._without + without

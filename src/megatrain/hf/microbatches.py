@@ -1,39 +1,20 @@
-"""The micro-batches of a Trainer's step: together in a window, or one after the other, each at its own call.
-
-A window runs all of them at the first call of `training_step`. That is right only if no method of the Trainer can
-notice. It is known of transformers' own classes and of the TRL classes in `VERIFIED`; another class declares it with
-`micro_batches_are_independent = True`. Every other Trainer gets its calls as transformers makes them.
-"""
+"""The micro-batches of a Trainer's step: together in a window, or one after the other, each at its own call."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType
 from typing import Any
 
 import torch
-import transformers
-from transformers import TrainerCallback
 
 from megatrain.engine.session import Engine
 from megatrain.hf.recovery import twice
+from megatrain.hf.subclass import DECLARATION, Subclass
 from megatrain.hf.tried import Tried
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce
-
-DECLARATION = "micro_batches_are_independent"
-PER_MICRO_BATCH = (
-    "training_step", "_prepare_inputs", "_prepare_input", "compute_loss", "compute_loss_context_manager",
-    "autocast_smart_context_manager", "_prepare_context_parallel_inputs",
-)  # fmt: skip
-"""Methods that run for every micro-batch: one that keeps state sees whether micro-batches run in order."""
-VERIFIED = frozenset(
-    f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward")
-)  # fmt: skip
-"""Classes of TRL 1.16 whose overrides append metrics, in the order of micro-batches, and read none of them; gradients
-pass a block once for each micro-batch."""
 
 
 class MicroBatches:
@@ -43,7 +24,6 @@ class MicroBatches:
     args: Any
     optimizer: Any
     callback_handler: Any
-    compute_loss_func: Any
     _own_optimizer: Callable[[], Optimizer]
     _gradients_are_watched: Callable[[], bool]
 
@@ -66,6 +46,7 @@ class MicroBatches:
         """Whether a step's micro-batches have been through one by one."""
         self._together = 1
         """Micro-batches of this step that pass a block together."""
+        self._subclass = Subclass(self)
         super().__init__(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +84,7 @@ class MicroBatches:
 
     def _in_turn(self) -> bool:
         """Whether each micro-batch must run at its own call; said once."""
-        reason = why_in_turn(self)
+        reason = self._subclass.why_in_turn
         if reason is not None and not self._said_in_order:
             announce(
                 f"micro-batches run one after the other, so weights travel for each of them: {reason}, which may "
@@ -114,7 +95,7 @@ class MicroBatches:
 
     def _guarded(self, work: Callable[[], Any], batches: Sequence[Any]) -> Any:
         """A step, or one micro-batch of it that comes alone, with a second try if the GPU runs out of memory."""
-        if not may_repeat(self):
+        if not self._subclass.repeatable:
             return work()
         done, again = twice(self.engine, lambda: self._own_optimizer().zero_grad(), work)
         if again:
@@ -148,100 +129,16 @@ class MicroBatches:
     def _adds_in_order(self) -> bool:
         """Whether a window holds one micro-batch only, whatever there is room for.
 
-        A class that declares its micro-batches independent may still pass a block twice in each; a window then adds
-        gradients in another order than they come in one by one. The first step shows it: bits must not depend on how
-        much memory is free.
+        If micro-batches pass a block twice, a window adds gradients in another order than they come in one by one. The
+        first step shows it: bits must not depend on how much memory is free.
         """
-        return bool(_declared(self)) and (self.engine.revisits or not self._looked)
+        return not self._subclass.passes_once(self.engine.revisits if self._looked else None)
 
     def _final_backward(self) -> AbstractContextManager[None]:
         """Let updates start in the backward, unless gradients are clipped, or wanted before the step."""
         # A size that has not been through may run out of memory, and a step that has begun to update stays begun.
         untried = not self._tried.covers(self._micro_batches, self._together)
-        # Another training step may look at gradients, or do several backwards.
-        if self.optimizer is None or untried or not self._stock_method("training_step"):
+        if self.optimizer is None or untried or self._subclass.own_step:
             return nullcontext()
         clipped = bool(self.args.max_grad_norm and self.args.max_grad_norm > 0)
         return nullcontext() if clipped or self._gradients_are_watched() else self._own_optimizer().final_backward()
-
-    def _stock_method(self, method: str) -> bool:
-        """Whether a method is transformers' own, but for what is put around it here."""
-        found = [(name, _package(function)) for name, function in definitions(self, method)]
-        return found == [(_named(transformers.Trainer), "transformers")]
-
-    @property
-    def _own_loss(self) -> bool:
-        return not self._stock_method("compute_loss") or self.compute_loss_func is not None
-
-
-def why_in_turn(trainer: Any) -> str | None:
-    """Why micro-batches must each run at its own call; None if they may run together."""
-    declared = _declared(trainer)
-    if declared is False:
-        return f"{DECLARATION} is False"
-    # TRL's activation offloading is one object, which every training step enters.
-    verified = frozenset() if getattr(trainer.args, "activation_offloading", False) else VERIFIED
-    overridden = _unknown_override(trainer, verified)
-    if overridden is not None or declared:
-        return overridden
-    if trainer.compute_loss_func is not None:
-        return "compute_loss_func is given"
-    listening = [c for c in trainer.callback_handler.callbacks if listens(c, "on_substep_end")]
-    return f"{type(listening[0]).__name__} listens to on_substep_end" if listening else None
-
-
-def may_repeat(trainer: Any) -> bool:
-    """Whether a micro-batch can be done a second time without a method of somebody else's noticing."""
-    declared = _declared(trainer)
-    return (
-        declared is not False
-        and _unknown_override(trainer, frozenset()) is None
-        and (bool(declared) or trainer.compute_loss_func is None)
-    )
-
-
-def definitions(trainer: Any, method: str) -> list[tuple[str, Any]]:
-    """Who defines a method (a class, or the Trainer object itself) and what it is, without MegaTrain's own."""
-    found = [(name, space[method]) for name, space in _spaces(trainer) if method in space]
-    return [(name, function) for name, function in found if _package(function) != "megatrain"]
-
-
-def listens(callback: Any, event: str) -> bool:
-    """Whether a callback that is not MegaTrain's own does something at an event."""
-    method = getattr(callback, event)
-    return _package(type(callback)) != "megatrain" and getattr(method, "__func__", method) is not vars(
-        TrainerCallback
-    ).get(event)
-
-
-def _declared(trainer: Any) -> bool | None:
-    return next((space[DECLARATION] for _, space in _spaces(trainer) if space.get(DECLARATION) is not None), None)
-
-
-def _unknown_override(trainer: Any, verified: frozenset[str]) -> str | None:
-    """A method of which nothing is known: in a class in front of the one that declares, if one does."""
-    for name, space in _spaces(trainer):
-        if space.get(DECLARATION) is not None:
-            return None
-        known = ("megatrain", "transformers", *(("trl",) if name in verified else ()))
-        for method in PER_MICRO_BATCH:
-            if method in space and _package(space[method]) not in known:
-                return f"{name.split('.')[-1]} overrides {method}"
-    return None
-
-
-def _spaces(trainer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The Trainer object and its classes, nearest first: what each of them holds."""
-    yield f"this {type(trainer).__name__}", vars(trainer)
-    for cls in type(trainer).__mro__:
-        yield _named(cls), vars(cls)
-
-
-def _named(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _package(thing: Any) -> str:
-    """Where a function was written, also if it was put into another's class or wrapped; of a class, its package."""
-    module = thing.__globals__["__name__"] if isinstance(thing, FunctionType) else getattr(thing, "__module__", "")
-    return str(module).split(".")[0]

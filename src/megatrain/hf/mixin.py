@@ -242,11 +242,11 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         try:
             found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
-            if self._own_loss or labelled or not str(error).startswith("The model did not return a loss"):
+            if self._subclass.own_loss or labelled or not str(error).startswith("The model did not return a loss"):
                 raise
             raise _missing_labels(held, names) from error
         loss = found[0] if isinstance(found, tuple) else found
-        if loss.requires_grad and loss.numel() > 1 and not labelled and not self._own_loss:
+        if loss.requires_grad and loss.numel() > 1 and not labelled and not self._subclass.own_loss:
             # What a model returns first in a tuple is its loss only if there were labels.
             raise _missing_labels(held, names)
         return found

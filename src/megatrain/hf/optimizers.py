@@ -18,8 +18,8 @@ from transformers.trainer_optimizer import _parse_optim_args
 from megatrain.engine.session import Engine
 from megatrain.errors import SettingsError
 from megatrain.hf.checkpoints import changed
-from megatrain.hf.microbatches import definitions, listens
 from megatrain.hf.recovery import once_more
+from megatrain.hf.subclass import Subclass
 from megatrain.optim.optimizer import FOREIGN, Optimizer, rule_named
 from megatrain.optim.schedule import clip_factor
 from megatrain.telemetry.notices import announce
@@ -56,10 +56,10 @@ class Optimizing:
     args: Any
     model: Any
     optimizer: Any
-    callback_handler: Any
     optimizer_cls_and_kwargs: tuple[Any, Mapping[str, Any]] | None
     get_decay_parameter_names: Callable[[Any], list[str]]
     get_optimizer_cls_and_kwargs: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
+    _subclass: Subclass
     _given_kind: str | None = None
     """Of a torch optimizer that was passed in `optimizers=`."""
     step_norm: float | None = None
@@ -79,7 +79,7 @@ class Optimizing:
             return Choice(self._own_optimizer().kind)
         if self.optimizer_cls_and_kwargs is not None:
             return of_class(*self.optimizer_cls_and_kwargs, self.args.weight_decay, "optimizer_cls_and_kwargs")
-        if len(definitions(self, "get_optimizer_cls_and_kwargs")) > 1:
+        if self._subclass.chooses_optimizer:
             found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             return of_class(*found, self.args.weight_decay, "get_optimizer_cls_and_kwargs")
         if self._optim not in NAMES:
@@ -159,8 +159,7 @@ class Optimizing:
         return (
             bool(own._optimizer_step_pre_hooks or torch_hooks._global_optimizer_pre_hooks)
             or type(own) is not Optimizer
-            or len(definitions(self, "_get_grad_norm")) > 1
-            or any(listens(callback, "on_pre_optimizer_step") for callback in self.callback_handler.callbacks)
+            or self._subclass.watches_gradients
         )
 
 

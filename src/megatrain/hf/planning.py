@@ -20,8 +20,7 @@ from megatrain.engine.planning import plan
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.geometry import PLANNED
 from megatrain.hardware import inventory
-from megatrain.hf.microbatches import why_in_turn
-from megatrain.model.shapes import ModelShape, describe
+from megatrain.model.shapes import describe
 from megatrain.planner import Plan
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
@@ -58,11 +57,11 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         batch=batch,
         length=length,
         accumulation=args.gradient_accumulation_steps,
-        together=args.gradient_accumulation_steps == 1 or why_in_turn(trainer) is None,
+        together=args.gradient_accumulation_steps == 1 or trainer._subclass.why_in_turn is None,
         optimizer=kind,
         clipping=bool(args.max_grad_norm),
         evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
-        predictions=_looks_at_logits(trainer, settings, model),
+        predictions=trainer._subclass.evaluates_logits or settings.head_chunk == 0 or model.logits == "whole",
         padded=padded,
         max_vram_gb=settings.max_vram_gb,
         max_ram_gb=settings.max_ram_gb,
@@ -73,8 +72,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     )
     whole = settings.head_chunk == 0 or trainer.label_smoother is not None
     try:
-        own = trainer._own_loss or not trainer._stock_method("training_step")
-        if own and not whole and model.logits == "chunked":
+        if trainer._subclass.looks_at_logits and not whole and model.logits == "chunked":
             with suppress(NotEnoughMemory):
                 return known(head_chunk=0)
             announce(
@@ -92,14 +90,6 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
 
 def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
-
-
-def _looks_at_logits(trainer: Any, settings: Settings, model: ModelShape) -> bool:
-    """Whether evaluations compute logits whole: for metrics, or for a step or a loss that is not transformers' own."""
-    metrics = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
-    own_loss = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    stock = trainer._stock_method("compute_loss") and trainer._stock_method("prediction_step")
-    return metrics or own_loss or not stock or settings.head_chunk == 0 or model.logits == "whole"
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:

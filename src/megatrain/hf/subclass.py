@@ -1,0 +1,151 @@
+"""What a Trainer may do that transformers' own does not: declared by its class, or seen in its methods and callbacks.
+
+A window runs all micro-batches of a step at the first call of `training_step`. That is right only if no method of the
+Trainer can notice. It is known of transformers' own classes and of the TRL classes in `VERIFIED`; another class
+declares it with `micro_batches_are_independent = True`. Every other Trainer gets its calls as transformers makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import transformers
+from transformers import TrainerCallback
+
+DECLARATION = "micro_batches_are_independent"
+PER_MICRO_BATCH = (
+    "training_step", "_prepare_inputs", "_prepare_input", "compute_loss", "compute_loss_context_manager",
+    "autocast_smart_context_manager", "_prepare_context_parallel_inputs",
+)  # fmt: skip
+"""Methods that run for every micro-batch: one that keeps state sees whether micro-batches run in order."""
+VERIFIED = frozenset(
+    f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward")
+)  # fmt: skip
+"""Classes of TRL 1.16 whose overrides append metrics, in the order of micro-batches, and read none of them; gradients
+pass a block once for each micro-batch."""
+
+
+class Subclass:
+    """Questions about one Trainer. Each is answered anew: methods and callbacks may be added at any time."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    # ---- micro-batches
+
+    @property
+    def declared(self) -> bool | None:
+        """What the nearest class that declares anything says of its micro-batches."""
+        spaces = (space for _, space in self._spaces())
+        return next((space[DECLARATION] for space in spaces if space.get(DECLARATION) is not None), None)
+
+    @property
+    def why_in_turn(self) -> str | None:
+        """Why micro-batches must each run at its own call; None if they may run together."""
+        trainer, declared = self._trainer, self.declared
+        if declared is False:
+            return f"{DECLARATION} is False"
+        # TRL's activation offloading is one object, which every training step enters.
+        verified = frozenset() if getattr(trainer.args, "activation_offloading", False) else VERIFIED
+        overridden = self._unknown_override(verified)
+        if overridden is not None or declared:
+            return overridden
+        if trainer.compute_loss_func is not None:
+            return "compute_loss_func is given"
+        listener = self._listener("on_substep_end")
+        return None if listener is None else f"{listener} listens to on_substep_end"
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a micro-batch can be done a second time without a method of somebody else's noticing."""
+        declared = self.declared
+        return (
+            declared is not False
+            and self._unknown_override(frozenset()) is None
+            and (bool(declared) or self._trainer.compute_loss_func is None)
+        )
+
+    def passes_once(self, revisits: bool | None) -> bool:
+        """Whether a micro-batch passes a block once. `revisits`: whether one was seen that did not; None: none has run.
+
+        A class that declares its micro-batches independent may still pass a block twice in each.
+        """
+        return not self.declared or revisits is False
+
+    # ---- losses, gradients, optimizers
+
+    @property
+    def own_loss(self) -> bool:
+        return not self._stock("compute_loss") or self._trainer.compute_loss_func is not None
+
+    @property
+    def own_step(self) -> bool:
+        """Whether the training step is another one, which may look at gradients, or do several backwards."""
+        return not self._stock("training_step")
+
+    @property
+    def looks_at_logits(self) -> bool:
+        """Whether training may compute logits whole."""
+        return self.own_loss or self.own_step
+
+    @property
+    def evaluates_logits(self) -> bool:
+        """Whether evaluations compute logits whole: for metrics, or for a step or a loss that is not transformers'."""
+        trainer = self._trainer
+        metrics = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
+        smooths = trainer.label_smoother is not None
+        return metrics or smooths or self.own_loss or not self._stock("prediction_step")
+
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether it may change gradients between the backward and the update, which then must not have begun."""
+        return not self._stock("_get_grad_norm") or self._listener("on_pre_optimizer_step") is not None
+
+    @property
+    def chooses_optimizer(self) -> bool:
+        return not self._stock("get_optimizer_cls_and_kwargs")
+
+    # ---- how it is seen
+
+    def _stock(self, method: str) -> bool:
+        """Whether a method is transformers' own, but for what MegaTrain puts around it."""
+        found = [(name, _package(space[method])) for name, space in self._spaces() if method in space]
+        return [it for it in found if it[1] != "megatrain"] == [(_named(transformers.Trainer), "transformers")]
+
+    def _unknown_override(self, verified: frozenset[str]) -> str | None:
+        """A method of which nothing is known: in a class in front of the one that declares, if one does."""
+        for name, space in self._spaces():
+            if space.get(DECLARATION) is not None:
+                return None
+            known = ("megatrain", "transformers", *(("trl",) if name in verified else ()))
+            for method in PER_MICRO_BATCH:
+                if method in space and _package(space[method]) not in known:
+                    return f"{name.split('.')[-1]} overrides {method}"
+        return None
+
+    def _listener(self, event: str) -> str | None:
+        """A callback that is not MegaTrain's own and does something at an event."""
+        for callback in self._trainer.callback_handler.callbacks:
+            method = getattr(callback, event)
+            does = getattr(method, "__func__", method) is not vars(TrainerCallback).get(event)
+            if does and _package(type(callback)) != "megatrain":
+                return type(callback).__name__
+        return None
+
+    def _spaces(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The Trainer object and its classes, nearest first: what each of them holds."""
+        yield f"this {type(self._trainer).__name__}", vars(self._trainer)
+        for cls in type(self._trainer).__mro__:
+            yield _named(cls), vars(cls)
+
+
+def _named(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _package(thing: Any) -> str:
+    """Where a function was written, also if it was put into another's class or wrapped; of a class, its package."""
+    module = thing.__globals__["__name__"] if isinstance(thing, FunctionType) else getattr(thing, "__module__", "")
+    return str(module).split(".")[0]
