@@ -16,19 +16,29 @@ if TYPE_CHECKING:
     from megatrain.engine.planning import plan as plan
     from megatrain.engine.probing import probe as probe
     from megatrain.engine.session import Engine as Engine
+    from megatrain.errors import MegaTrainError as MegaTrainError
+    from megatrain.errors import WindowAborted as WindowAborted
     from megatrain.hardware.machine import Machine as Machine
     from megatrain.hf.mixin import MegaMixin as MegaMixin
     from megatrain.hf.trainer import Trainer as Trainer
+    from megatrain.planner import Answer as Answer
     from megatrain.planner import Plan as Plan
+    from megatrain.planner import Refusal as Refusal
+    from megatrain.planner import Run as Run
     from megatrain.settings import Settings as Settings
 
 _WHERE = {
+    "Answer": "megatrain.planner",
     "Engine": "megatrain.engine.session",
     "Machine": "megatrain.hardware.machine",
     "MegaMixin": "megatrain.hf.mixin",
+    "MegaTrainError": "megatrain.errors",
+    "Plan": "megatrain.planner",
+    "Refusal": "megatrain.planner",
+    "Run": "megatrain.planner",
     "Settings": "megatrain.settings",
     "Trainer": "megatrain.hf.trainer",
-    "Plan": "megatrain.planner",
+    "WindowAborted": "megatrain.errors",
     "init": "megatrain.engine.init",
     "largest_batch": "megatrain.engine.planning",
     "largest_context": "megatrain.engine.planning",
@@ -37,22 +47,7 @@ _WHERE = {
     "probe": "megatrain.engine.probing",
 }
 
-__all__ = [
-    "Engine",
-    "Machine",
-    "MegaMixin",
-    "Plan",
-    "Settings",
-    "Trainer",
-    "__version__",
-    "errors",
-    "init",
-    "largest_batch",
-    "largest_context",
-    "largest_model",
-    "plan",
-    "probe",
-]
+__all__ = ["__version__", "errors", *_WHERE]
 
 
 def __getattr__(name: str) -> Any:

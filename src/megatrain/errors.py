@@ -11,6 +11,10 @@ class SettingsError(MegaTrainError, ValueError):
     """A setting has a value that cannot be honoured."""
 
 
+class UnknownSetting(SettingsError, TypeError):
+    """There is no setting or option of this name."""
+
+
 class NothingToStream(MegaTrainError, ValueError):
     """The model has no parameters, or (`megatrain.plan`) no repeated layers to plan for."""
 
@@ -21,6 +25,10 @@ class UnsupportedModel(MegaTrainError, ValueError):
 
 class UnsupportedCall(MegaTrainError):
     """The model was called in a way that streaming cannot honour."""
+
+
+class WindowAborted(MegaTrainError):
+    """Another micro-batch of the window failed; its error is what the caller of `Engine.window` sees."""
 
 
 class AlreadyAttached(MegaTrainError):

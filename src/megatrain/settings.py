@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatrain.errors import SettingsError
+from megatrain.errors import SettingsError, UnknownSetting
 from megatrain.geometry import POLICIES, PRECISIONS, WIDTHS
 
 COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
@@ -141,7 +141,7 @@ class Settings(_Choices):
         known = {field.name for field in fields(self)}
         unknown = sorted(set(changes) - known)
         if unknown:
-            raise SettingsError(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
+            raise UnknownSetting(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
         return Settings(**self.chosen() | changes)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatrain.compute.binding import within_context
+from megatrain.errors import UnsupportedCall
 
 _active: ContextVar[Any] = ContextVar("megatrain_rebinder", default=None)
 
@@ -71,7 +72,7 @@ class Rebinder:
         if isinstance(packed, _Kept):
             # Autograd does not look at versions where hooks are set.
             if packed.tensor._version != packed.version:
-                raise RuntimeError(
+                raise UnsupportedCall(
                     "a tensor needed for a gradient was modified by an inplace operation after it had been saved "
                     f"(version {packed.tensor._version}, expected {packed.version}); use a copy for one of the two."
                 )

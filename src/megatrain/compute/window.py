@@ -23,7 +23,7 @@ from megatrain.compute import generators
 from megatrain.compute.generators import Generators
 from megatrain.compute.interrupts import Deferred
 from megatrain.compute.replay import Ambient
-from megatrain.errors import MegaTrainError
+from megatrain.errors import WindowAborted
 
 Result = TypeVar("Result")
 _seat = threading.local()
@@ -31,10 +31,6 @@ OUTSIDE_WINDOW = -1
 """The micro-batch of a thread that runs none."""
 PATIENCE = 0.5
 """Seconds that micro-batches get to come to their next block after a Ctrl-C."""
-
-
-class WindowAborted(MegaTrainError):
-    """Another micro-batch of the window failed; its error is what the caller sees."""
 
 
 def park(position: int) -> None:

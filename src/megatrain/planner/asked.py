@@ -6,7 +6,7 @@ import inspect
 import os
 from typing import Any
 
-from megatrain.errors import SettingsError
+from megatrain.errors import SettingsError, UnknownSetting
 from megatrain.hardware.machine import Machine, Reach
 from megatrain.planner.run import Run
 from megatrain.planner.search import OffloadDir
@@ -68,7 +68,7 @@ OPTIONS = tuple(inspect.signature(run_of).parameters)[1:]
 def run_or(run: Run | None, loaded: str, options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     """A run that was given, with limits beside it; or the one that the options describe."""
     if unknown := [name for name in options if name not in OPTIONS]:
-        raise TypeError(f"unknown option {', '.join(unknown)}; a plan takes {', '.join(OPTIONS)}.")
+        raise UnknownSetting(f"unknown option {', '.join(unknown)}; a plan takes {', '.join(OPTIONS)}.")
     if run is None:
         return run_of(loaded, **options)
     if not isinstance(run, Run):

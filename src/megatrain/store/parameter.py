@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import MegaTrainError, UnsupportedCall
 from megatrain.store.slab import Slab
 from megatrain.store.split import join
 
@@ -123,7 +123,7 @@ class StoreTensor(torch.Tensor):
             self.slab.grad.drop(self.segment)
             return
         if value.shape != self.shape:
-            raise ValueError(
+            raise UnsupportedCall(
                 f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}."
             )
         self.slab.require_owner()

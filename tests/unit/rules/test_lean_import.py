@@ -10,6 +10,11 @@ import pytest
 import megatrain
 
 PUBLIC = [
+    "Answer",
+    "MegaTrainError",
+    "Refusal",
+    "Run",
+    "WindowAborted",
     "Engine",
     "Trainer",
     "MegaMixin",
