@@ -106,14 +106,6 @@ class Block:
         """Blocks are called inside this one, where micro-batches of a window wait for each other."""
         self._turn, self.compiled = nullcontext(), None
 
-    def detach(self) -> None:
-        """Give the modules plain dicts again."""
-        for module in self.module.modules():
-            for field_name in ("_parameters", "_buffers"):
-                content = module.__dict__[field_name]
-                if isinstance(content, Bound):
-                    module.__dict__[field_name] = dict(content.own)
-
     @property
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters.values())
@@ -224,6 +216,15 @@ def _bindable(module: torch.nn.Module, attribute: str) -> Bound:
     if not isinstance(content, Bound):
         content = module.__dict__[attribute] = Bound(content)
     return content
+
+
+def unbind(root: torch.nn.Module) -> None:
+    """Give modules plain dicts again."""
+    for module in root.modules():
+        for attribute in ("_parameters", "_buffers"):
+            content = module.__dict__[attribute]
+            if isinstance(content, Bound):
+                module.__dict__[attribute] = dict(content.own)
 
 
 def _links(root: torch.nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, torch.nn.Module]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatrain.compute.block import Block
+from megatrain.compute.block import Block, unbind
+from megatrain.engine.undo import Undo
 from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
@@ -48,15 +49,16 @@ class Adoption:
         """The dtypes that an earlier engine saved parameters in: it handed all its masters over as FP32."""
         self.slabs: list[Slab] = []
         self.blocks: list[Block] = []
-        self._wrapped: list[torch.nn.Module] = []
-        self._guarded: list[torch.nn.Module] = []
+        self._loaded: dict[tuple[int, int], torch.dtype] = {}
+        """(slab, segment) → the dtype that a parameter goes back in if the engine cannot be attached."""
         floats = [p for p in model.parameters() if p.is_floating_point()]
         bf16 = sum(p.numel() for p in floats if p.dtype != torch.float32)
         self._mixed = bf16 * 2 > sum(p.numel() for p in floats)
         """A mostly-BF16 model: its FP32 parameters were kept so on purpose."""
 
-    def take(self, found: list[Found], deposit: Deposit, run: Callable[[Block, Any, Any], Any]) -> None:
+    def take(self, found: list[Found], deposit: Deposit, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
+        undo.add(self.release)
         self._require_ram(found)
         owners: Owners = {}
         for module in self.model.modules():
@@ -66,38 +68,41 @@ class Adoption:
         for item in found:
             self._move(item, owners, deposit)
             if not item.loose:
-                self._wrap(item, run)
+                self._wrap(item, run, undo)
         for module in self.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
             if isinstance(module, torch.nn.RNNBase):
                 # It would point its parameters at a buffer of its own, which cuDNN likes; weights in the store stay.
-                module.flatten_parameters = _keep_where_they_are  # type: ignore[method-assign]
-            self._guard(module)
+                undo.patch(module, "flatten_parameters", _keep_where_they_are)
+            undo.patch(module, "_apply", _refuse_to_move(module, self.device))
         # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
         self.memory.trim()
 
+    def keep(self) -> None:
+        """The engine is attached: from now on masters may hold more than the dtype that parameters came in."""
+        self._loaded.clear()
+
     def release(self) -> None:
-        """Make the model an ordinary one on the CPU again. Nothing is lost: a split master comes back as FP32."""
+        """Give weights and buffers back to the CPU. Nothing is lost: a split master comes back as FP32."""
         # May be called again after a Ctrl-C.
-        for module in self._wrapped:
-            module.__dict__.pop("forward", None)
-        for module in self._guarded:
-            module.__dict__.pop("_apply", None)
         replaced: dict[int, torch.nn.Parameter] = {}
         for module in self.model.modules():
-            if isinstance(module, torch.nn.RNNBase):
-                module.__dict__.pop("flatten_parameters", None)
             for key, parameter in module._parameters.items():
                 if isinstance(parameter, StoreTensor):
-                    plain = torch.nn.Parameter(parameter.master(), requires_grad=parameter.requires_grad)
-                    module._parameters[key] = replaced.setdefault(id(parameter), plain)
+                    if id(parameter) not in replaced:
+                        replaced[id(parameter)] = self._plain(parameter)
+                    module._parameters[key] = replaced[id(parameter)]
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.cpu()
-        for block in self.blocks:
-            block.detach()
+        unbind(self.model)
+
+    def _plain(self, parameter: StoreTensor) -> torch.nn.Parameter:
+        values = parameter.master()
+        values = values.to(self._loaded.get((parameter.slab.index, parameter.segment), values.dtype))
+        return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
     # ---- weights
 
@@ -152,6 +157,7 @@ class Adoption:
             slab = Slab(len(self.slabs), item.label, layout, self.tier(item.label), master=master, trains=trains)
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
+                self._loaded[slab.index, index] = parameter.dtype
                 slab.put(index, parameter)
                 if slab.split_master and parameter.dtype == torch.float32:
                     slab.saved[index] = self.saved.get(layout.segments[index].name, torch.float32)
@@ -163,7 +169,7 @@ class Adoption:
 
     # ---- modules
 
-    def _wrap(self, item: Found, run: Callable[[Block, Any, Any], Any]) -> None:
+    def _wrap(self, item: Found, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
         parameters: dict[str, Any] = dict(item.module.named_parameters(remove_duplicate=False))
         places = {name: (p.slab, p.segment) for name, p in parameters.items()}
         original = item.module.forward
@@ -174,31 +180,29 @@ class Adoption:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(block, args, kwargs)
 
-        item.module.forward = forward
-        self._wrapped.append(item.module)
+        undo.patch(item.module, "forward", forward)
 
-    def _guard(self, module: torch.nn.Module) -> None:
-        """`.to()`, `.cuda()`, `.half()` and the like all go through `_apply`."""
-        device = self.device
 
-        def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
-            for dtype in {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}:
-                try:
-                    moved = fn(torch.empty(0, dtype=dtype, device=device))
-                    target = f"{moved.device}, {moved.dtype}"
-                    stays = moved.device == device and moved.dtype == dtype
-                except (AssertionError, RuntimeError) as unavailable:
-                    target, stays = f"where it was asked to ({unavailable})", False
-                if not stays:
-                    raise ModelMoved(
-                        f"{type(module).__name__} belongs to an engine on {device} and cannot be moved or cast to "
-                        f"{target}: its weights live in the engine's store; close the engine and attach a new one "
-                        "with other settings, or load a saved copy."
-                    )
-            return module
+def _refuse_to_move(module: torch.nn.Module, device: torch.device) -> Callable[..., torch.nn.Module]:
+    """Stands in for `Module._apply`, which `.to()`, `.cuda()`, `.half()` and the like all go through."""
 
-        module._apply = _apply  # type: ignore[method-assign]
-        self._guarded.append(module)
+    def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        for dtype in {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}:
+            try:
+                moved = fn(torch.empty(0, dtype=dtype, device=device))
+                target = f"{moved.device}, {moved.dtype}"
+                stays = moved.device == device and moved.dtype == dtype
+            except (AssertionError, RuntimeError) as unavailable:
+                target, stays = f"where it was asked to ({unavailable})", False
+            if not stays:
+                raise ModelMoved(
+                    f"{type(module).__name__} belongs to an engine on {device} and cannot be moved or cast to "
+                    f"{target}: its weights live in the engine's store; close the engine and attach a new one "
+                    "with other settings, or load a saved copy."
+                )
+        return module
+
+    return _apply
 
 
 def _keep_where_they_are() -> None:
@@ -225,9 +229,9 @@ def precision_of(model: torch.nn.Module, asked: str | None) -> str:
     return asked or natural
 
 
-def disable_checkpointing(model: torch.nn.Module) -> None:
+def disable_checkpointing(model: torch.nn.Module, undo: Undo) -> None:
     switched: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for module in switched:
-        module.gradient_checkpointing = False
+        undo.patch(module, "gradient_checkpointing", False)
     if switched:
         announce("gradient checkpointing is off: every block already recomputes its forward in the backward")

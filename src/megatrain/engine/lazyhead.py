@@ -13,6 +13,7 @@ from torch.nn import functional
 from megatrain.compute.block import Block
 from megatrain.compute.head import ChunkedHead, LazyLogits
 from megatrain.engine.step import Step
+from megatrain.engine.undo import Undo
 from megatrain.geometry import chunk_tokens
 from megatrain.model.heads import can_be_lazy, uses
 from megatrain.telemetry.notices import announce
@@ -46,12 +47,9 @@ class LazyHead:
         head = model.get_output_embeddings()
         return next((block for block in blocks if block.module is head), None)
 
-    def attach(self) -> None:
-        self.model.loss_function = self.loss
-
-    def detach(self) -> None:
-        if self.model.__dict__.get("_loss_function") == self.loss:
-            del self.model._loss_function
+    def attach(self, undo: Undo) -> None:
+        """Take the model's logits in its loss function, until the user gives it another."""
+        undo.patch(self.model, "_loss_function", self.loss, yields=True)
 
     @contextmanager
     def wanting(self, loss_only: bool) -> Iterator[None]:

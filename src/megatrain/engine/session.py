@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -13,18 +12,13 @@ from torch.utils import _pytree as pytree
 
 from megatrain import settings as settings_module
 from megatrain.compute.block import Block
-from megatrain.compute.compiled import Compiled
-from megatrain.compute.window import Seats
 from megatrain.engine import saving
-from megatrain.engine.adopt import Adoption, disable_checkpointing, precision_of, saved_dtypes
-from megatrain.engine.headroom import Headroom
-from megatrain.engine.lazyhead import LazyHead
-from megatrain.engine.placement import Placement, announce_unavailable, place_one_block
+from megatrain.engine.adopt import precision_of, saved_dtypes
+from megatrain.engine.attach import PATIENCE, Attachment
+from megatrain.engine.placement import announce_unavailable, place_one_block
 from megatrain.engine.planning import follow
-from megatrain.engine.relief import Policies, Relief
-from megatrain.engine.step import Step
-from megatrain.engine.surface import Surface, engine_of
-from megatrain.errors import AlreadyAttached, EngineClosed, MegaTrainError, ModelMoved, SettingsError
+from megatrain.engine.surface import engine_of
+from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, SettingsError
 from megatrain.geometry import MOST_MICRO_BATCHES
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import THREAD_BYTES
@@ -33,24 +27,13 @@ from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
 from megatrain.model.skeleton import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
-from megatrain.optim.schedule import Updates
 from megatrain.settings import Settings
 from megatrain.store.export import exported
-from megatrain.store.forks import Owner
-from megatrain.store.parameter import Deposit, StoreTensor
-from megatrain.store.slab import Slab
-from megatrain.stream import cuda
-from megatrain.stream.activations import Activations
-from megatrain.stream.drain import Drain
-from megatrain.stream.fetch import Fetcher
-from megatrain.stream.lanes import Lanes
+from megatrain.store.parameter import StoreTensor
 from megatrain.stream.timeline import StepTimes, Timeline
-from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
 
 Result = TypeVar("Result")
-PATIENCE = 3.0
-"""Seconds that lanes get to finish when an engine is left because of an error, or the process ends."""
 
 
 class Engine:
@@ -64,7 +47,6 @@ class Engine:
         self.settings: Settings = follow(settings_module.current().override(**overrides))
         inventory.refuse_distributed()
         hooks = transformers_hooks.load()
-        self._closed = False
         self.model = model
         self.device = inventory.choose_device(self.settings.device)
         previous = engine_of(model)
@@ -78,42 +60,34 @@ class Engine:
             # A split master comes back as FP32; the mode of the run stays what it was.
             kept: str = previous.precision
             self.settings = self.settings.override(precision=self.settings.precision or kept)
+        saved = self._displace_closed()
         found = find_blocks(model, hooks)
         if all(item.loose for item in found):
             self.settings = place_one_block(self.settings, self.device, model)
         announce_unavailable(self.settings)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
-        self._placement = Placement(self.settings, self.device)
-        self._memory = memory = self._placement.ram
-        self.relief = Relief(self.settings, self.device, model, pinned=lambda: memory.pinned)
-        self._lanes = cuda.choose(self.settings.lanes, self.device)
-        self._adoption = Adoption(model, self.device, self.precision, self._memory, self._placement.tier, saved)
-        try:
-            self.relief.hold_to_plan()
-            # The flow needs the slabs, and the slabs' parameters deposit into the flow: adopt first, then build it.
-            self._adoption.take(found, _weakly(self._deposit), self._run)
-            self.slabs = self._adoption.slabs
-            # Parameters outside any block lie in slabs that have a name of their own.
-            self._placement.check([b.name for b in self.blocks] + [slab.name for slab in self.slabs])
-            self._step = self._build(hooks)
-            self.relief.take(self.quiesce)
-        except BaseException:
-            # Refused or interrupted half-way: the user gets the model back whole.
-            self._adoption.release()
-            self._lanes.close()
-            self.relief.let_go()
-            raise
-        if self.blocks:
-            disable_checkpointing(model)
-        compiled = Compiled() if self.settings.compile else None
-        for found_block in self._adoption.blocks:
-            found_block.compiled = compiled if found_block.layer else None
-        self._step.expect(self._adoption.blocks)
-        self._lazy = self._lazy_head(hooks)
-        self._surface = Surface(model, self, hooks, self._begin)
-        # Not a method of self: the finalizer must not keep the engine alive.
-        weakref.finalize(self, _stop, memory.owner, self._lanes, self._step.seats, self.relief)
+        Attachment(self, found, saved, hooks)
+
+    def _consist_of(self, parts: Attachment) -> None:
+        self._attached = parts
+        self._placement, self._memory, self._lanes = parts.placement, parts.placement.ram, parts.lanes
+        self._adoption, self._step, self._headroom = parts.adoption, parts.step, parts.headroom
+        self._lazy, self.relief, self.slabs = parts.lazy, parts.relief, parts.adoption.slabs
+
+    def _displace_closed(self) -> dict[str, torch.dtype]:
+        """A closed engine gives the model free. The dtypes that it saves parameters in: masters come back as FP32."""
+        previous = engine_of(self.model)
+        if previous is not None and not previous.closed:
+            raise AlreadyAttached(
+                f"this {type(self.model).__name__} already belongs to an engine; use that one, or close it first."
+            )
+        saved = saved_dtypes(self.model)
+        if previous is not None:
+            previous.release()
+            # The mode of the run stays what it was.
+            self.settings = self.settings.override(precision=self.settings.precision or previous.precision)
+        return saved
 
     # ---- what users do
 
@@ -124,7 +98,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._attached.closed
 
     def optimizer(
         self,
@@ -211,8 +185,7 @@ class Engine:
 
     def quiesce(self) -> None:
         """Wait until every lane has done what it was given: nothing of it uses or asks for memory then."""
-        for lane in (self._lanes.h2d, self._lanes.d2h, self._lanes.vram, self._lanes.update):
-            lane.submit(lambda: None, label="quiesce").wait()
+        self._attached.quiesce()
 
     def loss_only(self) -> AbstractContextManager[None]:
         """Forwards without gradients inside are for their loss: logits stay uncomputed until somebody looks at them."""
@@ -264,30 +237,16 @@ class Engine:
 
     def close(self) -> None:
         """Finish pending updates and stop. Weights stay readable; running the model needs a new engine."""
-        if self._closed:
-            return
         try:
-            if self._memory.owner.here:
+            if not self.closed and self._memory.owner.here:
                 self.synchronize()
         finally:
-            self._end()
-
-    def _end(self, patience: float | None = None) -> None:
-        self._closed = True
-        if self._memory.owner.here:
-            self._step.close()
-            self._lanes.close(patience=patience)
-            self._memory.unpin()
-            self.relief.let_go()
-        if self._lazy is not None:
-            self._lazy.detach()
+            self._attached.end()
 
     def release(self) -> torch.nn.Module:
         """Close, and give the model back as an ordinary one on the CPU."""
         self.close()
-        if engine_of(self.model) is self:
-            self._adoption.release()
-            self._surface.remove()
+        self._attached.releasing.run()
         return self.model
 
     def __deepcopy__(self, memo: Any) -> Engine:
@@ -300,70 +259,11 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not self._closed:
+        if kind is not None and not self.closed:
             # Whatever went wrong must reach the user, also when it left a lane that will never finish.
-            self._end(PATIENCE)
+            self._attached.end(PATIENCE)
             return
         self.close()
-
-    # ---- how it is put together
-
-    def _build(self, hooks: transformers_hooks.Hooks) -> Step:
-        policies = self.relief.policies = Policies(self.settings.policy, [block.name for block in self.blocks])
-        transfers = [Transfer(self.device, inventory.cores()) for _ in range(2)]
-        # Loose parameters are read where they are used: no slot is for them.
-        fetched = [slab for slab in self.slabs if any(slab in block.slabs for block in self.blocks)]
-        fetcher = Fetcher(fetched, self.settings.slots, self.device, self._lanes, transfers[0], self.counters)
-        drain = Drain(self.slabs, self.settings.grad_slots, self.device, self._lanes, transfers[1], self.counters)
-        self._headroom = Headroom(self.model, self.precision, self.settings, self.ram, fetcher, drain)
-        return Step(
-            device=self.device,
-            slabs=self.slabs,
-            lanes=self._lanes,
-            fetcher=fetcher,
-            drain=drain,
-            updates=Updates(self.slabs, self._placement.kernels(), self._lanes, self.counters),
-            recorder=transformers_hooks.CaptureRecorder(hooks),
-            for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
-            check_open=self._check_open,
-            activations=Activations(self.device, self._lanes, transfers[1], transfers[0], self._memory),
-            policy=lambda block: policies[block.name],
-            watch=self._placement.watch.check,
-            stepped=self._stepped,
-        )
-
-    def _begin(self, inputs: Any) -> None:
-        self._headroom.begin(inputs)
-        self._step.begin_pass()
-
-    def _stepped(self, steps: int) -> None:
-        self.relief.stepped(steps, self.quiesce)
-        self._placement.watch.stepped()
-
-    def _lazy_head(self, hooks: transformers_hooks.Hooks) -> LazyHead | None:
-        block = LazyHead.fits(self.model, self.blocks, hooks.causal_loss) if self.settings.head_chunk != 0 else None
-        if block is None:
-            return None
-        lazy = LazyHead(self.model, self._step, block, hooks.causal_loss, self.settings.head_chunk)
-        lazy.attach()
-        self._step.unparked.add(block.index)
-        return lazy
-
-    def _run(self, block: Block, args: Any, kwargs: Any) -> Any:
-        if self._lazy is not None and self._lazy.takes(block, args, kwargs):
-            self._step.entered()
-            return self._lazy.logits(args[0], lambda: self._step.forward(block, args, kwargs))
-        return self._step.forward(block, args, kwargs)
-
-    def _deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
-        self._step.deposit(slab, index, gradient)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed(
-                "this engine is closed: its model's weights can still be read and saved, but to run or train it attach "
-                "a new megatrain.Engine(model)."
-            )
 
     def _check_whole(self) -> None:
         """A parameter that somebody put into the model after it was attached would be saved but never run."""
@@ -373,26 +273,3 @@ class Engine:
                     f"{name} was replaced after the engine was attached, so the engine does not know it; change the "
                     "model before attaching, or write into the parameter (`parameter.data.copy_`)."
                 )
-
-
-def _stop(owner: Owner, lanes: Lanes, seats: Seats, relief: Relief) -> None:
-    # Threads, pinned memory and limits are those of the process that made the engine, not of a forked child.
-    if not owner.here:
-        return
-    seats.close()
-    lanes.close(patience=PATIENCE)
-    # Of an engine that was closed nothing is left to let go; at the end of the process CUDA may be gone.
-    with suppress(RuntimeError):
-        relief.let_go()
-
-
-def _weakly(deposit: Deposit) -> Deposit:
-    """Autograd keeps the hooks of parameters out of the garbage collector's sight: they must not hold the engine."""
-    reference = weakref.WeakMethod(deposit)
-
-    def call(slab: Slab, index: int, gradient: torch.Tensor) -> None:
-        target = reference()
-        if target is not None:
-            target(slab, index, gradient)
-
-    return call

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from megatrain.engine.undo import Undo
 from megatrain.errors import ModelMoved
 from megatrain.model.hooks import Hooks, refuse_cache
 from megatrain.store.export import ExportTensor, exported
@@ -29,7 +30,7 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
 
 
 class Surface:
-    """Instance attributes and one hook of the root module; `remove` takes them away again."""
+    """Instance attributes and one hook of the root module."""
 
     def __init__(self, model: Any, engine: Engine, hooks: Hooks, begin_pass: Callable[[Any], None]) -> None:
         self._model = model
@@ -37,23 +38,16 @@ class Surface:
         self._hooks = hooks
         self._begin_pass = begin_pass
         self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._handle = model.register_forward_pre_hook(self._prepare, prepend=True, with_kwargs=True)
-        self._placed = [_ATTACHED]
-        object.__setattr__(model, _ATTACHED, engine)
+
+    def place(self, undo: Undo) -> None:
+        model = self._model
+        undo.add(model.register_forward_pre_hook(self._prepare, prepend=True, with_kwargs=True).remove)
+        undo.patch(model, _ATTACHED, self._engine)
         if hasattr(type(model), "save_pretrained"):
             self._own_save = model.save_pretrained
-            self._place("save_pretrained", self._save_pretrained)
+            undo.patch(model, "save_pretrained", self._save_pretrained)
         if hasattr(type(model), "resize_token_embeddings"):
-            self._place("resize_token_embeddings", _refuse_resize)
-
-    def remove(self) -> None:
-        self._handle.remove()
-        for name in self._placed:
-            self._model.__dict__.pop(name, None)
-
-    def _place(self, name: str, function: Callable[..., Any]) -> None:
-        setattr(self._model, name, function)
-        self._placed.append(name)
+            undo.patch(model, "resize_token_embeddings", _refuse_resize)
 
     def _prepare(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the model's forward: inputs to the compute device; no key/value cache where gradients are wanted."""

@@ -1,0 +1,238 @@
+"""Putting an engine on a model: `STEPS`, in order, each listing its undo before it changes anything.
+
+A step that fails or is interrupted undoes them all, so that the user gets the model back whole. Closing and releasing
+an engine run the same lists (engine/undo.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.compute.block import Block
+from megatrain.compute.compiled import Compiled
+from megatrain.compute.interrupts import Deferred
+from megatrain.engine.adopt import Adoption, disable_checkpointing
+from megatrain.engine.headroom import Headroom
+from megatrain.engine.lazyhead import LazyHead
+from megatrain.engine.placement import Placement
+from megatrain.engine.relief import Policies, Relief
+from megatrain.engine.step import Step
+from megatrain.engine.surface import Surface
+from megatrain.engine.undo import Undo
+from megatrain.errors import EngineClosed
+from megatrain.hardware import inventory
+from megatrain.model import hooks as transformers_hooks
+from megatrain.model.blocks import Found
+from megatrain.optim.schedule import Updates
+from megatrain.store.forks import Owner
+from megatrain.store.parameter import Deposit
+from megatrain.store.slab import Slab
+from megatrain.stream import cuda
+from megatrain.stream.activations import Activations
+from megatrain.stream.drain import Drain
+from megatrain.stream.fetch import Fetcher
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.transfer import Transfer
+
+if TYPE_CHECKING:
+    from megatrain.engine.session import Engine
+
+PATIENCE = 3.0
+"""Seconds that lanes get to finish when an engine is left because of an error, or the process ends."""
+
+
+class Attachment:
+    """The parts of one engine."""
+
+    placement: Placement
+    relief: Relief
+    lanes: Lanes
+    adoption: Adoption
+    headroom: Headroom
+    step: Step
+    lazy: LazyHead | None
+
+    def __init__(
+        self, engine: Engine, found: list[Found], saved: dict[str, torch.dtype], hooks: transformers_hooks.Hooks
+    ) -> None:
+        self.model, self.device, self.settings = engine.model, engine.device, engine.settings
+        self.engine, self.found, self.saved, self.hooks = engine, found, saved, hooks
+        self.closed = False
+        self.closing, self.releasing = Undo(Owner()), Undo()
+        try:
+            for step in STEPS:
+                step(self)
+            self.adoption.keep()
+        except BaseException:
+            with Deferred():
+                try:
+                    self.end(PATIENCE)
+                finally:
+                    self.releasing.run()
+            raise
+
+    def end(self, patience: float | None = None) -> None:
+        """Undo all but what was done to the model."""
+        self.closed = True
+        self.closing.patience = patience
+        self.closing.run()
+
+    # ---- the steps
+
+    def place(self) -> None:
+        """Tiers; nothing is allocated yet."""
+        self.placement = Placement(self.settings, self.device)
+        self.closing.add(self.placement.ram.unpin)
+
+    def limit(self) -> None:
+        """The share of the GPU that a cap or a plan allows."""
+        ram = self.placement.ram
+        self.relief = Relief(self.settings, self.device, self.model, pinned=lambda: ram.pinned)
+        self.closing.add(self.relief.let_go)
+        self.relief.hold_to_plan()
+
+    def start(self) -> None:
+        """Lanes and their threads."""
+        closing = self.closing
+        with Deferred():
+            self.lanes = lanes = cuda.choose(self.settings.lanes, self.device)
+            closing.add(lambda: lanes.close(patience=closing.patience))
+
+    def adopt(self) -> None:
+        """Weights into the store; blocks are routed through the step, which is built from their slabs next."""
+        self.adoption = Adoption(
+            self.model, self.device, self.engine.precision, self.placement.ram, self.placement.tier, self.saved
+        )
+        self.adoption.take(self.found, _weakly(self._deposit), self._run, self.releasing)
+        # Parameters outside any block lie in slabs that have a name of their own.
+        names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
+        self.placement.check(names)
+
+    def build(self) -> None:
+        """The flow of a step, over everything that it moves."""
+        settings, device, lanes, slabs = self.settings, self.device, self.lanes, self.adoption.slabs
+        blocks, counters, hooks = self.adoption.blocks, self.engine.counters, self.hooks
+        policies = self.relief.policies = Policies(settings.policy, [block.name for block in blocks])
+        transfers = [Transfer(device, inventory.cores()) for _ in range(2)]
+        # Loose parameters are read where they are used: no slot is for them.
+        fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
+        fetcher = Fetcher(fetched, settings.slots, device, lanes, transfers[0], counters)
+        drain = Drain(slabs, settings.grad_slots, device, lanes, transfers[1], counters)
+        watch = self.placement.watch
+        self.headroom = Headroom(self.model, self.engine.precision, settings, watch, fetcher, drain)
+        self.step = Step(
+            device=device,
+            slabs=slabs,
+            lanes=lanes,
+            fetcher=fetcher,
+            drain=drain,
+            updates=Updates(slabs, self.placement.kernels(), lanes, counters),
+            recorder=transformers_hooks.CaptureRecorder(hooks),
+            for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
+            check_open=self.check_open,
+            activations=Activations(device, lanes, transfers[1], transfers[0], self.placement.ram),
+            policy=lambda block: policies[block.name],
+            watch=watch.check,
+            stepped=self._stepped,
+        )
+        self.closing.add(self.step.seats.close)
+
+    def take_memory(self) -> None:
+        """All that a plan has of the GPU."""
+        self.relief.take(self.quiesce)
+
+    def prepare_blocks(self) -> None:
+        """How blocks run: not checkpointed, compiled if that was asked for, and expected in registration order."""
+        blocks = self.adoption.blocks
+        if blocks:
+            disable_checkpointing(self.model, self.releasing)
+        compiled = Compiled() if self.settings.compile else None
+        for block in blocks:
+            block.compiled = compiled if block.layer else None
+        self.step.expect(blocks)
+
+    def chunk_head(self) -> None:
+        """Lazy logits, where the model's loss can take them."""
+        self.lazy, loss, chunk = None, self.hooks.causal_loss, self.settings.head_chunk
+        block = LazyHead.fits(self.model, self.adoption.blocks, loss) if chunk != 0 else None
+        if block is not None:
+            self.lazy = LazyHead(self.model, self.step, block, loss, chunk)
+            self.lazy.attach(self.releasing)
+            self.step.unparked.add(block.index)
+
+    def surface(self) -> None:
+        """What users call on the model, which knows its engine from here on; and the engine knows its parts."""
+        engine = self.engine
+        with Deferred():
+            engine._consist_of(self)
+            # Nothing in that list refers to the engine, which must not be kept alive.
+            weakref.finalize(engine, _stop, self.closing)
+            Surface(self.model, engine, self.hooks, self._begin).place(self.releasing)
+
+    # ---- what the parts call
+
+    def quiesce(self) -> None:
+        for lane in (self.lanes.h2d, self.lanes.d2h, self.lanes.vram, self.lanes.update):
+            lane.submit(lambda: None, label="quiesce").wait()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise EngineClosed(
+                "this engine is closed: its model's weights can still be read and saved, but to run or train it attach "
+                "a new megatrain.Engine(model)."
+            )
+
+    def _run(self, block: Block, args: Any, kwargs: Any) -> Any:
+        if self.lazy is not None and self.lazy.takes(block, args, kwargs):
+            self.step.entered()
+            return self.lazy.logits(args[0], lambda: self.step.forward(block, args, kwargs))
+        return self.step.forward(block, args, kwargs)
+
+    def _begin(self, inputs: Any) -> None:
+        self.headroom.begin(inputs)
+        self.step.begin_pass()
+
+    def _stepped(self, steps: int) -> None:
+        self.relief.stepped(steps, self.quiesce)
+        self.placement.watch.stepped()
+
+    def _deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
+        self.step.deposit(slab, index, gradient)
+
+
+STEPS: tuple[Callable[[Attachment], None], ...] = (
+    Attachment.place,
+    Attachment.limit,
+    Attachment.start,
+    Attachment.adopt,
+    Attachment.build,
+    Attachment.take_memory,
+    Attachment.prepare_blocks,
+    Attachment.chunk_head,
+    Attachment.surface,
+)
+
+
+def _stop(closing: Undo) -> None:
+    """An engine that nobody has any more. Of one that was closed nothing is left."""
+    closing.patience = PATIENCE
+    # At the end of the process CUDA may be gone.
+    with suppress(RuntimeError):
+        closing.run()
+
+
+def _weakly(deposit: Deposit) -> Deposit:
+    """Autograd keeps the hooks of parameters out of the garbage collector's sight: they must not hold the engine."""
+    reference = weakref.WeakMethod(deposit)
+
+    def call(slab: Slab, index: int, gradient: torch.Tensor) -> None:
+        target = reference()
+        if target is not None:
+            target(slab, index, gradient)
+
+    return call
