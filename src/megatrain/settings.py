@@ -14,6 +14,8 @@ from megatrain.geometry import POLICIES, PRECISIONS, WIDTHS
 COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
 KERNELS = ("native", "reference")
 LANES = ("auto", "sync", "threads", "cuda")
+CHANGE_RESULTS = ("device", "precision", "optimizer_compression", "head_chunk", "compile")
+"""The settings that change bits of results."""
 
 
 class _RecordsGiven(type):
@@ -36,8 +38,7 @@ class _Choices(metaclass=_RecordsGiven):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(_Choices):
-    """Limits and choices of a run. Bits of results are changed only by `device`, `precision`, `optimizer_compression`,
-    `head_chunk` and `compile`."""
+    """Limits and choices of a run. Only those in `CHANGE_RESULTS` change bits of results."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     """Directory, or several, for state that does not fit in RAM."""
@@ -110,8 +111,10 @@ class Settings(_Choices):
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
         for name in ("resident", "held_weights", "held_gradients"):
-            if isinstance(value := getattr(self, name), str):
+            value = getattr(self, name)
+            if isinstance(value, str):
                 raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")
+            object.__setattr__(self, name, tuple(value))  # nobody changes it afterwards, and it compares with a plan's
         policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
         if unknown := [policy for policy in policies if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
@@ -133,6 +136,10 @@ class Settings(_Choices):
             return "fp32"
         return "4bit" if self.optimizer_compression is True else str(self.optimizer_compression)
 
+    def differing(self, others: Mapping[str, Any]) -> list[str]:
+        """The fields that have another value here than in `others`."""
+        return [name for name, value in others.items() if _spelled(getattr(self, name)) != _spelled(value)]
+
     def override(self, **changes: Any) -> Settings:
         """A copy with some fields set; an unknown name is an error, never ignored.
 
@@ -143,6 +150,11 @@ class Settings(_Choices):
         if unknown:
             raise UnknownSetting(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
         return Settings(**self.chosen() | changes)
+
+
+def _spelled(value: Any) -> Any:
+    """One policy for all blocks can be written in two ways."""
+    return {"*": value} if isinstance(value, str) else value
 
 
 _current = Settings()

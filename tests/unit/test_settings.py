@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import small
 from tests.tiny import engine_of
 
 import megatrain as mt
-from megatrain.errors import SettingsError
+from megatrain.errors import SettingsError, UnknownSetting
 
 MACHINE = "h200-128gb"
 CHOICES = {"resident": (), "policy": "recompute", "window": None, "slots": 3, "grad_slots": 2}
@@ -96,3 +97,121 @@ def test_what_init_did_not_say_is_for_the_arguments_to_say(tmp_path: Path) -> No
     mt.init(max_ram_gb=None)
     engine = made(tmp_path, optim="adamw_8bit", bf16=True).engine
     assert (engine.settings.optimizer_compression, engine.precision) == ("8bit", "bf16")
+
+
+# ---- what an entry point cannot use, it names or refuses
+
+
+def warned(said: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in said.records if r.name == "megatrain" and r.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"offload_dir": "/nowhere"}, "offload_dir='/nowhere' has no effect"),
+        ({"max_vram_gb": 80}, "max_vram_gb=80 has no effect"),
+        ({"pin": True}, "pin=True has no effect"),
+        ({"length": 64}, "length=64 has no effect: no plan is made here"),
+        ({"machine": MACHINE}, "machine='h200-128gb' has no effect: no plan is made here"),
+        ({"plan": "auto"}, "plan='auto' has no effect on an engine without a Trainer"),
+    ],
+    ids=lambda it: next(iter(it)) if isinstance(it, dict) else None,
+)
+def test_an_engine_names_what_it_cannot_use(asked: dict[str, Any], named: str, said: pytest.LogCaptureFixture) -> None:
+    engine_of(small.llama(), **asked)
+    assert [line for line in warned(said) if named in line]
+    said.clear()
+    engine_of(small.llama())
+    engine_of(small.llama(), **dict.fromkeys(("offload_dir", "max_vram_gb", "length", "machine", "plan")))
+    assert warned(said) == []
+
+
+def test_a_model_of_one_block_names_what_it_cannot_use(said: pytest.LogCaptureFixture) -> None:
+    engine_of(torch.nn.Linear(4, 4), compile=True, policy="store", window=2)
+    for name in ("compile=True", "policy='store'", "window=2"):
+        assert [line for line in warned(said) if line.startswith(f"{name} has no effect")]
+
+
+def test_settings_against_a_plan_are_named(said: pytest.LogCaptureFixture) -> None:
+    plan = decided()
+    engine_of(small.llama(), plan=plan, policy="store", resident=["*"], window=3)
+    assert warned(said) == [], "they are what the plan has"
+    engine_of(small.llama(), plan=plan, policy="offload", slots=3, length=9, machine="rtx4090-64gb")
+    lines = warned(said)
+    assert "policy='offload', slots=3 overrides the plan: memory and time will not be as planned" in lines
+    assert "length=9, machine='rtx4090-64gb' has no effect: a plan for something else was given" in lines
+    said.clear()
+    engine_of(small.llama(), plan=plan, length=8, machine=mt.Machine.load(MACHINE))
+    assert warned(said) == [], "this is what it was planned for"
+
+
+def test_a_trainer_uses_what_it_plans_with(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    mt.init(machine=MACHINE, length=100)
+    plan = made(tmp_path).engine.settings.plan
+    assert plan.run.length == 100
+    assert warned(said) == []
+    mt.init(length=100)
+    assert made(tmp_path).engine.settings.plan is None
+    assert [line for line in warned(said) if "length=100 has no effect: no plan is made here" in line]
+
+
+def test_a_trainer_on_an_attached_model_uses_the_engine_that_is_there(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    mt.init(compile=True)
+    engine = mt.Engine(small.llama(), device="cpu", compile=False)
+
+    def trainer(**changes: Any) -> mt.Trainer:
+        return mt.Trainer(model=engine.model, args=small.arguments(tmp_path, **changes), train_dataset=small.rows())
+
+    assert trainer().engine is engine, "the engine was made under these settings, and given others itself"
+    with pytest.raises(SettingsError, match="torch_compile=True, but the model already belongs"):
+        trainer(torch_compile=True)
+    for asked in ({"compile": True}, {"precision": "bf16"}, {"optimizer_compression": "8bit"}, {"head_chunk": 7}):
+        mt.init(**asked)
+        ((name, value),) = asked.items()
+        with pytest.raises(SettingsError, match=rf"megatrain\.init asked for {name}={value!r} after"):
+            trainer()
+    mt.init(precision="fp32", device="cpu", compile=False, optimizer_compression=False, window=2)
+    said.clear()
+    assert trainer().engine is engine
+    assert warned(said) == ["window=2 of megatrain.init has no effect: the model already belongs to an engine"]
+
+
+def test_options_of_torch_compile_that_have_no_effect_are_named(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    made(tmp_path, torch_compile=True, torch_compile_backend="eager", torch_compile_mode="max-autotune")
+    lines = " ".join(warned(said))
+    assert "torch_compile_backend='eager' has no effect" in lines
+    assert "torch_compile_mode='max-autotune' has no effect" in lines
+    said.clear()
+    made(tmp_path, torch_compile=True)
+    assert warned(said) == []
+
+
+def test_questions_are_asked_with_what_init_was_given(said: pytest.LogCaptureFixture) -> None:
+    model = small.llama()
+    asked = {"max_vram_gb": 9, "max_ram_gb": 20, "optimizer_compression": "8bit", "precision": "bf16", "compile": True}
+    expected = mt.plan(model, machine=MACHINE, length=64, head_chunk=0, **asked)
+    mt.init(machine=MACHINE, length=64, head_chunk=0, **asked)
+    assert mt.plan(model) == expected
+    assert mt.plan(model, machine="rtx4090-64gb", length=8, max_vram_gb=None).machine == "rtx4090-64gb"
+    assert mt.largest_batch(model).plan.run.length == 64
+    assert mt.largest_context(model).value > 64
+    assert mt.largest_model(run=mt.Run()).plan.run == mt.Run(), "a run is not changed"
+    assert mt.largest_model(run=mt.Run()).plan.capacity["ram"] == expected.capacity["ram"], "the limits hold"
+    assert warned(said) == []
+
+
+def test_questions_name_what_they_cannot_use(said: pytest.LogCaptureFixture) -> None:
+    mt.init(offload_dir="/nowhere", resident=(), policy="store", device="cpu", plan=None)
+    mt.plan(small.llama(), machine=MACHINE)
+    assert warned(said) == [
+        "offload_dir='/nowhere', policy='store', resident=() of megatrain.init: a plan does not take this into account"
+    ]
+    mt.init()
+    said.clear()
+    assert mt.largest_batch(small.llama(), MACHINE, batch=3) == mt.largest_batch(small.llama(), MACHINE)
+    assert warned(said) == ["batch=3 has no effect: it is what is looked for"]
+    with pytest.raises(UnknownSetting, match="unknown option policy; a plan takes batch, length"):
+        mt.plan(small.llama(), machine=MACHINE, policy="store")

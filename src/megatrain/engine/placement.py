@@ -18,7 +18,7 @@ from megatrain.store.memory import Memory
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
-from megatrain.telemetry.notices import announce
+from megatrain.telemetry.notices import announce, warn
 
 
 class Placement:
@@ -71,10 +71,12 @@ class Placement:
         )  # fmt: skip
 
 
-def announce_unavailable(settings: Settings) -> None:
-    """Settings that this version accepts and cannot honour yet are said, never ignored in silence."""
+def announce_unavailable(settings: Settings, device: torch.device) -> None:
+    """Settings that an engine cannot use, here or in this version, are named; so is what loses precision."""
     if settings.offload_dir is not None:
-        announce(f"offload_dir={settings.offload_dir!r}: the disk tier is not in this version, all state stays in RAM")
+        warn(f"offload_dir={settings.offload_dir!r} has no effect yet: there is no disk tier, all state stays in RAM")
+    if device.type == "cpu" and "pin" in settings.given:
+        warn(f"pin={settings.pin} has no effect on the CPU")
     if settings.moment_width != "fp32":
         announce(
             f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "
@@ -92,8 +94,11 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
     announce(
         f"{type(model).__name__} has no repeated layers, so it is one block: "
         + ("it stays on the GPU" if stays else "its weights are read where its forward uses them")
-        + ("; compile=True has no effect" if settings.compile else "")
     )
+    chosen = settings.chosen()
+    for name in ("compile", "policy", "window"):
+        if chosen.get(name):
+            warn(f"{name}={chosen[name]!r} has no effect on a model of one block")
     return settings.override(resident=("*",)) if stays else settings
 
 

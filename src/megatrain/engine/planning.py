@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatrain import planner
+from megatrain import settings as settings_module
 from megatrain.engine.probing import probe
 from megatrain.errors import SettingsError
 from megatrain.hardware.machine import Machine
 from megatrain.planner import Answer, Plan, Run
 from megatrain.settings import Settings
-from megatrain.telemetry.notices import announce
+from megatrain.telemetry.notices import announce, warn
 
 MachineLike = Machine | str | os.PathLike[str] | None
+LIMITS = ("max_vram_gb", "max_ram_gb")
+RUN = ("optimizer_compression", "precision", "compile", "head_chunk", "length")
+ELSEWHERE = ("machine", "device", "plan")
+"""Settings that are no option of a plan, and do not contradict one."""
 
 
 def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -> Plan:
@@ -25,9 +30,15 @@ def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -
     micro-batches may pass a block together), `optimizer`, `clipping`, `padded` (sequences of a batch differ in length),
     `evaluation` (tokens in a batch of it), `predictions` (whether its logits are looked at), and `max_vram_gb`,
     `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision`, `compile`, `head_chunk` (0 for a loss that looks
-    at logits) as in `mt.init`. Raises `NotEnoughMemory` with what would make it fit.
+    at logits) as in `mt.init`. What is left out is as `mt.init` was given it, but for `offload_dir`. Raises
+    `NotEnoughMemory` with what would make it fit.
     """
-    return planner.plan(model_or_config, machine=_here(machine, options), **options)
+    return planner.plan(model_or_config, machine=_here(machine, options), **_with_defaults(options))
+
+
+def plan_for_trainer(model: Any, machine: MachineLike, **options: Any) -> Plan:
+    """The same with these options alone."""
+    return planner.plan(model, machine=_here(machine, options), **options)
 
 
 def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
@@ -36,6 +47,7 @@ def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | 
     For a model, a config or a name, on this machine or another, with the options of `megatrain.plan`; `batch` is what
     is looked for. Raises `NotEnoughMemory` if not even one fits.
     """
+    options = _with_defaults(options, run, "batch")
     return planner.largest_batch(model_or_config, _here(machine, options), run, **options)
 
 
@@ -43,6 +55,7 @@ def largest_context(
     model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any
 ) -> Answer:
     """The same for the most tokens in a sequence, in multiples of 64."""
+    options = _with_defaults(options, run, "length")
     return planner.largest_context(model_or_config, _here(machine, options), run, **options)
 
 
@@ -50,18 +63,39 @@ def largest_model(
     machine: MachineLike = None, run: Run | None = None, family: Iterable[Any] | None = None, **options: Any
 ) -> Answer:
     """The same for the most parameters: of a family (models, configs or names), or of dense decoders made up for it."""
-    return planner.largest_model(_here(machine, options), run, family, **options)
+    return planner.largest_model(_here(machine, options), run, family, **_with_defaults(options, run))
+
+
+def _with_defaults(options: dict[str, Any], run: Run | None = None, sought: str | None = None) -> dict[str, Any]:
+    """The options of a question, completed by what `megatrain.init` was given; what has no effect is named."""
+    given = {name: value for name, value in settings_module.current().chosen().items() if value is not None}
+    usable = LIMITS if run is not None else (*LIMITS, *RUN)
+    if unused := [name for name in given if name not in (*LIMITS, *RUN, *ELSEWHERE)]:
+        warn(f"{_shown(given, unused)} of megatrain.init: a plan does not take this into account")
+    if sought in options:
+        warn(f"{_shown(options, [sought])} has no effect: it is what is looked for")
+    return {name: given[name] for name in usable if name in given and name != sought} | options
+
+
+def _shown(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in sorted(names))
 
 
 def _here(machine: MachineLike, options: dict[str, Any]) -> MachineLike:
-    """The machine that was asked for, or this one as it was measured."""
-    return machine if machine is not None else probe(offload_dir=options.get("offload_dir"))
+    """The machine that was asked for, here or in `megatrain.init`; or this one as it was measured."""
+    asked = settings_module.current()
+    machine = asked.machine if machine is None else machine
+    device: dict[str, Any] = {} if asked.device is None else {"device": asked.device}
+    return machine if machine is not None else probe(offload_dir=options.get("offload_dir"), **device)
 
 
 def follow(settings: Settings) -> Settings:
     """The settings with what their plan decides filled in; what the user has set stays."""
     decided = settings.plan
     if decided is None or decided == "auto":
+        if decided == "auto" and "plan" in settings.given:
+            warn("plan='auto' has no effect on an engine without a Trainer; pass plan=megatrain.plan(model, ...)")
+        _warn_unplanned(settings, None)
         return settings.override(plan=None)
     if not isinstance(decided, Plan):
         raise SettingsError(f"plan must be a Plan, as megatrain.plan makes it, not {type(decided).__name__}.")
@@ -71,4 +105,23 @@ def follow(settings: Settings) -> Settings:
             "plan without offload_dir."
         )
     announce(f"the plan:\n{decided.table()}")
-    return settings.override(**decided.settings() | settings.chosen())
+    _warn_unplanned(settings, decided)
+    followed = settings.override(**decided.settings() | settings.chosen())
+    if other := followed.differing(decided.settings()):
+        warn(f"{_shown(vars(followed), other)} overrides the plan: memory and time will not be as planned")
+    return followed
+
+
+def _warn_unplanned(settings: Settings, decided: Plan | None) -> None:
+    """Settings that say what to plan with have no effect if no plan is made."""
+    used: set[str] = set()
+    if decided is not None:
+        used |= {"length"} if settings.length == decided.run.length else set()
+        used |= {"machine"} if _name(settings.machine) == decided.machine else set()
+    if unused := [name for name in ("length", "machine") if getattr(settings, name) is not None and name not in used]:
+        why = "no plan is made here; a Trainer makes one" if decided is None else "a plan for something else was given"
+        warn(f"{_shown(vars(settings), unused)} has no effect: {why}")
+
+
+def _name(machine: Machine | str | os.PathLike[str] | None) -> str | None:
+    return None if machine is None else machine.name if isinstance(machine, Machine) else Machine.load(machine).name

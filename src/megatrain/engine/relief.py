@@ -70,8 +70,7 @@ class Relief:
         """Stands for this engine among those that limit the GPU; None once it has ended."""
         plan = settings.plan if device.type == "cuda" else None
         # Who decides otherwise than the plan takes another amount.
-        follows = plan is not None and all(getattr(settings, name) == value for name, value in plan.settings().items())
-        self._plan = plan if follows else None
+        self._plan = plan if plan is not None and not settings.differing(plan.settings()) else None
         self._others = inventory.held_beside(device, model)
         """Held by this process for something else: a reference model, another engine."""
         self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._others)

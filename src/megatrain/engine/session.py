@@ -44,7 +44,8 @@ class Engine:
     """
 
     def __init__(self, model: torch.nn.Module, **overrides: Any) -> None:
-        self.settings: Settings = follow(settings_module.current().override(**overrides))
+        self.defaults = settings_module.current()
+        self.settings: Settings = follow(self.defaults.override(**overrides))
         inventory.refuse_distributed()
         hooks = transformers_hooks.load()
         self.model = model
@@ -64,7 +65,7 @@ class Engine:
         found = find_blocks(model, hooks)
         if all(item.loose for item in found):
             self.settings = place_one_block(self.settings, self.device, model)
-        announce_unavailable(self.settings)
+        announce_unavailable(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
         Attachment(self, found, saved, hooks)

@@ -15,7 +15,7 @@ from megatrain import geometry
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
 from megatrain.hardware import cgroups
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
-from megatrain.telemetry.notices import announce
+from megatrain.telemetry.notices import announce, warn
 
 GIB = 1 << 30
 LOW = (GIB, 0.2)
@@ -66,7 +66,7 @@ def vram_limit(device: torch.device, max_vram_gb: float | None, held: int = 0) -
     if max_vram_gb is None:
         return None
     if device.type != "cuda":
-        announce(f"max_vram_gb={max_vram_gb:g} has no effect: there is no GPU in this run")
+        warn(f"max_vram_gb={max_vram_gb:g} has no effect: there is no GPU in this run")
         return None
     total, allowed = torch.cuda.get_device_properties(device).total_memory, int(max_vram_gb * GIB)
     if allowed <= CUDA_CONTEXT_BYTES:

@@ -35,6 +35,7 @@ from megatrain.hf.terminate import Termination
 from megatrain.model import hooks
 from megatrain.model.blocks import has_layers
 from megatrain.optim.optimizer import Optimizer
+from megatrain.settings import CHANGE_RESULTS, Settings
 from megatrain.telemetry.notices import announce, warn
 
 
@@ -80,8 +81,13 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                 "them out."
             )
         # The accelerator may be made again (hyperparameter search), and the argument is gone then.
-        self._compile = self._compile or bool(args.torch_compile) or asked.compile
+        self._compile = self._compile or bool(args.torch_compile)
         if args.torch_compile:
+            for name, usual in (("torch_compile_backend", "inductor"), ("torch_compile_mode", None)):
+                if (value := getattr(args, name)) not in (None, usual):
+                    warn(
+                        f"{name}={value!r} has no effect: the engine compiles its blocks with torch.compile's defaults"
+                    )
             # The engine compiles its blocks; compiling the whole model around them would only break the graph.
             args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
 
@@ -128,6 +134,12 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         present = engine_of(self.model)
         if present is not None and not present.closed:
             self.engine = present
+            _check_attached(present, settings_module.current())
+            if self._compile and not present.settings.compile:
+                raise SettingsError(
+                    "torch_compile=True, but the model already belongs to an engine that does not compile; make that "
+                    "engine with compile=True, or close it."
+                )
             if choice.width is not None and present.settings.moment_width != choice.width:
                 raise SettingsError(
                     f"optim={self._optim!r} keeps moments in {choice.width}, but the model already belongs to an "
@@ -135,7 +147,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                     "a width."
                 )
             if self.args.bf16 and present.precision == "fp32" and present.blocks:
-                announce(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
+                warn(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
             return
         asked = settings_module.current()
         device = self.args.device
@@ -160,10 +172,12 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         settings = asked.override(
             device=str(device),
             precision="bf16" if streams and asked.precision is None else asked.precision,
-            compile=self._compile,
+            compile=self._compile or asked.compile,
             optimizer_compression=asked.optimizer_compression if decided else width or False,
         )
         plan = plan_of(self, settings, choice.kind, device)
+        if plan is not None and plan is not asked.plan:
+            settings = settings.override(length=None)  # it went into the plan that was made here
         self.engine = Engine(self.model, **settings.override(plan=plan).chosen())
 
     def create_optimizer(self, *args: Any) -> Any:
@@ -250,6 +264,27 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
             # What a model returns first in a tuple is its loss only if there were labels.
             raise _missing_labels(held, names)
         return found
+
+
+def _check_attached(engine: Engine, asked: Settings) -> None:
+    """Refuse or name what `megatrain.init` was given after the engine was made that the model has."""
+    if asked is engine.defaults:
+        return  # what the engine has otherwise, it was given itself
+    has = vars(engine.settings) | {"device": str(engine.device), "precision": engine.precision}
+    other = {name: value for name, value in asked.chosen().items() if has[name] != value}
+    # None and "cuda" leave it open.
+    device = torch.device(asked.device or engine.device)
+    if device.type == engine.device.type and device.index in (None, engine.device.index):
+        other.pop("device", None)
+    if asked.precision is None:
+        other.pop("precision", None)
+    for name, value in other.items():
+        if name in CHANGE_RESULTS:
+            raise SettingsError(
+                f"megatrain.init asked for {name}={value!r} after the model's engine was made with {has[name]!r}; "
+                "close that engine first."
+            )
+        warn(f"{name}={value!r} of megatrain.init has no effect: the model already belongs to an engine")
 
 
 def _missing_labels(held: Sequence[str], names: Sequence[str]) -> MissingLabels:

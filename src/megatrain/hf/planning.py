@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset
 
-from megatrain.engine.planning import plan
+from megatrain.engine.planning import plan_for_trainer
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.geometry import PLANNED
 from megatrain.hardware import inventory
@@ -51,7 +51,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     except NothingToStream:
         return None
     known = partial(
-        plan,
+        plan_for_trainer,
         model,
         machine=settings.machine,
         batch=batch,

@@ -80,6 +80,12 @@ def test_settings_table():
     assert shown == {field.name: repr(field.default) for field in dataclasses.fields(Settings)}
 
 
+def test_every_setting_has_a_row_of_what_entry_points_do_with_it():
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Settings)]
+    assert all(len(cells.split(" | ")) == 3 for _, cells in rows)
+
+
 def test_errors_list():
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value)}
     lines = re.findall(r"`(\w+)`: ", section(README, "Errors you may meet"))
