@@ -50,17 +50,6 @@ class Engine:
         hooks = transformers_hooks.load()
         self.model = model
         self.device = inventory.choose_device(self.settings.device)
-        previous = engine_of(model)
-        if previous is not None and not previous.closed:
-            raise AlreadyAttached(
-                f"this {type(model).__name__} already belongs to an engine; use that one, or close it first."
-            )
-        saved = saved_dtypes(model)
-        if previous is not None:
-            previous.release()
-            # A split master comes back as FP32; the mode of the run stays what it was.
-            kept: str = previous.precision
-            self.settings = self.settings.override(precision=self.settings.precision or kept)
         saved = self._displace_closed()
         found = find_blocks(model, hooks)
         if all(item.loose for item in found):
