@@ -14,6 +14,7 @@ import torch
 from torch.func import functional_call
 
 from megatrain.errors import MegaTrainError
+from megatrain.process import compile_limits
 from megatrain.telemetry.notices import announce
 
 MOST_GRAPHS = 64
@@ -33,10 +34,6 @@ class Compiled:
     """The stateless call, compiled, and which structures cannot be."""
 
     def __init__(self) -> None:
-        config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * MOST_GRAPHS)
-        config.fail_on_recompile_limit_hit = True
         self._compiled: Any = torch.compile(_call)
         self._eager: set[Hashable] = set()
 
@@ -60,7 +57,8 @@ class Compiled:
     def __call__(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
         before = self.graphs()
         try:
-            result = self._compiled(module, state, args, kwargs)
+            with compile_limits(MOST_GRAPHS):
+                result = self._compiled(module, state, args, kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as cause:
             raise MegaTrainError(
                 f"a block was compiled {MOST_GRAPHS} times for different shapes; pad batches to a few lengths, or "

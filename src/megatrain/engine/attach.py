@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain import process
 from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.interrupts import Deferred
@@ -36,7 +37,7 @@ from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
-from megatrain.stream.lanes import Lanes
+from megatrain.stream.lanes import Lanes, SyncLanes
 from megatrain.stream.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ class Attachment:
         with Deferred():
             self.lanes = lanes = cuda.choose(self.settings.lanes, self.device)
             closing.add(lambda: lanes.close(patience=closing.patience))
+        if not isinstance(self.lanes, SyncLanes):
+            closing.add(lambda: process.let_go(closing))
+            process.switch_often(closing)
 
     def adopt(self) -> None:
         """Weights into the store; blocks are routed through the step, which is built from their slabs next."""

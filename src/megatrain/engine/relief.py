@@ -11,9 +11,9 @@ from fnmatch import fnmatch
 
 import torch
 
+from megatrain import process
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
-from megatrain.hardware.inventory import VramLimit
 from megatrain.hardware.machine import cuda_bytes
 from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
@@ -83,10 +83,10 @@ class Relief:
         if self._device.type == "cpu" or self._owner is None:
             return
         if self._plan is not None or self._limit is not None:
-            self._grows = inventory.grow_segments()
+            self._grows = process.grow_segments(self._owner)
         cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned(), self._window)
         planned = self._planned() if self._plan is not None and held and not self._lifted else None
-        inventory.limit_vram(self._device, self._owner, VramLimit(cap, planned, self._others))
+        process.limit_vram(self._device, self._owner, process.VramLimit(cap, planned, self._others))
 
     def seated(self, window: int) -> None:
         """So many micro-batches pass a block together, each in a thread of its own: what those take is inside a cap."""
@@ -98,7 +98,7 @@ class Relief:
         """The engine is closed: its limits are nobody else's."""
         if self._device.type == "cpu" or self._owner is None:
             return
-        inventory.limit_vram(self._device, self._owner, None)
+        process.let_go(self._owner)
         self._owner = None
         if self._plan is not None:
             # What was taken ahead; a GPU that has failed has raised already what the user should see.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Hashable
-from dataclasses import dataclass
 
 import psutil
 import torch
 
-from megatrain import geometry
+from megatrain import geometry, process
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
 from megatrain.hardware import cgroups
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
@@ -85,64 +83,6 @@ def vram_limit(device: torch.device, max_vram_gb: float | None, held: int = 0) -
     return min(allowed, total)
 
 
-@dataclass(frozen=True)
-class VramLimit:
-    """What one engine lets PyTorch's allocator have of the GPU. All of them are bytes; None: no limit."""
-
-    cap: int | None = None
-    """For the whole process."""
-    planned: int | None = None
-    """For this engine."""
-    others: int = 0
-    """What the process held for something else when the engine came."""
-
-
-_limits: dict[torch.device, dict[Hashable, VramLimit]] = {}
-"""Device → the limits of the engines that are open there."""
-_shares: dict[torch.device, tuple[float, float]] = {}
-"""Device → the share of its memory that PyTorch was allowed before, and the one that is set here."""
-
-
-def limit_vram(device: torch.device, owner: Hashable, limit: VramLimit | None) -> None:
-    """Hold PyTorch's allocator to what all engines allow, or to what it had before there was one; None: this one ends.
-
-    A cap is on the process, so the lowest counts. Plans add up, and are no limit beside an engine that has none.
-    """
-    open_here = _limits.setdefault(device, {})
-    open_here.pop(owner, None)
-    if limit is not None:
-        open_here[owner] = limit
-    limits = list(open_here.values())
-    allowed = [each.cap for each in limits if each.cap is not None]
-    plans = [each.planned for each in limits if each.planned is not None]
-    if plans and len(plans) == len(limits):
-        allowed.append(sum(plans) + min(each.others for each in limits))
-    total = torch.cuda.get_device_properties(device).total_memory
-    before = _users_share(device)
-    share = min([before, *[max(0, nbytes) / total for nbytes in allowed]])
-    _shares[device] = (before, share)
-    torch.cuda.set_per_process_memory_fraction(share, device)
-
-
-def _users_share(device: torch.device) -> float:
-    """The share of the GPU's memory that PyTorch was allowed before any limit of ours, or by the user since then."""
-    now = torch.cuda.get_per_process_memory_fraction(device)
-    before, ours = _shares.get(device, (now, now))
-    return before if math.isclose(now, ours, rel_tol=1e-6) else now
-
-
-def grow_segments() -> bool:
-    """Segments that grow keep what is reserved close to what is allocated; one who configured the allocator knows.
-
-    Whether they do.
-    """
-    configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    if configured:
-        return "expandable_segments:true" in configured.lower().replace(" ", "")
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    return True
-
-
 def free_memory(device: torch.device) -> int:
     """Bytes that activations may still take on the compute device, within the cap that was set."""
     if device.type == "cpu":
@@ -180,7 +120,7 @@ def within_reach(device: torch.device, model: torch.nn.Module) -> Reach:
     # Of what CUDA takes about half is there already; the rest comes with its libraries, and out of what is free now.
     vram = free + cached(device) + _bytes_on(device, model) + CUDA_CONTEXT_BYTES // 2
     held = held_beside(device, model)
-    share = int(_users_share(device) * total) + CUDA_CONTEXT_BYTES - held
+    share = int(process.users_share(device) * total) + CUDA_CONTEXT_BYTES - held
     return Reach(vram=max(0, min(total, vram, share)), ram=ram, held=held)
 
 

@@ -7,7 +7,6 @@ under compute. A CUDA event that was never recorded counts as reached, so a tick
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -29,9 +28,6 @@ from megatrain.stream.lanes import (
     close_all,
 )
 from megatrain.stream.timeline import Timeline
-
-SWITCH_INTERVAL = 1e-4
-"""Seconds until a thread that wants the interpreter asks for it."""
 
 
 class DeviceTicket(HostTicket):
@@ -124,9 +120,6 @@ class CudaLanes:
     """Copies and updates on the device on streams of their own, updates of host memory on a CPU thread."""
 
     def __init__(self, device: torch.device) -> None:
-        # Compute and the lanes are threads of one interpreter, and each holds it for microseconds: waiting 5 ms
-        # (Python's default) for another to let go made steps of a small model longer (docs/log.md).
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self.device = device
         self.timeline = Timeline(device)
         self._failures = Failures()

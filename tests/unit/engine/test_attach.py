@@ -97,7 +97,7 @@ def test_a_step_that_fails_undoes_all_before_it(
     with monkeypatch.context() as patched:
         patched.setattr(attach, "STEPS", (*STEPS[:number], fails, *STEPS[number + 1 :]))
         with pytest.raises(ZeroDivisionError):
-            mt.Engine(model, device="cpu", precision=precision, lanes="threads")
+            mt.Engine(model, device="cpu", precision=precision, lanes="threads", compile=True)
     assert_untouched(model, before, process)
     with mt.Engine(model, device="cpu") as engine:
         model(**small.batch()).loss.backward()

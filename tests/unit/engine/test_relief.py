@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests import small
 
+from megatrain import process
 from megatrain.engine.relief import GRANULARITY, SETTLED, Relief
 from megatrain.errors import NotEnoughMemory
-from megatrain.hardware import inventory
 from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import THREAD_BYTES, Machine, cuda_bytes
 from megatrain.planner import plan
@@ -28,8 +28,7 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = TOTAL) -> None:
         self.share, self.free = 1.0, free
         self.reserved = self.held = self.peak = self.asked = self.quieted = 0
-        monkeypatch.setattr(inventory, "_limits", {})
-        monkeypatch.setattr(inventory, "_shares", {})
+        monkeypatch.setattr(process, "_shares", {})
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         for name, stand_in in {
             "get_device_properties": lambda _: SimpleNamespace(total_memory=TOTAL),

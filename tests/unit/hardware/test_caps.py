@@ -10,10 +10,12 @@ import pytest
 import torch
 from tests.tiny import Stack, engine_of
 
+from megatrain import process
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import cgroups, inventory
-from megatrain.hardware.inventory import GIB, VramLimit
+from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
+from megatrain.process import VramLimit
 
 GPU = torch.device("cuda", 0)
 TOTAL = 80 * GIB
@@ -26,8 +28,7 @@ def share(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=TOTAL))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: held[0])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, _: held.__setitem__(0, value))
-    monkeypatch.setattr(inventory, "_limits", {})
-    monkeypatch.setattr(inventory, "_shares", {})
+    monkeypatch.setattr(process, "_shares", {})
     return held
 
 
@@ -36,11 +37,11 @@ def allowed(share: list[float]) -> float:
 
 
 def cap(nbytes: int | None, owner: str = "engine") -> None:
-    inventory.limit_vram(GPU, owner, VramLimit(cap=nbytes))
+    process.limit_vram(GPU, owner, VramLimit(cap=nbytes))
 
 
 def end(owner: str = "engine") -> None:
-    inventory.limit_vram(GPU, owner, None)
+    process.let_go(owner)
 
 
 def test_lowered_lifted_and_ended(share: list[float]) -> None:
@@ -92,10 +93,10 @@ def test_the_lowest_cap_of_the_engines_that_are_open_counts(share: list[float]) 
 
 
 def test_plans_add_up_and_do_not_limit_who_has_none(share: list[float]) -> None:
-    inventory.limit_vram(GPU, "a", VramLimit(planned=20 * GIB, others=2 * GIB))
+    process.limit_vram(GPU, "a", VramLimit(planned=20 * GIB, others=2 * GIB))
     assert allowed(share) == pytest.approx(22 * GIB)
     # The second found what the first holds by now.
-    inventory.limit_vram(GPU, "b", VramLimit(planned=10 * GIB, others=17 * GIB))
+    process.limit_vram(GPU, "b", VramLimit(planned=10 * GIB, others=17 * GIB))
     assert allowed(share) == pytest.approx(32 * GIB)
     cap(None, "c")
     assert share[0] == 1.0
@@ -146,7 +147,7 @@ def test_a_cap_below_what_the_process_holds_already(share: list[float]) -> None:
 )  # fmt: skip
 def test_whose_segments_grow(configured: str, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
-    assert inventory.grow_segments() == grows
+    assert process.grow_segments("engine") == grows
 
 
 def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": {"native"},
     "settings": set(),
     "geometry": set(),
+    "process": set(),
     "telemetry": set(),
     "errors": set(),
 }
 
 # What every part may import besides, and the parts that may not even do that.
-EVERYBODY = {"errors", "geometry", "settings", "telemetry", "files"}
+EVERYBODY = {"errors", "geometry", "process", "settings", "telemetry", "files"}
 BOTTOM = {
     "errors": set(),
     "geometry": set(),
+    "process": set(),
     "settings": {"errors", "geometry"},
     "telemetry": {"errors"},
     "native": {"errors", "geometry", "settings", "telemetry"},

@@ -1,0 +1,235 @@
+"""What MegaTrain sets in its process. All of it is set here, while it is needed, and then put back.
+
+| what | set while |
+|---|---|
+| Python's switch interval | an engine is open whose lanes are threads |
+| PyTorch's share of a GPU, and whether its segments grow | an engine with a cap or a plan is open |
+| dynamo's limits on recompiling | a compiled block is called |
+
+What the user has set meanwhile stays.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Value = TypeVar("Value")
+Wish = TypeVar("Wish")
+
+SWITCH_INTERVAL = 1e-4
+"""Seconds until a thread that wants the interpreter asks for it. Compute and the lanes are threads of one interpreter,
+and each holds it for microseconds: waiting 5 ms (Python's default) for another to let go makes steps of a small model
+longer (docs/log.md)."""
+GROWING = "expandable_segments:True"
+_lock = threading.RLock()
+
+
+def _forked() -> None:
+    """A thread that holds the lock is not in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Shared(Generic[Value, Wish]):
+    """One setting of the process, which any number of owners have wishes for."""
+
+    def __init__(
+        self,
+        read: Callable[[], Value],
+        write: Callable[[Value], object],
+        combine: Callable[[Value, list[Wish]], Value],
+        same: Callable[[Value, Value], bool] = operator.eq,
+    ) -> None:
+        self._read, self._write, self._combine, self._same = read, write, combine, same
+        """`combine`: what is set for the user's value and all wishes."""
+        self._wishes: dict[Hashable, Wish] = {}
+        self._set: tuple[Value, Value] | None = None
+        """The user's value, and what was set instead."""
+
+    def users(self) -> Value:
+        """What it was before there was a wish, or what the user has set since then."""
+        now = self._read()
+        return self._set[0] if self._set is not None and self._same(now, self._set[1]) else now
+
+    def hold(self, owner: Hashable, wish: Wish) -> None:
+        with _lock:
+            self._wishes[owner] = wish
+            self._apply()
+
+    def let_go(self, owner: Hashable) -> None:
+        with _lock:
+            if owner in self._wishes:
+                del self._wishes[owner]
+                self._apply()
+
+    def _apply(self) -> None:
+        before = self.users()
+        value = self._combine(before, list(self._wishes.values())) if self._wishes else before
+        self._set = (before, value) if self._wishes else None
+        self._write(value)
+
+
+def let_go(owner: Hashable) -> None:
+    """An engine ends: its wishes are nobody else's."""
+    _switch_interval.let_go(owner)
+    for share in list(_shares.values()):
+        share.let_go(owner)
+    _segments.let_go(owner)
+
+
+# ---- Python
+
+_switch_interval: Shared[float, float] = Shared(
+    sys.getswitchinterval, sys.setswitchinterval, lambda users, wishes: min(users, *wishes), math.isclose
+)
+
+
+def switch_often(owner: Hashable) -> None:
+    """Threads of the interpreter wait less for each other."""
+    _switch_interval.hold(owner, SWITCH_INTERVAL)
+
+
+# ---- PyTorch's allocator
+
+
+@dataclass(frozen=True)
+class VramLimit:
+    """What one engine lets PyTorch's allocator have of the GPU. All of them are bytes; None: no limit."""
+
+    cap: int | None = None
+    """For the whole process."""
+    planned: int | None = None
+    """For this engine."""
+    others: int = 0
+    """What the process held for something else when the engine came."""
+
+
+def limit_vram(device: torch.device, owner: Hashable, limit: VramLimit) -> None:
+    """Hold PyTorch's allocator to what all engines allow. Whoever ends lets go.
+
+    A cap is on the process, so the lowest counts. Plans add up, and are no limit beside an engine that has none.
+    """
+    _share_of(device).hold(owner, limit)
+
+
+def users_share(device: torch.device) -> float:
+    """The share of the GPU's memory that PyTorch was allowed before any limit of ours, or by the user since then."""
+    return _share_of(device).users()
+
+
+_shares: dict[torch.device, Shared[float, VramLimit]] = {}
+
+
+def _share_of(device: torch.device) -> Shared[float, VramLimit]:
+    def write(share: float) -> None:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+    return _shares.setdefault(
+        device,
+        Shared(
+            lambda: torch.cuda.get_per_process_memory_fraction(device),
+            write,
+            partial(_share, device),
+            partial(math.isclose, rel_tol=1e-6),
+        ),
+    )
+
+
+def _share(device: torch.device, users: float, limits: list[VramLimit]) -> float:
+    allowed = [limit.cap for limit in limits if limit.cap is not None]
+    plans = [limit.planned for limit in limits if limit.planned is not None]
+    if len(plans) == len(limits):
+        allowed.append(sum(plans) + min(limit.others for limit in limits))
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min([users, *[max(0, nbytes) / total for nbytes in allowed]])
+
+
+def grow_segments(owner: Hashable) -> bool:
+    """Segments that grow keep what is reserved close to what is allocated; one who configured the allocator knows.
+
+    Whether they do.
+    """
+    configured = _environment() or _segments.users()
+    if configured:
+        return GROWING.lower() in configured.lower().replace(" ", "")
+    _segments.hold(owner, None)
+    return True
+
+
+def _environment() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _configure(settings: str) -> None:
+    if not settings:
+        # It is kept when nothing is said of it.
+        torch._C._accelerator_setAllocatorSettings(GROWING.replace("True", "False"))
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+# Not every PyTorch tells what was set at run time.
+_segments: Shared[str, None] = Shared(
+    getattr(torch._C, "_accelerator_getAllocatorSettings", _environment), _configure, lambda *_: GROWING
+)
+
+
+# ---- dynamo
+
+
+def _limits() -> dict[str, Any]:
+    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    return {name: getattr(torch._dynamo.config, name) for name in names}
+
+
+def _set_limits(limits: dict[str, Any]) -> None:
+    for name, value in limits.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+def _raised(users: dict[str, Any], graphs: list[int]) -> dict[str, Any]:
+    return {
+        "recompile_limit": max(users["recompile_limit"], *graphs),
+        "accumulated_recompile_limit": max(users["accumulated_recompile_limit"], *(4 * most for most in graphs)),
+        "fail_on_recompile_limit_hit": True,
+    }
+
+
+_dynamo: Shared[dict[str, Any], int] = Shared(_limits, _set_limits, _raised)
+
+
+@cache
+def _per_thread() -> bool:
+    """Whether dynamo's settings are those of a thread; before PyTorch 2.12 all threads share them."""
+    return torch.__version__ >= "2.12"
+
+
+@contextmanager
+def compile_limits(graphs: int) -> Iterator[None]:
+    """Inside, a call site may be compiled so many times, and once more is an error instead of a fall-back to eager.
+
+    Code that the user compiles has its own limits, unless another thread compiles it meanwhile, before PyTorch 2.12.
+    """
+    if _per_thread():
+        with torch._dynamo.config.patch(_raised(_limits(), [graphs])):
+            yield
+        return
+    owner = object()
+    _dynamo.hold(owner, graphs)
+    try:
+        yield
+    finally:
+        _dynamo.let_go(owner)

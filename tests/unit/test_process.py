@@ -1,0 +1,210 @@
+"""What is set in the process is set while an engine needs it; what users set, and what they compile, stays theirs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import WIDTH, Stack, engine_of
+
+from megatrain import process
+from megatrain.compute import compiled
+from megatrain.errors import MegaTrainError
+from megatrain.process import GROWING, SWITCH_INTERVAL
+
+PYTHONS = 0.005
+"""Python's own switch interval."""
+
+
+@pytest.fixture(autouse=True)
+def interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(PYTHONS)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_the_switch_interval_is_short_while_an_engine_is_open() -> None:
+    first, second = engine_of(Stack(), lanes="threads"), engine_of(Stack(), lanes="threads")
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
+    first.close()
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
+    second.close()
+    assert sys.getswitchinterval() == pytest.approx(PYTHONS)
+    with engine_of(Stack(), lanes="sync"):
+        assert sys.getswitchinterval() == pytest.approx(PYTHONS), "no thread to wait for"
+
+
+def test_a_shorter_one_of_the_users_is_not_made_longer() -> None:
+    sys.setswitchinterval(2e-5)
+    with engine_of(Stack(), lanes="threads"):
+        assert sys.getswitchinterval() == pytest.approx(2e-5)
+    assert sys.getswitchinterval() == pytest.approx(2e-5)
+
+
+def test_one_that_the_user_sets_meanwhile_stays() -> None:
+    with engine_of(Stack(), lanes="threads"):
+        sys.setswitchinterval(0.02)
+    assert sys.getswitchinterval() == pytest.approx(0.02)
+
+
+# ---- PyTorch's allocator: it keeps its settings also where there is no GPU
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    torch._C._accelerator_setAllocatorSettings("")
+    yield torch._C._accelerator_getAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+def test_segments_grow_while_an_engine_wants_them_to(allocator: Callable[[], str]) -> None:
+    assert process.grow_segments("a")
+    assert process.grow_segments("b")
+    process.let_go("a")
+    assert allocator() == GROWING
+    process.let_go("b")
+    process.let_go("b")
+    assert allocator() == ""
+
+
+def test_segments_do_not_grow_afterwards(allocator: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator keeps what nothing is said of, so saying nothing is not enough."""
+    said: list[str] = []
+    plain = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: (said.append(text), plain(text)))
+    process.grow_segments("a")
+    process.let_go("a")
+    assert said == [GROWING, "expandable_segments:False", ""]
+
+
+def test_what_the_user_configured_at_run_time_stays(allocator: Callable[[], str]) -> None:
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
+    assert not process.grow_segments("a")
+    process.let_go("a")
+    assert allocator() == "max_split_size_mb:64"
+    torch._C._accelerator_setAllocatorSettings("")
+    assert process.grow_segments("a")
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
+    process.let_go("a")
+    assert allocator() == "max_split_size_mb:64"
+
+
+# ---- dynamo
+
+LIMIT = 3
+LENGTHS = range(2, 2 + LIMIT + 2)
+
+
+@pytest.fixture(params=[True, False], ids=["per thread", "per process"])
+def dynamo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Blocks compiled for every shape anew, without a C compiler; how many graphs they were compiled to."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(process, "_per_thread", lambda: request.param)
+    plain = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda function: plain(function, backend="eager", dynamic=False))
+    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+        yield lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+
+
+def compiled_by_the_user(**options: Any) -> tuple[Callable[[int], Any], list[int]]:
+    """A function that is compiled for every length anew, and the lengths that it was compiled for."""
+    lengths: list[int] = []
+
+    def backend(graph: Any, inputs: list[torch.Tensor]) -> Any:
+        lengths.append(inputs[0].numel())
+        return graph.forward
+
+    function = torch._dynamo.optimize(backend, dynamic=False, **options)(lambda x: x.sin() + 1)
+    return lambda length: function(torch.zeros(length)), lengths
+
+
+def backwards(model: Any, rows: range) -> None:
+    for count in rows:
+        model(torch.ones(count, WIDTH)).sum().backward()
+
+
+def test_what_users_compile_falls_back_where_it_would(dynamo: Callable[[], int]) -> None:
+    model = Stack()
+    with engine_of(model, compile=True):
+        own, seen = compiled_by_the_user()
+        for length in LENGTHS:
+            backwards(model, range(length, length + 1))
+            assert torch.equal(own(length), torch.ones(length))
+        assert seen == list(LENGTHS)[:LIMIT]
+        assert dynamo() == len(LENGTHS) + LIMIT, "every shape of ours"
+
+
+def test_what_users_compile_whole_raises_where_it_would(dynamo: Callable[[], int]) -> None:
+    model = Stack()
+    with engine_of(model, compile=True):
+        backwards(model, range(1, 2))
+        own, _ = compiled_by_the_user(nopython=True)
+        for length in range(2, 2 + LIMIT):
+            own(length)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            own(1)
+
+
+def test_blocks_that_are_compiled_too_often_raise_in_any_thread(
+    dynamo: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fall-back to eager in silence would draw other dropout masks in a recompute."""
+    most = LIMIT + 2
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", most)
+    model, raised = Stack(), []
+
+    @torch._dynamo.config.patch(recompile_limit=LIMIT)
+    def train() -> None:
+        backwards(model, range(1, most + 1))
+        try:
+            backwards(model, range(most + 1, most + 2))
+        except MegaTrainError as error:
+            raised.append(str(error))
+
+    with engine_of(model, compile=True):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert dynamo() == most
+    assert len(raised) == 1
+    assert f"compiled {most} times" in raised[0]
+
+
+@pytest.mark.parametrize("per_thread", [True, False])
+def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever ends first, in both threads."""
+    if per_thread:
+        monkeypatch.setattr(process, "_per_thread", lambda: True)
+    else:
+        # Dynamo's settings before they became a thread's own.
+        everywhere = process._limits()
+        monkeypatch.setattr(process, "_per_thread", lambda: False)
+        monkeypatch.setattr(process, "_limits", lambda: dict(everywhere))
+        monkeypatch.setattr(process, "_dynamo", process.Shared(process._limits, everywhere.update, process._raised))
+    entered, ended = threading.Event(), threading.Event()
+    before, found = process._limits(), []
+
+    def other() -> None:
+        with process.compile_limits(50):
+            entered.set()
+            ended.wait(5)
+        found.append(process._limits())
+
+    thread = threading.Thread(target=other)
+    with process.compile_limits(40):
+        thread.start()
+        entered.wait(5)
+        assert process._limits()["recompile_limit"] == 40 if per_thread else 50
+    ended.set()
+    thread.join()
+    assert found == [before]
+    assert process._limits() == before
