@@ -106,7 +106,7 @@ def run(name: str, seed: int, steps: int, lr: float) -> dict[str, Any]:
     with mt.Engine(model, device="cpu", **RUNS[name]) as engine:
         options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.1, "max_grad_norm": 1.0}
         if name == "2bit":
-            optimizer = Optimizer(list(model.parameters()), engine._step, width="2bit", **options)
+            optimizer = Optimizer(list(model.parameters()), engine._step, moment_width="2bit", **options)
         else:
             optimizer = engine.optimizer(**options)
         losses = []

@@ -125,8 +125,9 @@ def inverse(shape: ModelShape) -> list[str]:
                 cells.append(f"{ask(shape, machine, run).value:,}")
             except Refusal as refused:
                 cells.append(f"{refused.tier} short by {refused.shortfall_gb:.0f}")
-        for width in ("fp32", "8bit"):
-            cells.append(f"{largest_model(machine, Run(compile=True, width=width)).value / 1e9:.1f}B")
+        for compression in (False, "8bit"):
+            kept = Run(compile=True, optimizer_compression=compression)
+            cells.append(f"{largest_model(machine, kept).value / 1e9:.1f}B")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

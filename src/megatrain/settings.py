@@ -98,12 +98,7 @@ class Settings(_Choices):
             raise SettingsError(f"plan must be 'auto', None or a Plan of megatrain.plan, not {self.plan!r}.")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
-        # 1 and 0 are equal to True and False, and no width.
-        if not isinstance(self.optimizer_compression, bool | str) or self.optimizer_compression not in COMPRESSIONS:
-            raise SettingsError(
-                f"optimizer_compression must be False, True, 'bf16', '8bit', '4bit' or 'lossless', "
-                f"not {self.optimizer_compression!r}."
-            )
+        moment_width(self.optimizer_compression)
         for name in ("slots", "grad_slots"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -132,9 +127,7 @@ class Settings(_Choices):
     @property
     def moment_width(self) -> str:
         """How moments are stored in memory: fp32, bf16, 8bit or 4bit."""
-        if self.optimizer_compression in (False, "lossless"):
-            return "fp32"
-        return "4bit" if self.optimizer_compression is True else str(self.optimizer_compression)
+        return moment_width(self.optimizer_compression)
 
     def differing(self, others: Mapping[str, Any]) -> list[str]:
         """The fields that have another value here than in `others`."""
@@ -150,6 +143,18 @@ class Settings(_Choices):
         if unknown:
             raise UnknownSetting(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
         return Settings(**self.chosen() | changes)
+
+
+def moment_width(compression: Any) -> str:
+    """How moments are stored in memory under an `optimizer_compression`: fp32, bf16, 8bit or 4bit."""
+    # 1 and 0 are equal to True and False, and no width.
+    if not isinstance(compression, bool | str) or compression not in COMPRESSIONS:
+        raise SettingsError(
+            f"optimizer_compression must be False, True, 'bf16', '8bit', '4bit' or 'lossless', not {compression!r}."
+        )
+    if compression in (False, "lossless"):
+        return "fp32"
+    return "4bit" if compression is True else str(compression)
 
 
 def _spelled(value: Any) -> Any:

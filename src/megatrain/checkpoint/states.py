@@ -59,7 +59,7 @@ class Optimizer(Protocol):
     """What a checkpoint needs of an optimizer (optim/optimizer.py)."""
 
     kind: str
-    width: str
+    moment_width: str
     lossless: bool
     moments: tuple[str, ...]
     param_groups: list[dict[str, Any]]
@@ -167,7 +167,9 @@ def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
             if not restore_states(parameters[name], entry):
                 rounded += 1
     if rounded:
-        announce(f"the moments of {rounded} parameters in {directory} were rounded to {optimizer.width} on loading")
+        announce(
+            f"the moments of {rounded} parameters in {directory} were rounded to {optimizer.moment_width} on loading"
+        )
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> dict[str, Any]:

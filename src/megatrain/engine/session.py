@@ -120,7 +120,7 @@ class Engine:
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
         lossless = self.settings.optimizer_compression == "lossless"
         return Optimizer(
-            params, self._step, kind=kind, width=width, lossless=lossless, max_grad_norm=max_grad_norm, **options
+            params, self._step, kind=kind, moment_width=width, lossless=lossless, max_grad_norm=max_grad_norm, **options
         )
 
     def window(self, tasks: Sequence[Callable[[], Result]], *, whole: bool = False) -> list[Result]:

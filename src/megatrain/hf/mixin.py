@@ -140,11 +140,11 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                     "torch_compile=True, but the model already belongs to an engine that does not compile; make that "
                     "engine with compile=True, or close it."
                 )
-            if choice.width is not None and present.settings.moment_width != choice.width:
+            if choice.moment_width is not None and present.settings.moment_width != choice.moment_width:
                 raise SettingsError(
-                    f"optim={self._optim!r} keeps moments in {choice.width}, but the model already belongs to an "
-                    f"engine that keeps them in {present.settings.moment_width}; close it, or choose an optim without "
-                    "a width."
+                    f"optim={self._optim!r} keeps moments in {choice.moment_width}, but the model already belongs to "
+                    f"an engine that keeps them in {present.settings.moment_width}; close it, or choose an optim "
+                    "without a width."
                 )
             if self.args.bf16 and present.precision == "fp32" and present.blocks:
                 warn(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
@@ -163,7 +163,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                 "megatrain.init asked for precision='fp32', but TrainingArguments has bf16=True; set bf16=False there, "
                 "or leave precision out."
             )
-        width, decided = choice.width, "optimizer_compression" in asked.given
+        width, decided = choice.moment_width, "optimizer_compression" in asked.given
         if width is not None and decided and asked.moment_width != width:
             raise SettingsError(
                 f"optim={self._optim!r} keeps moments in {width}, megatrain.init asked for "

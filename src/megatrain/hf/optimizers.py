@@ -42,7 +42,7 @@ class Choice:
     """An optimizer that MegaTrain has."""
 
     kind: str
-    width: str | None = None
+    moment_width: str | None = None
     """How moments are stored; None: as `megatrain.init` was told."""
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: Iterable[Any] | None = None
@@ -88,7 +88,7 @@ class Optimizing:
         self._check_optim_args(kind)
         if kind == "sgd":
             found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            return replace(of_class(*found, self.args.weight_decay, "optim_args"), width=width)
+            return replace(of_class(*found, self.args.weight_decay, "optim_args"), moment_width=width)
         options = {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
         return Choice(kind, width, options | ({"eps": self.args.adam_epsilon} if kind == "adamw" else {}))
 

@@ -17,7 +17,7 @@ CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 def stock_bytes(optimizer: Optimizer) -> int:
     """The size of what `stock_state` gives; 0: nothing."""
-    if optimizer.kind not in CLASSES or optimizer.width != "fp32":
+    if optimizer.kind not in CLASSES or optimizer.moment_width != "fp32":
         return 0
     entries = optimizer.state_dict()["state"].values()
     total = sum(value.nbytes for entry in entries for value in _moments(entry).values())

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatrain.aliases import renamed
 from megatrain.errors import CheckpointError, SettingsError
 from megatrain.optim.rules import RULES, Rule
 from megatrain.optim.schedule import Outcome, RuleTable
@@ -46,7 +47,7 @@ class Optimizer(torch.optim.Optimizer):
         stepper: Stepper,
         *,
         kind: str = "adamw",
-        width: str = "fp32",
+        moment_width: str = "fp32",
         lossless: bool = False,
         max_grad_norm: float | None = None,
         **options: Any,
@@ -54,7 +55,7 @@ class Optimizer(torch.optim.Optimizer):
         self.kind = kind
         self.rule = rule_named(kind)
         self.moments = tuple(self.rule.moments)
-        self.width = width
+        self.moment_width = moment_width
         """How moments are stored: fp32, bf16, 8bit or 4bit."""
         self.lossless = lossless
         """Whether checkpoints code FP32 moments without loss."""
@@ -64,6 +65,11 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper = stepper
         self._outcome: Outcome | None = None
         super().__init__(params, chosen)
+
+    @property
+    def width(self) -> str:
+        renamed("width of an optimizer", "moment_width")
+        return self.moment_width
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
@@ -80,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
             raise SettingsError(f"{self.kind} has no {unknown[0]}; its options are {', '.join(self.rule.defaults)}.")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            parameter.slab.allocate_states(self.rule.moments, self.width)
+            parameter.slab.allocate_states(self.rule.moments, self.moment_width)
             self._start_afresh(parameter)
 
     @staticmethod
@@ -190,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
                 held = {k: v for k, v in (entry or {}).items() if k != "step" and v is not None}
                 rounded += not restore_states(parameter, held)
         if rounded:
-            announce(f"the moments of {rounded} parameters were rounded to {self.width} on loading")
+            announce(f"the moments of {rounded} parameters were rounded to {self.moment_width} on loading")
 
     def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise unless these groups of a stored state can be taken over. Nothing is changed."""

@@ -48,12 +48,10 @@ def run_of(
 ) -> tuple[Run, dict[str, Any]]:
     """The run and the limits of a model that was loaded in some precision."""
     # Checked as everywhere else: unknown values are refused by the same sentences.
-    settings = Settings(
-        max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, optimizer_compression=optimizer_compression, precision=precision
-    )
+    Settings(max_vram_gb=max_vram_gb, max_ram_gb=max_ram_gb, precision=precision)
     run = Run(
         micro_batch=batch, length=length, accumulation=accumulation, precision=precision or loaded,
-        width=settings.moment_width, kind=optimizer, compile=compile, clipping=clipping,
+        optimizer_compression=optimizer_compression, kind=optimizer, compile=compile, clipping=clipping,
         evaluation=evaluation, predictions=predictions, head_chunk=head_chunk,
         padded=padded, together=together,
     )  # fmt: skip

@@ -219,14 +219,24 @@ class Costs:
 
     def _update(self, block: BlockShape) -> float:
         """Seconds on the CPU, by the bytes that the rule touches relative to AdamW on a split master."""
-        seconds = block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.update[self.run.width]
+        seconds = (
+            block.trainable
+            * touched(self.run)
+            / TOUCHED[self.run.moment_width]
+            / self.machine.update[self.run.moment_width]
+        )
         single = self.run.accumulation == 1 and self.run.itemsize == 2
         return seconds + (block.trainable * MERGED[single] / self.machine.dram if block.tied else 0.0)
 
     def _gpu_update(self, block: BlockShape) -> float:
         if self.machine.gpu is None:
             return 0.0
-        return block.trainable * touched(self.run) / TOUCHED[self.run.width] / self.machine.gpu_update[self.run.width]
+        return (
+            block.trainable
+            * touched(self.run)
+            / TOUCHED[self.run.moment_width]
+            / self.machine.gpu_update[self.run.moment_width]
+        )
 
 
 def _reached(length: int, head_dim: int) -> float:
@@ -238,7 +248,7 @@ def _reached(length: int, head_dim: int) -> float:
 def touched(run: Run) -> float:
     """Bytes that an update reads and writes per parameter."""
     # The master is read and written (8 bytes, or 4 without one), the gradient read, each moment read and written.
-    per_moment = (TOUCHED[run.width] - 10) / 2
+    per_moment = (TOUCHED[run.moment_width] - 10) / 2
     return (4 if run.precision == "bf16-sr" else 8) + run.itemsize + run.moments * per_moment
 
 
@@ -250,7 +260,7 @@ def _slowed(machine: Machine, run: Run) -> float:
     if machine.gpu is None:
         return 0.0
     left = machine.dram - max(0.0, machine.dram - machine.dram_under_dma) * min(1.0, machine.h2d / machine.duplex)
-    needed = machine.update[run.width] * TOUCHED[run.width]
+    needed = machine.update[run.moment_width] * TOUCHED[run.moment_width]
     return max(0.0, 1 - left / needed)
 
 

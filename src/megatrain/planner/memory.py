@@ -107,7 +107,7 @@ def state_of(block: BlockShape, run: Run) -> State:
             continue
         half = (slab.itemsize or run.itemsize) == 2
         residuals += elements * 2 if half and run.precision == "bf16" else 0
-        per_moment = slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.width].nbytes
+        per_moment = slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes
         moments += run.moments * -(-int(per_moment + 1) // 64) * 64
         elements16 += elements if half else 0
         elements32 += 0 if half else elements

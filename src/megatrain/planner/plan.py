@@ -12,7 +12,7 @@ from megatrain.errors import SettingsError
 from megatrain.geometry import POLICIES
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner.memory import GIB, ROLES, TIERS
-from megatrain.planner.run import Run
+from megatrain.planner.run import Run, current_names
 from megatrain.planner.simulate import LANES, StepEstimate
 
 FORMAT = 1
@@ -101,7 +101,9 @@ class Plan:
             values = fields_of(cls, data, "it")
             lists = {name: _listed(name, values[name]) for name in ("resident", "on_disk", "lossy", "notes")}
             step = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
-            return cls(**{**values, **lists, "run": Run(**fields_of(Run, values["run"], "run")), "step": step})
+            return cls(
+                **{**values, **lists, "run": Run(**fields_of(Run, current_names(values["run"]), "run")), "step": step}
+            )
         except SettingsError as error:
             raise SettingsError(f"the plan cannot be read: {error}") from error
 
@@ -116,7 +118,8 @@ class Plan:
         made = ("compiled" if run.compile else "eager") + (", padded" if run.padded else "")
         return [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters on {self.machine}",
-            f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.width} states, {made}",
+            f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.moment_width} states, "
+            + made,
         ]
 
     def _memory_rows(self) -> list[list[str]]:

@@ -207,7 +207,7 @@ def _knobs(search: Search, limits: Mapping[str, Any]) -> Iterator[Knob]:
     yield fewer("length", run.length, 64)
     yield Knob("compile", [] if run.compile else [True])
     yield Knob("precision", ["bf16"] if run.precision == "fp32" else [])
-    narrower = [*WIDTHS][[*WIDTHS].index(run.width) + 1 :]
+    narrower = [*WIDTHS][[*WIDTHS].index(run.moment_width) + 1 :]
     for width in ("8bit", "4bit"):
         yield Knob("optimizer_compression", [width] if width in narrower else [])
     yield Knob("precision", [] if run.precision == "bf16-sr" else ["bf16-sr"])

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError
-from megatrain.geometry import KINDS, PRECISIONS, WIDTHS
+from megatrain.geometry import KINDS, PRECISIONS
+from megatrain.settings import moment_width
 
-ASKED = {"micro_batch": "batch", "width": "optimizer_compression", "kind": "optimizer"}
+ASKED = {"micro_batch": "batch", "kind": "optimizer"}
 """Fields of a run that users know by another name."""
 
 
+class _Aliased(Aliased):
+    def current_names(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "width" in values:
+            renamed("width of a Run", "optimizer_compression")
+        return dict(current_names(values))
+
+
+def current_names(values: Any) -> Any:
+    """The fields of a run as they are called now: plans may have been written with old names."""
+    if not isinstance(values, dict) or "width" not in values:
+        return values
+    others = {name: value for name, value in values.items() if name != "width"}
+    return others | {"optimizer_compression": False if values["width"] == "fp32" else values["width"]}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(metaclass=_Aliased):
     """One optimizer step, over and over."""
 
     micro_batch: int = 1
@@ -25,8 +43,8 @@ class Run:
     """Whether they may pass a block together; False: one after the other, as a Trainer with state of its own asks."""
     precision: str = "bf16"
     """"bf16" (exact FP32 master as BF16 + residual), "fp32", or "bf16-sr" (no master)."""
-    width: str = "fp32"
-    """How the optimizer's moments are kept: "fp32", "bf16", "8bit" or "4bit"."""
+    optimizer_compression: bool | str = False
+    """How the optimizer's moments are kept, as in `Settings`."""
     kind: str = "adamw"
     """"adamw", "lion" or "sgd"."""
     compile: bool = False
@@ -57,10 +75,23 @@ class Run:
         for name in ("together", "compile", "clipping", "predictions", "padded"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        for name, known in (("precision", PRECISIONS), ("width", WIDTHS), ("kind", KINDS)):
+        moment_width(self.optimizer_compression)
+        if self.optimizer_compression is True:
+            object.__setattr__(self, "optimizer_compression", self.moment_width)
+        for name, known in (("precision", PRECISIONS), ("kind", KINDS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 raise SettingsError(f"{ASKED.get(name, name)} must be one of {', '.join(known)}, not {value!r}.")
+
+    @property
+    def moment_width(self) -> str:
+        """How moments are stored in memory: fp32, bf16, 8bit or 4bit."""
+        return moment_width(self.optimizer_compression)
+
+    @property
+    def width(self) -> str:
+        renamed("width of a Run", "moment_width")
+        return self.moment_width
 
     @property
     def micro_tokens(self) -> int:

@@ -301,8 +301,8 @@ def _disks(machine: Machine, offload_dir: OffloadDir | None) -> tuple[Disk, ...]
 
 def _lossy(run: Run) -> tuple[str, ...]:
     found = []
-    if run.width != "fp32":
-        found.append(f"moments of matrices in {run.width}")
+    if run.moment_width != "fp32":
+        found.append(f"moments of matrices in {run.moment_width}")
     if run.precision == "bf16-sr":
         found.append("weights in bf16 without an FP32 master, rounded stochastically")
     return tuple(found)

@@ -45,7 +45,7 @@ def test_the_plan_is_of_this_run_and_printed_before_it_starts(tmp_path: Path, sa
     trainer = made(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.0, optim="lion_8bit", bf16=True)
     run = trainer.engine.settings.plan.run
     assert shape(trainer) == (2, small.LENGTH, 3)
-    assert (run.kind, run.width, run.precision, run.clipping) == ("lion", "8bit", "bf16", False)
+    assert (run.kind, run.moment_width, run.precision, run.clipping) == ("lion", "8bit", "bf16", False)
     assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
     assert all(slab.resident for slab in trainer.engine.slabs), "so small a model stays in the memory of a H200"
 

@@ -201,7 +201,7 @@ def test_trainer_takes_other_optimizers(tmp_path: Path) -> None:
         )
         trainer.train()
         optimizer = trainer._own_optimizer()
-        assert (optimizer.kind, optimizer.width) == (kind, width)
+        assert (optimizer.kind, optimizer.moment_width) == (kind, width)
 
 
 def test_trainer_without_clipping_starts_updates_in_the_backward(tmp_path: Path, monkeypatch: Any) -> None:

@@ -80,7 +80,7 @@ def runs(draw: st.DrawFn) -> Run:
         evaluation=draw(st.sampled_from([0, 0, 2048, 16384, 131072])),
         predictions=draw(st.booleans()),
         precision=draw(st.sampled_from(["bf16", "bf16", "fp32", "bf16-sr"])),
-        width=draw(st.sampled_from(["fp32", "bf16", "8bit", "4bit"])),
+        optimizer_compression=draw(st.sampled_from([False, "bf16", "8bit", "4bit"])),
         compile=draw(st.booleans()),
         clipping=draw(st.booleans()),
     )

@@ -230,7 +230,7 @@ def test_offload_does_not_grow_with_depth():
 @pytest.mark.parametrize("width", ["fp32", "bf16", "8bit", "4bit"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-sr"])
 def test_states_are_the_stores(width, precision):
-    run = Run(width=width, precision=precision)
+    run = Run(optimizer_compression=False if width == "fp32" else width, precision=precision)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     sizes = [torch.Size(s) for s in ((300, 70), (70,), (64, 63), (1, 5000), (129, 257))]
     laid_out = layout.lay_out([(str(i), size) for i, size in enumerate(sizes)], dtype)
@@ -257,8 +257,9 @@ def test_every_optimizer_keeps_as_many_moments_as_is_planned():
 def test_bytes_per_parameter():
     shape = shape_of("llama2-7b")
     for run, window, expected in [
-        (Run(), 1, 14), (Run(precision="fp32"), 1, 16), (Run(width="8bit"), 1, 8.03), (Run(width="4bit"), 1, 7.06),
-        (Run(precision="bf16-sr", width="4bit"), 1, 5.06), (Run(kind="lion"), 1, 10),
+        (Run(), 1, 14), (Run(precision="fp32"), 1, 16), (Run(kind="lion"), 1, 10),
+        (Run(optimizer_compression="8bit"), 1, 8.03), (Run(optimizer_compression="4bit"), 1, 7.06),
+        (Run(precision="bf16-sr", optimizer_compression="4bit"), 1, 5.06),
         (Run(accumulation=4), 4, 14), (Run(accumulation=4), 2, 16), (Run(accumulation=4), 1, 18.1),
     ]:  # fmt: skip
         account = Ledger(shape, run).account(Decision(window=window))

@@ -140,7 +140,7 @@ def test_largest_model():
     answer = largest_model(H200, Run())
     assert 8e9 < answer.value < 25e9
     assert answer.plan.parameters == answer.value
-    low = largest_model(H200, Run(width="4bit"))
+    low = largest_model(H200, Run(optimizer_compression="4bit"))
     assert low.value > 1.5 * answer.value
     family = [shape_of(name) for name in ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")]
     assert largest_model(H200, Run(), family).value == shape_of("qwen2.5-7b").parameters

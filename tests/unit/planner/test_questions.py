@@ -58,8 +58,8 @@ def test_they_take_what_a_plan_takes(tmp_path):
     longest = largest_context(config, machine=H200, **options | {"length": 1, "batch": 3})
     assert longest.plan == plan(config, machine=H200, **options | {"batch": 3, "length": longest.value})
     largest = largest_model(H200, max_ram_gb=40, optimizer_compression="8bit", batch=2)
-    assert largest.plan.run == Run(micro_batch=2, width="8bit")
-    assert largest == largest_model(Machine.load(H200), Run(micro_batch=2, width="8bit"), max_ram_gb=40)
+    assert largest.plan.run == Run(micro_batch=2, optimizer_compression="8bit")
+    assert largest == largest_model(Machine.load(H200), Run(micro_batch=2, optimizer_compression="8bit"), max_ram_gb=40)
     # Each member of a family in the precision it has.
     full = dataclasses.replace(shape_of("qwen2.5-1.5b"), precision="fp32")
     assert largest_model(H200, family=[full]).plan.run.precision == "fp32"

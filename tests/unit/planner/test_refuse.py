@@ -40,7 +40,7 @@ def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, r
     asked = {
         "machine": machine, "batch": run.micro_batch, "length": run.length, "accumulation": run.accumulation,
         "precision": run.precision, "compile": run.compile, "clipping": run.clipping, "evaluation": run.evaluation,
-        "predictions": run.predictions, "optimizer_compression": False if run.width == "fp32" else run.width,
+        "predictions": run.predictions, "optimizer_compression": run.optimizer_compression,
         "max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "reach": reach,
     }  # fmt: skip
     refused = refusal(shape, asked)

@@ -1,7 +1,11 @@
 """What cannot be run is refused in the names that users know."""
 
-import pytest
+import json
 
+import pytest
+from tests import small
+
+import megatrain as mt
 from megatrain.errors import SettingsError
 from megatrain.planner.run import Run
 from megatrain.settings import Settings
@@ -21,9 +25,44 @@ def test_counts(name, called, value):
         Run(**{name: value})
 
 
-@pytest.mark.parametrize("value", [1, 0, 8, None, "16bit", ["8bit"]])
-def test_optimizer_compression(value):
+@pytest.mark.parametrize("value", [1, 0, 8, None, "16bit", "fp32", ["8bit"]])
+@pytest.mark.parametrize("kind", [Settings, Run])
+def test_optimizer_compression(value, kind):
     with pytest.raises(SettingsError) as raised:
-        Settings(optimizer_compression=value)
+        kind(optimizer_compression=value)
     assert str(raised.value).startswith("optimizer_compression must be False, True,")
     assert str(raised.value).endswith(f"not {value!r}.")
+
+
+@pytest.mark.parametrize(
+    ("value", "width"), [(False, "fp32"), (True, "4bit"), ("bf16", "bf16"), ("8bit", "8bit"), ("lossless", "fp32")]
+)
+def test_one_word_for_how_moments_are_kept(value, width):
+    assert Run(optimizer_compression=value).moment_width == Settings(optimizer_compression=value).moment_width == width
+    assert Run(optimizer_compression=True) == Run(optimizer_compression="4bit")
+
+
+def test_the_old_name_still_works_and_warns_where_it_is_used():
+    with pytest.warns(FutureWarning, match="width of a Run is now optimizer_compression") as caught:
+        run = Run(width="8bit")
+    assert caught[0].filename == __file__
+    assert run == Run(optimizer_compression="8bit")
+    with pytest.warns(FutureWarning, match="width of a Run is now moment_width") as caught:
+        assert run.width == "8bit"
+    assert caught[0].filename == __file__
+    with pytest.warns(FutureWarning), pytest.raises(SettingsError, match="not '2bit'"):
+        Run(width="2bit")
+
+
+@pytest.mark.parametrize("width", ["fp32", "8bit"])
+def test_plans_with_the_old_name_are_read(width, recwarn):
+    compression = False if width == "fp32" else width
+    plan = mt.plan(small.llama(), machine="h200-128gb", optimizer_compression=compression)
+    data = json.loads(plan.to_json())
+    assert data["run"].pop("optimizer_compression") == compression
+    data["run"]["width"] = width
+    assert mt.Plan.from_json(json.dumps(data)) == plan
+    assert not [warning for warning in recwarn if warning.category is FutureWarning]
+    data["run"] = "nothing"
+    with pytest.raises(SettingsError, match="run must be an object"):
+        mt.Plan.from_json(json.dumps(data))

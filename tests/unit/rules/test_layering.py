@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "files": {"native"},
     "settings": set(),
+    "aliases": set(),
     "geometry": set(),
     "process": set(),
     "telemetry": set(),
@@ -32,12 +33,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # What every part may import besides, and the parts that may not even do that.
-EVERYBODY = {"errors", "geometry", "process", "settings", "telemetry", "files"}
+EVERYBODY = {"aliases", "errors", "geometry", "process", "settings", "telemetry", "files"}
 BOTTOM = {
+    "aliases": set(),
     "errors": set(),
     "geometry": set(),
     "process": set(),
-    "settings": {"errors", "geometry"},
+    "settings": {"aliases", "errors", "geometry"},
     "telemetry": {"errors"},
     "native": {"errors", "geometry", "settings", "telemetry"},
     "files": {"errors", "telemetry", "native"},
