@@ -21,8 +21,12 @@ PYTHONS = 0.005
 
 
 @pytest.fixture(autouse=True)
-def interval() -> Iterator[None]:
-    before = sys.getswitchinterval()
+def interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if no other test had an engine."""
+    before, shared = sys.getswitchinterval(), process._switch_interval
+    monkeypatch.setattr(
+        process, "_switch_interval", process.Shared(shared._read, shared._write, shared._combine, shared._same)
+    )
     sys.setswitchinterval(PYTHONS)
     yield
     sys.setswitchinterval(before)

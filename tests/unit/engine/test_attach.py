@@ -23,6 +23,13 @@ from megatrain.engine.undo import Undo
 ENGINE = Path(attach.__file__).parent
 
 
+@pytest.fixture(autouse=True, scope="module")
+def alone() -> None:
+    """Engines that other tests have left open end before these begin."""
+    gc.collect()
+    gc.collect()
+
+
 def used_model(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model on which its user has put something everywhere an engine does."""
     model = small.llama(**changes).to(dtype)
