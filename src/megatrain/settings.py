@@ -79,8 +79,9 @@ class Settings(_Choices):
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool = False
     """Compile blocks with `torch.compile`, once per structure and shape; changes the last bits of results."""
-    window: int | None = None
-    """Most micro-batches of a Trainer step that pass a block together; None: as many as fit."""
+    window: int | Sequence[int] | None = None
+    """Most micro-batches of a Trainer step that pass a block together; None: as many as fit. A list has the sizes of a
+    step's windows in order, the last one repeated as long as needed."""
     head_chunk: int | None = None
     """Tokens per chunk of the head and its loss; None: a constant of the vocabulary; 0: logits are computed whole."""
     kernels: str = "native"
@@ -113,10 +114,13 @@ class Settings(_Choices):
         policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
         if unknown := [policy for policy in policies if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
-        for name, what in (("window", "micro-batches"), ("length", "tokens")):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingsError(f"{name} must be a number of {what} or None, not {value!r}.")
+        if self.length is not None and not _is_count(self.length):
+            raise SettingsError(f"length must be a number of tokens or None, not {self.length!r}.")
+        sizes = self.window if isinstance(self.window, list | tuple) else [self.window]
+        if self.window is not None and not (sizes and all(map(_is_count, sizes))):
+            raise SettingsError(
+                f"window must be a number of micro-batches, a list of them or None, not {self.window!r}."
+            )
         if self.head_chunk is not None and (not isinstance(self.head_chunk, int) or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
         if self.kernels not in KERNELS:
@@ -160,6 +164,10 @@ def moment_width(compression: Any) -> str:
 def _spelled(value: Any) -> Any:
     """One policy for all blocks can be written in two ways."""
     return {"*": value} if isinstance(value, str) else value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 _current = Settings()

@@ -23,8 +23,9 @@ CHOICES = {"resident": (), "policy": "recompute", "window": None, "slots": 3, "g
 
 def decided() -> mt.Plan:
     """A plan that decides something else than each default."""
-    found = mt.plan(small.llama(), machine=MACHINE, batch=2, length=8)
-    return dataclasses.replace(found, resident=("*",), policy={"*": "store"}, window=3, slots=2, grad_slots=1)
+    found = mt.plan(small.llama(), machine=MACHINE, batch=2, length=8, accumulation=3)
+    placed: dict[str, Any] = {"resident": ("*",), "held_weights": (), "held_gradients": ()}
+    return dataclasses.replace(found, **placed, policy={"*": "store"}, windows=(3,), slots=2, grad_slots=1)
 
 
 def test_what_was_given_is_known_and_kept() -> None:

@@ -16,7 +16,8 @@ from megatrain.errors import MegaTrainError
 from megatrain.geometry import CHUNK_ELEMENTS
 from megatrain.hardware.watch import RamWatch
 from megatrain.model.shapes import describe
-from megatrain.planner.memory import Decision, Ledger
+from megatrain.planner.decision import Decision
+from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
 from megatrain.settings import Settings
 from megatrain.stream.drain import Drain

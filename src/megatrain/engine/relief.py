@@ -75,7 +75,7 @@ class Relief:
         """Held by this process for something else: a reference model, another engine."""
         self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._others)
         self._lifted = self._grows = False
-        self._window = self._plan.window if self._plan is not None else 1
+        self._window = self._plan.largest_window if self._plan is not None else 1
         """Most micro-batches that have passed a block together."""
 
     def hold_to_plan(self, held: bool = True) -> None:
@@ -171,7 +171,7 @@ class Relief:
 
     def _outside(self) -> int:
         assert self._plan is not None
-        return outside_allocator(self._plan.memory, self._plan.window)
+        return outside_allocator(self._plan.memory, self._plan.largest_window)
 
     @property
     def leanest(self) -> bool:

@@ -136,8 +136,8 @@ class Engine:
         self.relief.seated(len(tasks))
         return self._step.window(tasks, whole)
 
-    def window_size(self, batch: Any) -> int:
-        """How many micro-batches like this one may pass a block together: their inputs to every block must fit."""
+    def window_size(self, batch: Any) -> int | Sequence[int]:
+        """How many micro-batches like this one may pass a block together, or `Settings.window`: inputs must fit."""
         if not self.blocks:
             return 1  # nothing travels per block, so nothing is gained
         if self.settings.window is not None:

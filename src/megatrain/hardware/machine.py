@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import WIDTHS
@@ -34,26 +35,26 @@ THREADS = 2
 PROCESS_BYTES = 1434 << 20
 """RAM of the interpreter, PyTorch, transformers and the driver: a fifth above the most that ten runs there had beside
 their state, 1.16 GiB. 48 others, on other machines and of other models, had 0.99 to 1.30 (test_accuracy.py)."""
-KERNEL_SHARE = 0.00425
-KERNEL_PINNED_SHARE = 0.0119
-"""RAM that belongs to no process, per byte: of the store, page tables and the index of shared pages; of what is pinned,
-as much again and more for the kernel's and the driver's lists of its pages. `benchmarks/pinned.py` on an H200 with 128
-GiB, fitted to 20 and 100 GiB; 60 GiB took 0.966 GiB pinned (0.969 by this) and 0.254 unpinned (0.255)."""
+KERNEL_SHARE = 425
+KERNEL_PINNED_SHARE = 1190
+"""RAM that belongs to no process, per 100,000 bytes. Of the store: page tables and the index of shared pages. Of what
+is pinned, as much again and more: the kernel's and the driver's lists of its pages. `benchmarks/pinned.py` on an H200
+with 128 GiB, fitted to 20 and 100 GiB; 60 GiB took 0.966 GiB pinned (0.969 by this) and 0.254 unpinned (0.255)."""
 
 _SHIPPED = Path(__file__).parent / "machines"
 
 
-def cuda_bytes(pinned: int, window: int = 1) -> int:
+def cuda_bytes(pinned: Any, window: Any = 1) -> Any:
     """GPU memory outside PyTorch's allocator in a process that has pinned so much host memory.
 
-    `window`: micro-batches that pass a block together.
+    `window`: micro-batches that pass a block together. Both are numbers, or arrays of them.
     """
-    return CUDA_CONTEXT_BYTES + pinned // PINNED_PER_BYTE + THREAD_BYTES * max(0, window - THREADS)
+    return CUDA_CONTEXT_BYTES + pinned // PINNED_PER_BYTE + THREAD_BYTES * (window > THREADS) * (window - THREADS)
 
 
-def kernel_bytes(held: int, pinned: int) -> int:
-    """RAM that the kernel and the driver take beside so many bytes of state, some of them pinned."""
-    return int(KERNEL_SHARE * held + KERNEL_PINNED_SHARE * pinned)
+def kernel_bytes(held: Any, pinned: Any) -> Any:
+    """RAM that the kernel and the driver take beside so many bytes of state, some of them pinned; or arrays of both."""
+    return (KERNEL_SHARE * (held // 1000) + KERNEL_PINNED_SHARE * (pinned // 1000)) // 100
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatrain.engine.session import Engine
+from megatrain.geometry import windows_of
 from megatrain.hf.recovery import twice
 from megatrain.hf.subclass import DECLARATION, Subclass
 from megatrain.hf.tried import Tried
@@ -111,13 +112,15 @@ class MicroBatches:
             return step(*args, **kwargs)
 
     def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """The micro-batches of a step, in windows of as many as their boundary activations leave room for."""
-        size = 1 if self._adds_in_order() else min(self.engine.window_size(self._micro_batches[0]), len(tasks))
-        self._together = size
+        """The micro-batches of a step, window by window: as planned or asked for, else as many as there is room for."""
+        in_order = self._adds_in_order()
+        windows = windows_of(1 if in_order else self.engine.window_size(self._micro_batches[0]), len(tasks))
+        self._together = max(windows)
         losses: list[torch.Tensor] = []
-        for start in range(0, len(tasks), size):
-            with self._final_backward() if start + size >= len(tasks) else nullcontext():
-                losses += self.engine.window(tasks[start : start + size], whole=size >= len(tasks))
+        for size in windows:
+            done = len(losses) + size
+            with self._final_backward() if done == len(tasks) else nullcontext():
+                losses += self.engine.window(tasks[len(losses) : done], whole=size == len(tasks))
         if self._adds_in_order() and self.engine.revisits and not self._looked:
             announce(
                 "micro-batches pass blocks more than once (two forwards or backwards in one training step): "

@@ -6,6 +6,7 @@ All bytes are for one micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatrain.geometry import chunk_tokens
 from megatrain.model.shapes import BlockShape, ModelShape
@@ -221,29 +222,29 @@ def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     return run.evaluation * ((3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores)
 
 
-def workspace_bytes(shape: ModelShape, run: Run, attention: str, stored: int) -> int:
-    """The highest peak of any block, if the first `stored` layers have kept their graphs."""
-    peaks = [0]
-    layers = 0
+def workspace_bytes(shape: ModelShape, run: Run, attention: str) -> list[int]:
+    """The highest peak of any block, by how many layers, from the first, have kept their graphs."""
     head_trains = any(slab.trains for block in shape.blocks if block.kind == "head" for slab in block.slabs)
     head_trains = head_trains or any(b.kind == "head" and b.tied for b in shape.blocks)
-    seen: set[tuple[object, ...]] = set()
+    others, kept, again = [0], [0], [0]
+    known: dict[tuple[object, ...], tuple[int, int]] = {}
     for block in shape.blocks:
-        layers += block.kind == "layer"
-        key = (
-            block.kind, block.trainable, block.hidden_size, block.intermediate_size, block.traced, block.heads,
-            block.kv_heads, block.span, block.attends, layers > stored,
-        )  # fmt: skip
-        if key in seen:
-            continue
-        seen.add(key)
-        if block.kind == "layer":
-            peaks.append(layer_bytes(block, run, attention, stored=layers <= stored))
-        elif block.kind == "head":
-            peaks.append(head_bytes(shape, block, run, head_trains))
+        if block.kind == "head":
+            others.append(head_bytes(shape, block, run, head_trains))
+        elif block.kind != "layer":
+            others.append(embedding_bytes(block, run))
         else:
-            peaks.append(embedding_bytes(block, run))
+            key = (
+                block.trainable, block.hidden_size, block.intermediate_size, block.traced, block.heads, block.kv_heads,
+                block.span, block.attends,
+            )  # fmt: skip
+            if key not in known:
+                known[key] = layer_bytes(block, run, attention, True), layer_bytes(block, run, attention, False)
+            kept.append(known[key][0])
+            again.append(known[key][1])
     if whole_logits(shape, run):
         # Also of heads that are part of another block.
-        peaks.append((5 + run.itemsize) * run.micro_tokens * shape.vocab_size)
-    return max(peaks)
+        others.append((5 + run.itemsize) * run.micro_tokens * shape.vocab_size)
+    before = [*accumulate(kept, max)]
+    after = [*accumulate([0, *again[:0:-1]], max)][::-1]
+    return [max(*others, *pair) for pair in zip(before, after, strict=True)]

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from megatrain.geometry import by_size
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.planner.activations import head_chunk, input_bytes, masked, written_out
+from megatrain.planner.decision import Floats, Ints
 from megatrain.planner.memory import State, state_of
 from megatrain.planner.run import Run
 
@@ -60,7 +64,8 @@ CALL = 0.1e-3
 SWITCH = 0.3e-3
 """The same in a window, where micro-batches hand over to each other."""
 STREAM = 0.1e-3
-"""The same for a block whose weights are fetched: slots, events, and a launch that waits."""
+"""The same for a block whose weights are fetched: slots, events, and a launch that waits; once per step for a held
+weight, and for a held sum."""
 PARK = 0.1e-3
 """The same for an input that is parked or brought back. With 0.5, 0.3 and 0.3 ms for these three, ten rows of
 `benchmarks/accuracy.py` were planned 6% too slow on average (H200, 2026-11-15); in them compute took 0.56 s of a step
@@ -94,8 +99,14 @@ class Piece:
     """Its gradients to RAM as FP32 sums."""
     resume: float
     """Such sums back to the GPU."""
+    leave: float
+    """Its sum from VRAM to RAM, rounded."""
+    norm: float
+    """Of a sum in VRAM: its norm, and rounding it."""
     update: float
     """On the CPU, slowed down by one fetch of its weights."""
+    merge: float
+    """Beside an update on the CPU, of parts that are summed there."""
     gpu_update: float
     disk_read: float
     """Its states from disk."""
@@ -122,6 +133,8 @@ class Costs:
         self._h2d, self._d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
         self._both = min(self._h2d, self._d2h, machine.duplex / 2) if gpu else machine.dram / 2
         self._slowed = _slowed(machine, run)
+        self._relative = touched(run) / TOUCHED[run.moment_width]
+        """Bytes that an update touches, relative to those that the machine's rates were measured with."""
         self._read = sum(disk.read for disk in disks)
         self._write = sum(disk.write for disk in disks)
         made: dict[BlockShape, Piece] = {}
@@ -132,16 +145,19 @@ class Costs:
                 made[alike] = self._piece(block)
             self.pieces.append(made[alike])
         self.kinds = [block.kind for block in shape.blocks]
+        groups = by_size({piece.fetch_bytes for piece in self.pieces if piece.fetch_bytes}, lambda size: size)
+        self.rings = {size: number for number, group in enumerate(groups) for size in group}
+        """Bytes of weights → which ring of slots they use."""
 
     @staticmethod
-    def call(window: int) -> float:
-        """Seconds around a call of a block, per micro-batch."""
-        return SWITCH if window > 1 else CALL
+    def call(window: Ints) -> Floats:
+        """Seconds around a call of a block, per micro-batch of a window."""
+        return np.where(window > 1, SWITCH, CALL)
 
     def _piece(self, block: BlockShape) -> Piece:
         run, state = self.run, state_of(block, self.run)
         forward, backward = self._compute(block, state)
-        gradients = state.gradients(1, 1)
+        gradients = state.in_ram(1, False)
         elements = state.elements16 + state.elements32
         fetch = LATENCY + state.weights / self._h2d if state.weights else 0.0
         states = state.moments + state.residuals
@@ -153,7 +169,10 @@ class Costs:
             drain=LATENCY + gradients / self._both if gradients else 0.0,
             drain_sum=LATENCY + elements * 4 / self._both if gradients else 0.0,
             resume=LATENCY + elements * 4 / self._both if gradients else 0.0,
+            leave=LATENCY + (2 * state.elements16 + 4 * state.elements32) / self._both if gradients else 0.0,
+            norm=10 * elements / self._hbm,
             update=self._update(block) + self._slowed * fetch if block.trainable else 0.0,
+            merge=self._merge(block),
             gpu_update=self._gpu_update(block),
             disk_read=states / self._read if self._read else 0.0,
             disk_write=states / self._write if self._write else 0.0,
@@ -219,24 +238,16 @@ class Costs:
 
     def _update(self, block: BlockShape) -> float:
         """Seconds on the CPU, by the bytes that the rule touches relative to AdamW on a split master."""
-        seconds = (
-            block.trainable
-            * touched(self.run)
-            / TOUCHED[self.run.moment_width]
-            / self.machine.update[self.run.moment_width]
-        )
+        return block.trainable * self._relative / self.machine.update[self.run.moment_width]
+
+    def _merge(self, block: BlockShape) -> float:
         single = self.run.accumulation == 1 and self.run.itemsize == 2
-        return seconds + (block.trainable * MERGED[single] / self.machine.dram if block.tied else 0.0)
+        return block.trainable * MERGED[single] / self.machine.dram if block.tied else 0.0
 
     def _gpu_update(self, block: BlockShape) -> float:
         if self.machine.gpu is None:
             return 0.0
-        return (
-            block.trainable
-            * touched(self.run)
-            / TOUCHED[self.run.moment_width]
-            / self.machine.gpu_update[self.run.moment_width]
-        )
+        return block.trainable * self._relative / self.machine.gpu_update[self.run.moment_width]
 
 
 def _reached(length: int, head_dim: int) -> float:

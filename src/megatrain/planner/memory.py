@@ -1,21 +1,22 @@
 """Bytes per tier and role for a decision: the model of memory that a plan must not exceed.
 
-A block's state is wholly in VRAM (resident), or in RAM and streamed; with a disk, residual and moments of a streamed
-block may lie there. Resident are the first layers (and with `rest` all that is not a layer): they are needed first in
-a forward, so that it starts while the CPU updates those after them. On disk are the last ones, updated last.
+A block's weights, gradient sums and states (residual and moments) are all in VRAM (resident); or its states are in RAM
+and, each for itself, its weights have a copy in VRAM (held) and its gradient sum lies there (held), or not (streamed).
+With a disk, states may lie there.
 """
 
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
 from itertools import accumulate
+from typing import Any
 
-from megatrain.geometry import WIDTHS, by_size, grad_slots, padded_slab, weight_slots
+import numpy as np
+
+from megatrain.geometry import LEAVING, WIDTHS, by_size, grad_slots, padded_slab, weight_slots
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner.activations import (
@@ -27,6 +28,7 @@ from megatrain.planner.activations import (
     mask_bytes,
     workspace_bytes,
 )
+from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Bools, Decision, Decisions, Ints, Windows, looked_up
 from megatrain.planner.run import Run
 
 GIB = 1 << 30
@@ -39,33 +41,16 @@ SLACK_SHARE = 0.005
 ten runs held to their plans, whatever the size (benchmarks/results/2026-11-15-h200.md). Where less is left it gives
 back what it has cached, and takes it again when it must."""
 STAGING = 2
-"""Gradients on their way into a sum, in the tier of their slab, when micro-batches come one by one."""
+"""Gradients in RAM on their way into a sum there, when micro-batches come one by one."""
 FLOWING = 2
 """Inputs per micro-batch that are there whatever the policy: the last norm's, and the head's or its gradient."""
 PARKING = 3
 """Inputs of one micro-batch that policy `offload` has in VRAM: two on their way out, one being computed on."""
+MOST_GRAD_SLOTS = 2
+MOST = 1 << 44
+"""Bytes of one layer's activations at the most: no machine has as much, and sums of them fit in 64 bits."""
 STAGES = 3
 """Blocks whose states are in RAM on their way from and to the disk: read ahead, updated, written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What a plan chooses; nothing in it changes bits."""
-
-    rest: bool = False
-    """Whether embedding, head and all else that is not a layer are resident."""
-    layers: int = 0
-    """Resident layers, from the first."""
-    stored: int = 0
-    """Layers with policy `store`, from the first."""
-    offload: bool = False
-    """Whether the other layers have policy `offload` (else `recompute`)."""
-    window: int = 1
-    """Micro-batches that pass a block together."""
-    slots: int = 3
-    grad_slots: int = 2
-    disk: int = 0
-    """Streamed blocks whose residual and moments are on disk: layers from the last, then the others."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +65,22 @@ class State:
     elements32: int
     tied: bool
 
-    def gradients(self, windows: int, window: int) -> int:
-        """As they lie in memory: rounded; as FP32 sums if the step has several windows; of a tied slab two, summed."""
+    def in_ram(self, windows: int, single: bool) -> int:
+        """Its gradient in RAM: rounded if the step has one window, else an FP32 sum; of a tied slab two parts, summed.
+
+        A window of a single micro-batch leaves the first gradient as it is, and then needs a sum beside it.
+        """
         if self.tied:
-            return self.elements16 * (8 if windows == 1 or window > 1 else 12) + self.elements32 * 8
+            return self.elements16 * (12 if windows > 1 and single else 8) + self.elements32 * 8
         if windows == 1:
             return self.elements16 * 2 + self.elements32 * 4
-        # A window of one micro-batch leaves the first gradient as it is, and then needs a sum beside it.
-        return self.elements16 * (4 if window > 1 else 6) + self.elements32 * 4
+        return self.elements16 * (6 if single else 4) + self.elements32 * 4
+
+    def in_vram(self, micro_batches: int) -> int:
+        """Its gradient sum in VRAM: FP32, or a single gradient as it is; of a tied slab two parts, the first FP32."""
+        if self.tied:
+            return (self.elements16 + self.elements32) * 8
+        return self.elements16 * (2 if micro_batches == 1 else 4) + self.elements32 * 4
 
 
 def slab_bytes(slab: SlabShape, run: Run) -> tuple[int, int]:
@@ -114,16 +107,8 @@ def state_of(block: BlockShape, run: Run) -> State:
     return State(weights, residuals, moments, elements16, elements32, block.tied)
 
 
-def ring_sizes(sizes: Counter[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Slabs (bytes, elements, itemsize → how many) in rings of like size.
-
-    Per ring: its largest slab in bytes and in elements, its smallest itemsize, and how many slabs share it.
-    """
-    groups = by_size(sizes.items(), lambda item: item[0][0])
-    return [
-        (members[0][0][0], max(m[0][1] for m in members), min(m[0][2] for m in members), sum(m[1] for m in members))
-        for members in groups
-    ]
+Slabs = Counter[tuple[int, int, int]]
+"""Slabs alike (bytes, elements, itemsize) → how many."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +128,17 @@ class Account:
 
 def outside_allocator(memory: Mapping[str, Mapping[str, int]], window: int) -> int:
     """Of a plan's VRAM, by tier and role, what CUDA takes beside PyTorch's allocator."""
-    return cuda_bytes(_pinned([memory["ram"][role] for role in ROLES]), window)
+    outside: int = cuda_bytes(_pinned([memory["ram"][role] for role in ROLES]), window)
+    return outside
 
 
-def _pinned(ram: Sequence[int]) -> int:
-    """Of RAM by role, what takes part in transfers: weights, gradients, parked inputs."""
+def _pinned(ram: Any) -> Any:
+    """Of RAM by role, of one decision or many, what takes part in transfers: weights, gradients, parked inputs."""
     return ram[0] + ram[3] + ram[4]
 
 
 class Ledger:
-    """A model and a run, summed up so that the bytes of a decision are a few additions."""
+    """A model and a run, summed up so that the bytes of many decisions are a few additions."""
 
     def __init__(self, shape: ModelShape, run: Run, gpu: bool = True) -> None:
         self.shape, self.run, self.gpu = shape, run, gpu
@@ -160,161 +146,241 @@ class Ledger:
         self.states = [state_of(block, run) for block in shape.blocks]
         self.layers = [i for i, block in enumerate(shape.blocks) if block.kind == "layer"]
         self.rest = [i for i, block in enumerate(shape.blocks) if block.kind != "layer"]
-        self.disk_order = [*self.layers[::-1], *self.rest[::-1]]
-        self._widest = max((input_bytes(shape.blocks[i], run) for i in self.layers), default=0)
-        self._inputs = _prefix([input_bytes(shape.blocks[i], run) for i in self.layers])
-        self.graphs = _prefix([graph_bytes(shape.blocks[i], run, self.attention) for i in self.layers])
-        self._extra = {
-            False: [graph - inputs for graph, inputs in zip(self.graphs, self._inputs, strict=True)],
-            True: self.graphs,
-        }
-        """What the graphs of the first layers take above their inputs; above nothing, if those are offloaded."""
-        self._beside = mask_bytes(shape, run, self.attention) + logits_bytes(shape, run)
+        blocks = [shape.blocks[i] for i in self.layers]
+        self._widest = min(MOST, max((input_bytes(block, run) for block in blocks), default=0))
+        self._inputs = _sums([input_bytes(block, run) for block in blocks])
+        self._graphs = _sums([graph_bytes(block, run, self.attention) for block in blocks])
+        self._beside = min(MOST, mask_bytes(shape, run, self.attention) + logits_bytes(shape, run))
         """Of every micro-batch, whatever the policy: a mask, and logits if they are computed whole."""
-        self._evaluation = evaluation_bytes(shape, run, self.attention)
-        self._work = lru_cache(maxsize=None)(lambda s: workspace_bytes(shape, run, self.attention, s))
-        self._rings = lru_cache(maxsize=None)(self._weight_rings)
-        self._role_sums = lru_cache(maxsize=None)(self._sum_roles)
-        self._staging = lru_cache(maxsize=None)(self._staging_bytes)
-        self._home = lru_cache(maxsize=None)(self._home_bytes)
-        self._gone = lru_cache(maxsize=None)(self._disk_bytes)
-        self._rest_slabs = self._slabs(self.rest)
-        single = (self._slabs([i]) for i in reversed(self.layers))
-        none: Counter[tuple[int, int, int]] = Counter()
-        self._layer_slabs = [*accumulate(single, operator.add, initial=none)][::-1]
-        self._grad_rings = ring_sizes(self._slabs([*self.layers, *self.rest], trains=True))
+        self._evaluation = min(MOST, evaluation_bytes(shape, run, self.attention))
+        self._work = np.array([min(MOST, peak) for peak in workspace_bytes(shape, run, self.attention)])
+        """Layers that keep their graphs → the highest peak of any block."""
+        self._weights = self._role(lambda state: state.weights)
+        self._residuals = self._role(lambda state: state.residuals)
+        self._moments = self._role(lambda state: state.moments)
+        self._sums = self._role(lambda state: state.in_vram(run.accumulation))
+        kinds = ((1, False), (2, False), (2, True))
+        self._gradients = [self._role(lambda state, k=k: state.in_ram(*k)) for k in kinds]  # type: ignore[misc]
+        self._layer_slabs, self._rest_slabs = self._slabs(lambda slab: True)
+        self._layer_trained, self._rest_trained = self._slabs(lambda slab: slab.trains)
+        self._slot_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._ring_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._disk_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def windows(self, window: int) -> int:
-        """Windows in a step."""
-        return -(-self.run.accumulation // window)
+    # ---- which blocks
 
     def resident(self, decision: Decision) -> list[int]:
-        return sorted([*self.layers[: decision.layers], *(self.rest if decision.rest else [])])
+        return sorted([*self.layers[: decision.layers], *(self.rest if decision.rest == RESIDENT else [])])
+
+    def held_weights(self, decision: Decision) -> list[int]:
+        return self._held(decision, decision.held)
+
+    def held_sums(self, decision: Decision) -> list[int]:
+        """Blocks that are not resident and train, and whose gradient sums stay in VRAM."""
+        trained = {i for i, block in enumerate(self.shape.blocks) if block.trainable}
+        return [i for i in self._held(decision, decision.summed) if i in trained]
+
+    def _held(self, decision: Decision, until: int) -> list[int]:
+        found = [*self.layers[decision.layers : until], *(self.rest if decision.rest == HELD else [])]
+        return sorted(i for i in found if self.states[i].weights)
 
     def on_disk(self, decision: Decision) -> list[int]:
-        kept = set(self.resident(decision))
-        return sorted([i for i in self.disk_order if i not in kept][: decision.disk])
+        return sorted(self._disk_blocks(decision.rest == RESIDENT, decision.layers)[: decision.disk])
+
+    def _disk_blocks(self, resident: bool | int, layers: int) -> list[int]:
+        """Blocks whose states may be on disk, in the order in which they go there."""
+        return [*self.layers[layers:][::-1], *([] if resident else self.rest[::-1])]
+
+    # ---- bytes
 
     def account(self, decision: Decision) -> Account:
         """The bytes of a decision, each at its peak."""
-        rest, layers, window = decision.rest, decision.layers, decision.window
-        several = self.windows(window) > 1
-        here, there = self._home(rest, layers, several, window > 1)
-        gone_residuals, gone_moments, largest = self._gone(rest, layers, decision.disk)
-        slots = sum(nbytes * weight_slots(decision.slots, count) for nbytes, _, _, count in self._rings(rest, layers))
-        on_device, parked = self._activations(decision)
-        work = self._work(decision.stored) + BLAS_BYTES * (2 + (window if window > 1 else 0))
-        work += max(0, self._evaluation - on_device - work)
-        staged, staging = self._staging(rest, layers) if several and window == 1 else (0, 0)
-        gradients = here[3] + self._grad_slots(decision.grad_slots) + staged
-        vram = [here[0] + slots, here[1], here[2], gradients, on_device, work]
-        host = PROCESS_BYTES + min(decision.disk, STAGES) * largest
-        ram = [there[0], there[1] - gone_residuals, there[2] - gone_moments, there[3] + staging, parked, host]
-        ram[5] += kernel_bytes(sum(ram[:5]), _pinned(ram) if self.gpu else 0)
+        vram, ram, disk = (tuple(int(n) for n in tier) for tier in self.accounts(Decisions.of([decision]))[:, :, 0])
+        return Account(vram, ram, disk)
+
+    def totals(self, chosen: Decisions) -> dict[str, Ints]:
+        """Tier → bytes of each decision."""
+        return dict(zip(TIERS, self.accounts(chosen).sum(axis=1), strict=True))
+
+    def accounts(self, chosen: Decisions) -> Ints:
+        """The bytes of many decisions: tiers × roles × decisions."""
+        windows = Windows(chosen, self.run.accumulation)
+        layers, resident = chosen.layers, chosen.rest == RESIDENT
+        device = [self._before(role, layers, resident) for role in (self._weights, self._residuals, self._moments)]
+        host = [self._after(role, layers, ~resident) for role in (self._weights, self._residuals, self._moments)]
+        held = self._before(self._weights, chosen.held, chosen.rest != STREAMED) - device[0]
+        weights = device[0] + held + self._slots(chosen)
+        in_vram = self._before(self._sums, chosen.summed, chosen.rest != STREAMED)
+        passing, leaving, staging = self._rings(chosen)
+        streamed = chosen.rest == STREAMED
+        kinds = [self._after(role, chosen.summed, streamed) for role in self._gradients]
+        in_ram = np.choose(windows.several * 1 + windows.single, kinds) + leaving + staging * windows.single
+        on_device, parked = self._activations(chosen)
+        work = self._workspace(chosen)
+        work += np.maximum(0, self._evaluation - on_device - work)
+        residuals, moments, stages = self._disk(chosen)
+        zero = np.zeros_like(layers)
+        ram = np.array([host[0], host[1] - residuals, host[2] - moments, in_ram, parked, PROCESS_BYTES + stages])
+        vram = np.array([weights, device[1], device[2], in_vram + passing, on_device, work])
+        ram[5] += kernel_bytes(ram[:5].sum(axis=0), _pinned(ram) if self.gpu else zero)
         if self.gpu:
-            vram[5] += cuda_bytes(_pinned(ram), window) + SLACK_BYTES + int(SLACK_SHARE * sum(vram))
+            taken = vram.sum(axis=0)
+            vram[5] += cuda_bytes(_pinned(ram), chosen.largest) + SLACK_BYTES + (SLACK_SHARE * taken).astype(np.int64)
         else:
-            vram, ram = [0] * 6, [a + b for a, b in zip(ram, vram, strict=True)]
-        return Account(tuple(vram), tuple(ram), (0, gone_residuals, gone_moments, 0, 0, 0))
+            vram, ram = np.zeros_like(vram), ram + vram
+        return np.array([vram, ram, [zero, residuals, moments, zero, zero, zero]])
 
     def computing(self, decision: Decision) -> int:
         """What a window's micro-batches keep and need on the device beside state, its slots and gradients."""
-        return self._activations(decision)[0] + self.workspace(decision) * decision.window
+        chosen = Decisions.of([decision])
+        return int(self._activations(chosen)[0][0]) + self.workspace(decision) * int(chosen.largest[0])
 
     def workspace(self, decision: Decision) -> int:
         """What of it one block needs for a while."""
-        return self._work(decision.stored)
+        return int(self._work[decision.stored])
 
     def allocated(self, decision: Decision) -> int:
         """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
-        account = self.account(decision)
-        whole = account.total("vram") - cuda_bytes(_pinned(account.ram), decision.window) - SLACK_BYTES
+        account, largest = self.account(decision), max(decision.first, decision.window)
+        whole = account.total("vram") - cuda_bytes(_pinned(account.ram), largest) - SLACK_BYTES
         return int(whole / (1 + SLACK_SHARE))
 
-    def stored_limit(self, decision: Decision, room: int) -> int:
-        """How many layers may keep their graphs if `room` bytes of the device are left without any."""
-        # An evaluation uses the room that graphs have in training.
-        room += max(0, self._evaluation - self._activations(decision)[0] - self._work(decision.stored))
-        kept = self._extra[decision.offload]
-        per = decision.window * (1 + SLACK_SHARE if self.gpu else 1)
-        # With every graph kept none is rebuilt, so that the workspace is smaller.
-        freed = self._work(0) - self._work(len(self.layers))
-        if kept[-1] * per <= room + freed:
-            return len(self.layers)
-        return max(0, bisect_right(kept, room / per) - 1)
+    def filled(self, chosen: Decisions, capacity: Mapping[str, int]) -> Decisions:
+        """With as many layers stored as there is room for, at least as many as they have; all must fit as they are."""
+        tier, share = ("vram", 1 + SLACK_SHARE) if self.gpu else ("ram", 1.0)
+        room = capacity[tier] - self.totals(chosen)[tier] + share * self._computing(chosen) - 2
 
-    def _activations(self, decision: Decision) -> tuple[int, int]:
-        """Inputs and graphs that wait for the backward: on the device, and parked in RAM."""
-        stored, window = decision.stored, decision.window
-        inputs = self._inputs[-1] - self._inputs[stored]
-        held = window * (self.graphs[stored] + FLOWING * self._widest + self._beside)
-        if not decision.offload:
-            return held + window * inputs, 0
-        # One input ahead of the backward for each micro-batch, and the few that are leaving.
-        return held + (window + PARKING) * self._widest, window * (inputs + self._widest)
+        def fits(stored: Ints) -> Bools:
+            return share * self._computing(chosen.replace(stored=stored)) <= room
 
-    def _staging_bytes(self, rest: bool, layers: int) -> tuple[int, int]:
-        """For gradients that are added one by one: bytes on the device (resident blocks) and in RAM (streamed ones)."""
-        streamed = set(self._streamed(rest, layers))
-        resident = [i for i in range(len(self.states)) if i not in streamed]
-        largest = [
-            max((n for n, _, _ in self._slabs([*blocks], trains=True)), default=0) for blocks in (resident, streamed)
-        ]
-        return STAGING * largest[0], STAGING * largest[1]
+        most = np.full_like(chosen.stored, len(self.layers))
+        low, high = chosen.stored, most
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            enough = fits(middle)
+            low, high = np.where(enough, middle, low), np.where(enough, high, middle)
+        # With every graph kept none is rebuilt, so that all may fit where fewer do not.
+        return chosen.replace(stored=np.where(fits(most), most, low))
 
-    def _grad_slots(self, slots: int) -> int:
-        """Gradients of resident blocks pass them too: rings do not depend on where state lies."""
-        total = 0
-        for _, elements, itemsize, count in self._grad_rings:
-            per = itemsize if self.run.accumulation == 1 else (4 if itemsize == 4 else 4 + itemsize)
-            total += elements * per * grad_slots(slots, count)
-        return total
+    # ---- the parts
 
-    def _slabs(self, indices: Sequence[int], trains: bool | None = None) -> Counter[tuple[int, int, int]]:
-        found: Counter[tuple[int, int, int]] = Counter()
-        for index in indices:
-            for slab in self.shape.blocks[index].slabs:
-                if trains is None or slab.trains == trains:
-                    nbytes, elements = slab_bytes(slab, self.run)
-                    found[nbytes, elements, slab.itemsize or self.run.itemsize] += 1
+    def _role(self, nbytes: Callable[[State], int]) -> tuple[Ints, int]:
+        """Of the layers before each, and of all other blocks."""
+        return _sums([nbytes(self.states[i]) for i in self.layers]), sum(nbytes(self.states[i]) for i in self.rest)
+
+    def _before(self, role: tuple[Ints, int], layers: Ints, rest: Bools) -> Ints:
+        """Of the first layers, and of the rest or not."""
+        found: Ints = role[0][layers] + rest * role[1]
         return found
 
-    def _streamed(self, rest: bool, layers: int) -> list[int]:
-        return [*self.layers[layers:], *([] if rest else self.rest)]
+    def _after(self, role: tuple[Ints, int], layers: Ints, rest: Bools) -> Ints:
+        found: Ints = role[0][-1] - role[0][layers] + rest * role[1]
+        return found
 
-    def _weight_rings(self, rest: bool, layers: int) -> list[tuple[int, int, int, int]]:
-        return ring_sizes(self._layer_slabs[layers] + (Counter() if rest else self._rest_slabs))
+    def _activations(self, chosen: Decisions) -> tuple[Ints, Ints]:
+        """Inputs and graphs that wait for the backward: on the device, and parked in RAM."""
+        stored, window = chosen.stored, chosen.largest
+        inputs = self._inputs[-1] - self._inputs[stored]
+        held = window * (self._graphs[stored] + FLOWING * self._widest + self._beside)
+        # One input ahead of the backward for each micro-batch, and the few that are leaving.
+        parking = (window + PARKING) * self._widest
+        parked = chosen.offload * window * (inputs + self._widest)
+        return held + np.where(chosen.offload > 0, parking, window * inputs), parked
 
-    def _home_bytes(
-        self, rest: bool, layers: int, several: bool, together: bool
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Weights, residuals, moments and gradients of the resident blocks, and of the streamed ones."""
-        after, others = self._role_sums(several, together)
-        streamed = after[layers] if rest else _added(after[layers], others)
-        whole = _added(after[0], others)
-        return tuple(a - b for a, b in zip(whole, streamed, strict=True)), streamed
+    def _workspace(self, chosen: Decisions) -> Ints:
+        window = chosen.largest
+        found: Ints = self._work[chosen.stored] + BLAS_BYTES * (2 + np.where(window > 1, window, 0))
+        return found
 
-    def _sum_roles(self, several: bool, together: bool) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-        """The four roles' bytes: of the layers from each one on, and of all other blocks."""
-        windows, window = 2 if several else 1, 2 if together else 1
-        roles: list[tuple[int, ...]] = [
-            (s.weights, s.residuals, s.moments, s.gradients(windows, window)) for s in self.states
-        ]
-        nothing: tuple[int, ...] = (0, 0, 0, 0)
-        after = [*accumulate((roles[i] for i in reversed(self.layers)), _added, initial=nothing)][::-1]
-        return after, reduce(_added, (roles[i] for i in self.rest), nothing)
+    def _computing(self, chosen: Decisions) -> Ints:
+        """Activations and workspace, in training or in an evaluation."""
+        found: Ints = np.maximum(self._activations(chosen)[0] + self._workspace(chosen), self._evaluation)
+        return found
 
-    def _disk_bytes(self, rest: bool, layers: int, disk: int) -> tuple[int, int, int]:
-        """Residuals and moments on disk, and the largest block of them."""
-        streamed = set(self._streamed(rest, layers))
-        gone = [self.states[i] for i in self.disk_order if i in streamed][:disk]
-        largest = max((state.residuals + state.moments for state in gone), default=0)
-        return sum(state.residuals for state in gone), sum(state.moments for state in gone), largest
+    def _slots(self, chosen: Decisions) -> Ints:
+        """Slots that weights are fetched into."""
+
+        def nbytes(streamed: int, held: int, slots: int) -> tuple[int]:
+            slabs = self._layer_slabs[held] + (self._rest_slabs if streamed else Counter())
+            return (sum(_largest(ring)[0] * weight_slots(slots, _count(ring)) for ring in _rings(slabs)),)
+
+        found: Ints = looked_up(self._slot_bytes, nbytes, chosen.rest == STREAMED, chosen.held, chosen.slots)[0]
+        return found
+
+    def _rings(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
+        """Gradients on their way: slots in VRAM, buffers in RAM for sums that leave it, and staging of single ones."""
+        found = looked_up(self._ring_bytes, self._passing, chosen.rest, chosen.layers, chosen.summed)
+        return np.where(chosen.grad_slots > 1, found[1], found[0]), found[2], found[3]
+
+    def _passing(self, rest: int, layers: int, summed: int) -> tuple[int, ...]:
+        none: Slabs = Counter()
+        streamed = self._layer_trained[summed] + (self._rest_trained if rest == STREAMED else none)
+        held = self._layer_trained[layers] - self._layer_trained[summed]
+        held += self._rest_trained if rest == HELD else none
+        slots = [0] * MOST_GRAD_SLOTS
+        for ring in _rings(streamed + held):
+            # A streamed gradient is summed in its slot and rounded beside that; a held one is only rounded there.
+            sums = self.run.accumulation > 1 and any(slab in streamed for slab, _ in ring)
+            per = max((4 if size == 4 else 4 + size) if sums else size for (_, _, size), _ in ring)
+            for most in range(1, MOST_GRAD_SLOTS + 1):
+                slots[most - 1] += _largest(ring)[1] * per * grad_slots(most, _count(ring))
+        leaving = sum(LEAVING * _largest(ring)[0] for ring in _rings(held))
+        return *slots, leaving, STAGING * max((nbytes for nbytes, _, _ in streamed), default=0)
+
+    def _slabs(self, wanted: Callable[[SlabShape], bool]) -> tuple[list[Slabs], Slabs]:
+        """Slabs of the layers from each on, and of all other blocks."""
+
+        def of(index: int) -> Slabs:
+            found: Slabs = Counter()
+            for slab in filter(wanted, self.shape.blocks[index].slabs):
+                found[*slab_bytes(slab, self.run), slab.itemsize or self.run.itemsize] += 1
+            return found
+
+        none: Slabs = Counter()
+        after = [*accumulate(map(of, reversed(self.layers)), operator.add, initial=none)][::-1]
+        return after, sum(map(of, self.rest), none)
+
+    def _disk(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
+        """Residuals and moments on disk, and in RAM on their way there and back."""
+
+        def nbytes(resident: int, layers: int, disk: int) -> tuple[int, int, int]:
+            states = [self.states[i] for i in self._disk_blocks(resident, layers)[:disk]]
+            largest = max((state.residuals + state.moments for state in states), default=0)
+            residuals, moments = sum(state.residuals for state in states), sum(state.moments for state in states)
+            return residuals, moments, min(disk, STAGES) * largest
+
+        found = looked_up(self._disk_bytes, nbytes, chosen.rest == RESIDENT, chosen.layers, chosen.disk)
+        return found[0], found[1], found[2]
+
+    def relieved(self, chosen: Decisions, over: Ints) -> Decisions:
+        """With the fewest blocks on disk that free so much RAM; if none do, with those that free most."""
+        disk = np.zeros_like(over)
+        groups = 2 * chosen.layers + (chosen.rest == RESIDENT)
+        for group in np.unique(groups[over > 0]):
+            blocks = self._disk_blocks(group % 2, group // 2)
+            counts = np.arange(len(blocks) + 1)
+            freed = self._disk(Decisions(rest=RESIDENT * (group % 2), layers=group // 2, disk=counts))
+            relief = np.maximum.accumulate(freed[0] + freed[1] - freed[2])
+            members = np.flatnonzero((groups == group) & (over > 0))
+            disk[members] = np.searchsorted(relief, np.minimum(over[members], relief[-1]))
+        return chosen.replace(disk=disk)
 
 
-def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+Ring = list[tuple[tuple[int, int, int], int]]
 
 
-def _prefix(values: list[int]) -> list[int]:
-    return [0, *accumulate(values)]
+def _rings(slabs: Slabs) -> list[Ring]:
+    return by_size(slabs.items(), lambda alike: alike[0][0])
+
+
+def _largest(ring: Ring) -> tuple[int, int]:
+    """Bytes and elements of a ring's largest slab."""
+    return ring[0][0][0], max(elements for (_, elements, _), _ in ring)
+
+
+def _count(ring: Ring) -> int:
+    return sum(count for _, count in ring)
+
+
+def _sums(values: Sequence[int]) -> Ints:
+    return np.array([0, *accumulate(min(MOST, value) for value in values)], np.int64)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import POLICIES
+from megatrain.geometry import LANES, PLANNED, POLICIES, windows_of
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner.memory import GIB, ROLES, TIERS
 from megatrain.planner.run import Run, current_names
-from megatrain.planner.simulate import LANES, StepEstimate
+from megatrain.planner.simulate import StepEstimate
 
-FORMAT = 1
+FORMAT = 2
+PLACED = ("resident", "held_weights", "held_gradients", "on_disk")
+"""Fields that name blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +32,19 @@ class Plan:
     machine: str
     run: Run
     resident: tuple[str, ...]
-    """Blocks whose whole state is in VRAM; the others stream."""
+    """Blocks whose whole state is in VRAM; the states of the others are in RAM."""
+    held_weights: tuple[str, ...]
+    """Of the others, those whose weights have a copy in VRAM; the rest are fetched for every window."""
+    held_gradients: tuple[str, ...]
+    """Of the others, those whose gradient sum is in VRAM until its update."""
     on_disk: tuple[str, ...]
     """Streamed blocks whose residual and moments are on disk."""
     blocks: int
     """How many blocks there are."""
     policy: dict[str, str]
     """Block names or patterns → policy, the first that matches: `Settings.policy`."""
-    window: int
+    windows: tuple[int, ...]
+    """Micro-batches that pass every block together, window by window."""
     slots: int
     grad_slots: int
     threads: int
@@ -72,15 +80,22 @@ class Plan:
         """Days that training on so many tokens takes."""
         return tokens / self.tokens_per_second / 86400
 
+    @property
+    def window(self) -> int | tuple[int, ...]:
+        """The windows as `Settings.window`: one size for all, or the first ones and one for all after them."""
+        sizes = list(self.windows)
+        while len(sizes) > 1 and windows_of(sizes[:-1], self.run.accumulation) == self.windows:
+            sizes.pop()
+        return sizes[0] if len(sizes) == 1 else tuple(sizes)
+
+    @property
+    def largest_window(self) -> int:
+        """Most micro-batches that pass a block together."""
+        return max(self.windows)
+
     def settings(self) -> dict[str, Any]:
         """The plan as settings of an engine."""
-        return {
-            "resident": self.resident,
-            "policy": dict(self.policy),
-            "window": self.window,
-            "slots": self.slots,
-            "grad_slots": self.grad_slots,
-        }
+        return {name: getattr(self, name) for name in PLANNED} | {"policy": dict(self.policy)}
 
     def total(self, tier: str) -> int:
         """Bytes of a tier at the peak."""
@@ -99,7 +114,7 @@ class Plan:
             raise SettingsError(f"this is not a plan of format {FORMAT}; make it again.")
         try:
             values = fields_of(cls, data, "it")
-            lists = {name: _listed(name, values[name]) for name in ("resident", "on_disk", "lossy", "notes")}
+            lists = {name: _listed(name, values[name]) for name in (*PLACED, "windows", "lossy", "notes")}
             step = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
             return cls(
                 **{**values, **lists, "run": Run(**fields_of(Run, current_names(values["run"]), "run")), "step": step}
@@ -138,9 +153,9 @@ class Plan:
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
         parts = [f"{count} {policy}" for policy, count in self._policies().items()]
         rows = [
-            ["placement", f"{len(self.resident)} of {self.blocks} blocks resident"],
+            ["placement", self._placement()],
             ["policy", ", ".join(parts)],
-            ["window", f"{self.window} of {self.run.accumulation} micro-batches"],
+            ["windows", f"{_repeated(self.windows)} of {self.run.accumulation} micro-batches"],
             ["slots", f"{self.slots} for weights, {self.grad_slots} for gradients; {self.threads} threads update"],
             ["lanes", ", ".join(f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005)],
             ["waits", ", ".join(waits) or "none"],
@@ -155,6 +170,12 @@ class Plan:
             life = f"{written / 1e9:.0f} GB written per step, {written * 86400 / step.seconds / 1e12:.1f} TB a day"
             rows.insert(1, ["disk", f"states of {len(self.on_disk)} blocks, {life}"])
         return _aligned(rows, numbers=False)
+
+    def _placement(self) -> str:
+        placed, sums = len(self.resident), len(self.held_gradients)
+        streamed = self.blocks - placed - len(self.held_weights)
+        weights = f"{placed} of {self.blocks} blocks resident, {len(self.held_weights)} held, {streamed} streamed"
+        return f"{weights}; gradient sums of {sums} more held"
 
     def _policies(self) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -185,16 +206,19 @@ def _check(plan: Plan) -> None:
         require(isinstance(getattr(plan, name), str), name, "must be a text")
     for name in ("parameters", "matmul_parameters"):
         require(is_count(getattr(plan, name)), name, "must be a whole number, not negative")
-    for name in ("blocks", "window", "slots", "grad_slots", "threads"):
+    for name in ("blocks", "slots", "grad_slots", "threads"):
         require(is_count(getattr(plan, name), 1), name, "must be a whole number of at least 1")
-    for name in ("resident", "on_disk", "lossy", "notes"):
+    good = isinstance(plan.windows, tuple) and all(is_count(size, 1) for size in plan.windows)
+    require(good and len(plan.windows) > 0, "windows", "must be whole numbers of at least 1")
+    for name in (*PLACED, "lossy", "notes"):
         value = getattr(plan, name)
         good = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
         require(good, name, "must be texts")
-    for name in ("resident", "on_disk"):
+    for name in PLACED:
         placed = getattr(plan, name)
         once = len(set(placed)) == len(placed) <= plan.blocks
         require(once, name, f"must name each of {plan.blocks} blocks once at the most")
+        require(name == "resident" or not set(placed) & set(plan.resident), name, "must not name a resident block")
     policy = plan.policy
     good = isinstance(policy, dict) and "*" in policy and all(chosen in POLICIES for chosen in policy.values())
     require(good, "policy", f"must map block names, and '*', to {', '.join(POLICIES)}")
@@ -204,6 +228,7 @@ def _check(plan: Plan) -> None:
     good = _maps(plan.capacity, TIERS) and all(is_count(nbytes) for nbytes in plan.capacity.values())
     require(good, "capacity", f"must have bytes of {', '.join(TIERS)}")
     _check_run(plan.run)
+    require(sum(plan.windows) == plan.run.accumulation, "windows", "must have every micro-batch of a step once")
     _check_step(plan.step)
 
 
@@ -221,10 +246,16 @@ def _check_step(step: Any) -> None:
         value = getattr(step, name)
         good = _maps(value, LANES) and all(is_rate(spent) for spent in value.values())
         require(good, f"step.{name}", f"must have seconds of {', '.join(LANES)}")
-    require(step.bottleneck in LANES, "step.bottleneck", f"must be one of {', '.join(LANES)}")
+    require(step.bottleneck in tuple(LANES), "step.bottleneck", f"must be one of {', '.join(LANES)}")
 
 
-def _maps(value: Any, names: Sequence[str]) -> bool:
+def _repeated(windows: Sequence[int]) -> str:
+    """Sizes in order, equal ones once: "4, then 12 × 1"."""
+    runs = [(size, len(list(alike))) for size, alike in groupby(windows)]
+    return ", then ".join(f"{times} × {size}" if times > 1 else str(size) for size, times in runs)
+
+
+def _maps(value: Any, names: Iterable[str]) -> bool:
     """Whether it is a mapping from exactly these names."""
     return isinstance(value, dict) and set(value) == set(names)
 

@@ -1,20 +1,20 @@
 """The search: the fastest decision that fits, always the same one.
 
-Every group of decisions (what is resident, window, offload or not) is bounded by what no schedule beats; groups are
-tried in the order of their bounds until no bound is below the best step found. Nothing that is left out could have
-been faster, so a machine with more memory, which only adds decisions, never gets a slower plan.
+Decisions form groups: all that differ in slots and in how many graphs are kept. Every group is bounded by what no
+schedule beats; groups are simulated in the order of their bounds until no bound is below the best step found. Nothing
+that is left out could have been faster, so a machine with more memory, which only adds decisions, never gets a slower
+plan.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from itertools import product
 from typing import Any
+
+import numpy as np
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import MOST_MICRO_BATCHES, update_threads
@@ -22,7 +22,8 @@ from megatrain.hardware.described import folders, resolved
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.cost import ASSUMED_DISK, Costs
-from megatrain.planner.memory import GIB, STAGES, TIERS, Decision, Ledger
+from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Bools, Decision, Decisions, Ints
+from megatrain.planner.memory import GIB, TIERS, Ledger
 from megatrain.planner.plan import Plan
 from megatrain.planner.run import Run
 from megatrain.planner.simulate import Simulator, StepEstimate
@@ -30,6 +31,10 @@ from megatrain.planner.simulate import Simulator, StepEstimate
 OffloadDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SLOTS = (4, 3, 2, 1)
 GRAD_SLOTS = (2, 1)
+WEIGHT_LEVELS, SUM_LEVELS = 4, 8
+"""Layers whose weights, or sums, are held beyond the resident ones: none, or up to a multiple of this part of all."""
+CHUNK = 64
+"""Groups that are looked at together, in the order of their bounds."""
 USABLE = 0.98
 """Of the memory that a machine has: the rest is the driver's, the kernel's and its page cache's."""
 UNKNOWN = 1 << 62
@@ -60,7 +65,6 @@ class Search:
             "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN),
         }
         self.ledger = Ledger(shape, run, gpu=self.gpu)
-        self._relief = lru_cache(maxsize=None)(self._relief_by_count)
         self._simulator: Simulator | None = None
 
     @property
@@ -71,152 +75,129 @@ class Search:
 
     def best(self) -> tuple[Decision, StepEstimate] | None:
         """The fastest decision that fits; None if none does."""
-        groups = sorted(self._groups(), key=lambda group: (group[0], _order(group[1])))
-        found: tuple[tuple[float, tuple[int, ...]], Decision, StepEstimate] | None = None
-        for bound, group in groups:
-            if found is not None and bound > found[0][0]:
+        groups, bounds = self._groups()
+        order = np.argsort(bounds, kind="stable")
+        found: tuple[tuple[float, ...], Decision] | None = None
+        limit = math.inf
+        for start in range(0, len(order), CHUNK):
+            chunk = order[start : start + CHUNK]
+            chunk = chunk[bounds[chunk] <= limit]
+            if not len(chunk):
                 break
-            for decision in self._members(group):
-                if found is not None and self.simulator.bound(decision) > found[0][0]:
-                    continue
-                step = self.simulator.step(decision)
-                key = (step.seconds, _order(decision))
+            members = self._members(groups.take(chunk))
+            members = members.take(self.simulator.bounds(members) <= limit)
+            if not len(members):
+                continue
+            seconds = self.simulator.seconds(members)
+            least = min(limit, seconds.min())
+            for index in map(int, np.flatnonzero(seconds <= least)):
+                key = (float(seconds[index]), *_order(members[index]))
                 if found is None or key < found[0]:
-                    found = (key, decision, step)
-        return None if found is None else (found[1], found[2])
+                    found = (key, members[index])
+            # Bounds are sums in another order, and may be above by a rounding error.
+            limit = least * (1 + 1e-12)
+        return None if found is None else (found[1], self.simulator.step(found[1]))
 
     def fits(self) -> bool:
         """Whether any decision fits."""
-        return any(self._fits(group) for group in self._corners())
+        return bool(self._within(self._needs()).any())
 
     def shortfall(self) -> tuple[str, int]:
         """The tier that is too small and by how many bytes, at the least that any decision takes of it."""
-        needs = [self._need(group) for group in self._corners()]
+        needs = self._needs()
+        among = np.ones_like(needs["vram"], bool)
         for tier in ("vram", "ram"):
-            over = min(need[tier] for need in needs) - self.capacity[tier]
+            over = int(needs[tier][among].min()) - self.capacity[tier]
             if over > 0:
                 return tier, over
-            needs = [need for need in needs if need[tier] <= self.capacity[tier]]
-        return "disk", min(need["disk"] for need in needs) - self.capacity["disk"]
+            among &= needs[tier] <= self.capacity[tier]
+        return "disk", int(needs["disk"][among].min()) - self.capacity["disk"]
 
     def need(self, tier: str) -> int:
         """The least that any decision takes of a tier, among those that fit in the tiers before it if any do."""
-        needs = [self._need(group) for group in self._corners()]
-        if tier != "vram":
-            needs = [need for need in needs if need["vram"] <= self.capacity["vram"]] or needs
-        return min(need[tier] for need in needs)
+        needs = self._needs()
+        among = needs["vram"] <= self.capacity["vram"]
+        return int(needs[tier][among].min() if tier != "vram" and among.any() else needs[tier].min())
 
     # ---- decisions
 
-    def _choices(self, layers: Sequence[int] | None = None) -> Iterator[Decision]:
+    def _choices(self, layers: Sequence[int], held: Sequence[int]) -> Decisions:
         """One decision per group, with the fewest slots: the least memory the group can do with."""
-        if layers is None or not self.gpu:
-            layers = range(len(self.ledger.layers) + 1) if self.gpu else (0,)
-        yes_and_no = (False, True) if self.gpu else (False,)
-        for window in windows_of(self.run.accumulation) if self.run.together else [1]:
-            for offload in yes_and_no:
-                stored = self._least_stored(offload, window)
-                for rest in yes_and_no:
-                    for count in layers:
-                        yield Decision(
-                            rest=rest, layers=count, stored=stored, offload=offload, window=window, slots=1,
-                            grad_slots=1,
-                        )  # fmt: skip
-
-    def _least_stored(self, offload: bool, window: int) -> int:
-        """None of the layers or all, whichever takes less: few graphs that are kept may, if none is made again."""
-        none = Decision(offload=offload, window=window)
-        whole = dataclasses.replace(none, stored=len(self.ledger.layers))
-        tier = "vram" if self.gpu else "ram"
-        less = self.ledger.account(whole).total(tier) < self.ledger.account(none).total(tier)
-        return whole.stored if less else 0
-
-    def _corners(self) -> Iterator[Decision]:
-        """Of each group the decisions that take least: no layer resident, all, and as many as VRAM holds."""
-        for group in self._choices((0,)):
-            yield group
-            if not self.gpu:
-                continue
-            low, high = 0, len(self.ledger.layers)
-            yield dataclasses.replace(group, layers=high)
-            while low + 1 < high:
-                middle = (low + high) // 2
-                account = self.ledger.account(dataclasses.replace(group, layers=middle))
-                low, high = (middle, high) if account.total("vram") <= self.capacity["vram"] else (low, middle)
-            if low:
-                yield dataclasses.replace(group, layers=low)
-
-    def _need(self, decision: Decision) -> dict[str, int]:
-        """Bytes per tier, with as few blocks on disk as RAM needs; if RAM is short whatever is there, as most help."""
-        account = self.ledger.account(decision)
-        if account.total("ram") > self.capacity["ram"] and self.disks and self.gpu:
-            less = self._on_disk(decision, account.total("ram") - self.capacity["ram"])
-            account = self.ledger.account(less)
-        return {tier: account.total(tier) for tier in TIERS}
-
-    def _fits(self, decision: Decision) -> bool:
-        return all(need <= self.capacity[tier] for tier, need in self._need(decision).items())
-
-    def _groups(self) -> Iterator[tuple[float, Decision]]:
-        """Groups in which something fits, each with a bound for all of its members."""
-        for group in self._choices():
-            filled = self._filled(group)
-            if filled is not None:
-                # No member has more slots than this, and the more graphs are kept the less is computed.
-                yield self.simulator.bound(dataclasses.replace(filled, slots=SLOTS[0])), group
-
-    def _members(self, group: Decision) -> Iterator[Decision]:
-        """Members that fit and are not beaten in every number by another."""
-        seen: list[Decision] = []
-        for slots in SLOTS:
-            for grad_slots in GRAD_SLOTS:
-                member = self._filled(dataclasses.replace(group, slots=slots, grad_slots=grad_slots))
-                if member is None:
-                    continue
-                beaten = any(
-                    other.slots >= slots and other.grad_slots >= grad_slots and other.stored >= member.stored
-                    for other in seen
-                )
-                if not beaten:
-                    seen.append(member)
-                    yield member
-
-    def _filled(self, decision: Decision) -> Decision | None:
-        """With as few blocks on disk as RAM needs and as many graphs kept as VRAM holds; None if it does not fit."""
-        account = self.ledger.account(decision)
-        room = self.capacity["vram"] - account.total("vram") if self.gpu else 0
-        if room < 0:
-            return None
-        over = account.total("ram") - self.capacity["ram"]
-        if over > 0:
-            if not (self.disks and self.gpu):
-                return None
-            decision = self._on_disk(decision, over)
-            account = self.ledger.account(decision)
-            if any(account.total(tier) > self.capacity[tier] for tier in ("ram", "disk")):
-                return None
+        windows = windows_of(self.run.accumulation) if self.run.together else [(1, 1)]
+        wanted = [range(len(windows)), (0, 1), (STREAMED, HELD, RESIDENT), layers, held, self._levels(SUM_LEVELS)]
         if not self.gpu:
-            room = self.capacity["ram"] - account.total("ram")
-        stored = len(self.ledger.layers) if decision.stored else self.ledger.stored_limit(decision, room)
-        while stored > decision.stored:
-            more = dataclasses.replace(decision, stored=stored)
-            account = self.ledger.account(more)
-            if all(account.total(tier) <= room for tier, room in self.capacity.items()):
-                return more
-            stored -= 1
-        return decision
+            wanted = [wanted[0], (0,), (STREAMED,), (0,), (0,), (0,)]
+        number, offload, rest, resident, weights, sums = (
+            column.ravel() for column in np.meshgrid(*map(np.array, wanted), indexing="ij")
+        )
+        # Counts up to the resident ones say the same: one of them is enough.
+        distinct = ((weights == 0) | (weights > resident)) & ((sums == 0) | (sums > resident))
+        first, window = np.array(windows).T[:, number]
+        found = Decisions(
+            first=first, window=window, offload=offload, rest=rest, layers=resident, held=weights, summed=sums,
+            slots=1, grad_slots=1,
+        )  # fmt: skip
+        return self._least_stored(found.take(distinct))
 
-    def _on_disk(self, decision: Decision, over: int) -> Decision:
-        """With the fewest blocks on disk that free so much RAM; if none do, with those that free most."""
-        relief = self._relief(decision.rest, decision.layers)
-        return dataclasses.replace(decision, disk=bisect_left(relief, min(over, relief[-1])))
+    def _levels(self, parts: int) -> list[int]:
+        count = len(self.ledger.layers)
+        return sorted({-(-count * part // parts) for part in range(parts + 1)})
 
-    def _relief_by_count(self, rest: bool, layers: int) -> list[int]:
-        """Blocks on disk → the most RAM that so many or fewer of them free; a few are in RAM on their way."""
-        ledger, kept = self.ledger, set(self.ledger.resident(Decision(rest=rest, layers=layers)))
-        sizes = [ledger.states[i].residuals + ledger.states[i].moments for i in ledger.disk_order if i not in kept]
-        freed, largest = [0, *accumulate(sizes)], [0, *accumulate(sizes, max)]
-        return [*accumulate((freed[n] - min(n, STAGES) * largest[n] for n in range(len(freed))), max)]
+    def _least_stored(self, chosen: Decisions) -> Decisions:
+        """None of the layers or all, whichever takes less: few graphs that are kept may, if none is made again."""
+        tier = "vram" if self.gpu else "ram"
+        whole = chosen.replace(stored=len(self.ledger.layers))
+        less = self.ledger.totals(whole)[tier] < self.ledger.totals(chosen)[tier]
+        return chosen.replace(stored=np.where(less, whole.stored, 0))
+
+    def _needs(self) -> dict[str, Ints]:
+        """Bytes per tier of the decisions that take least: no layer resident, all, and as many as VRAM holds."""
+        most = len(self.ledger.layers)
+        least = self._choices((0,), (0,))
+        if not self.gpu:
+            return self._need(least)
+        low, high = np.zeros_like(least.layers), np.full_like(least.layers, most)
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            enough = self.ledger.totals(least.replace(layers=middle))["vram"] <= self.capacity["vram"]
+            low, high = np.where(enough, middle, low), np.where(enough, high, middle)
+        found = [self._need(least.replace(layers=layers)) for layers in (0, low, most)]
+        return {tier: np.concatenate([need[tier] for need in found]) for tier in TIERS}
+
+    def _need(self, chosen: Decisions) -> dict[str, Ints]:
+        """Bytes per tier, with as few blocks on disk as RAM needs; if RAM is short whatever is there, as most help."""
+        return self.ledger.totals(self._on_disk(chosen))
+
+    def _within(self, totals: dict[str, Ints]) -> Bools:
+        fits: Bools = np.logical_and.reduce([totals[tier] <= self.capacity[tier] for tier in TIERS])
+        return fits
+
+    def _groups(self) -> tuple[Decisions, Any]:
+        """Groups in which something fits, and a bound for all members of each."""
+        chosen = self._choices(range(len(self.ledger.layers) + 1), self._levels(WEIGHT_LEVELS))
+        filled = self._filled(chosen.take(self.ledger.totals(chosen)["vram"] <= self.capacity["vram"]))
+        # No member has more slots than this, and the more graphs are kept the less is computed.
+        return filled, self.simulator.bounds(filled.replace(slots=SLOTS[0]))
+
+    def _members(self, groups: Decisions) -> Decisions:
+        """All members that fit."""
+        count = len(SLOTS) * len(GRAD_SLOTS)
+        slots, grad_slots = zip(*product(SLOTS, GRAD_SLOTS), strict=True)
+        each = groups.take(np.repeat(np.arange(len(groups)), count))
+        each = each.replace(slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups)), disk=0)
+        return self._filled(self._least_stored(each.replace(stored=0)))
+
+    def _filled(self, chosen: Decisions) -> Decisions:
+        """Those that fit, with as few blocks on disk as RAM needs and as many graphs kept as there is room for."""
+        chosen = self._on_disk(chosen)
+        chosen = chosen.take(self._within(self.ledger.totals(chosen)))
+        return self.ledger.filled(chosen, self.capacity)
+
+    def _on_disk(self, chosen: Decisions) -> Decisions:
+        """With the fewest blocks on disk that free as much RAM as is missing; if none do, with those that free most."""
+        if not (self.disks and self.gpu):
+            return chosen
+        return self.ledger.relieved(chosen, self.ledger.totals(chosen)["ram"] - self.capacity["ram"])
 
 
 def solve(
@@ -254,10 +235,12 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         machine=search.machine.name,
         run=run,
         resident=tuple(blocks[i].name for i in ledger.resident(decision)),
+        held_weights=tuple(blocks[i].name for i in ledger.held_weights(decision)),
+        held_gradients=tuple(blocks[i].name for i in ledger.held_sums(decision)),
         on_disk=tuple(blocks[i].name for i in ledger.on_disk(decision)),
         blocks=len(blocks),
         policy=stored | {"*": default},
-        window=decision.window,
+        windows=decision.windows(run.accumulation),
         slots=decision.slots,
         grad_slots=decision.grad_slots,
         threads=update_threads(search.machine.cores),
@@ -269,17 +252,21 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
     )
 
 
-def windows_of(accumulation: int) -> list[int]:
-    """Windows worth trying, largest first: those of equal size that cut a step into 1, 2, 3, 4, 6, 8, 12... of them."""
+def windows_of(accumulation: int) -> list[tuple[int, int]]:
+    """Windows worth trying, the first and the others: equal ones that cut a step into 1, 2, 3, 4, 6, 8, 12... of them,
+    and single micro-batches after a first window of 2, 4, 8..."""
     found = {-(-accumulation // (base << shift)) for base in (1, 3) for shift in range(accumulation.bit_length() + 1)}
-    return sorted({min(window, MOST_MICRO_BATCHES) for window in found}, reverse=True)
+    equal = sorted({min(window, MOST_MICRO_BATCHES) for window in found}, reverse=True)
+    first = [1 << shift for shift in range(1, MOST_MICRO_BATCHES.bit_length()) if 1 << shift < accumulation]
+    return [(window, window) for window in equal] + [(window, 1) for window in first]
 
 
 def _order(decision: Decision) -> tuple[int, ...]:
     """Of equally fast decisions, the one that takes least memory, with the usual number of slots."""
     return (
-        decision.disk, int(decision.offload), int(decision.rest), decision.layers, decision.stored, decision.window,
-        abs(decision.slots - 3), abs(decision.grad_slots - 2), decision.slots,
+        decision.disk, int(decision.offload), decision.rest, decision.layers, decision.held, decision.summed,
+        decision.stored, decision.window, decision.first, abs(decision.slots - 3), abs(decision.grad_slots - 2),
+        decision.slots,
     )  # fmt: skip
 
 

@@ -27,15 +27,18 @@ def test_from_a_model_a_config_and_for_another_machine() -> None:
 
 def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) -> None:
     plan = dataclasses.replace(
-        planned(),
+        planned(accumulation=6),
         resident=("model.layers.0", "lm_head"),
+        held_weights=("model.layers.1",),
+        held_gradients=(),
         policy={"model.layers.1": "store", "*": "recompute"},
-        window=3,
+        windows=(3, 3),
         slots=2,
     )
     engine = engine_of(small.llama(), plan=plan)
     assert {slab.name for slab in engine.slabs if slab.resident} == {"model.layers.0", "lm_head"}
     assert engine.settings.slots == 2
+    assert engine.settings.held_weights == ("model.layers.1",)
     assert engine.window_size(small.batch(2)) == 3
     assert [engine.relief.policies[b.name] for b in engine.blocks if b.name.startswith("model.layers")] == [
         "recompute", "store", "recompute",
@@ -44,7 +47,14 @@ def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) 
 
 
 def test_what_the_user_has_set_stays() -> None:
-    plan = dataclasses.replace(planned(), resident=("*",), policy={"*": "store"}, window=3)
+    plan = dataclasses.replace(
+        planned(accumulation=3),
+        resident=("*",),
+        held_weights=(),
+        held_gradients=(),
+        policy={"*": "store"},
+        windows=(3,),
+    )
     engine = engine_of(small.llama(), plan=plan, policy="offload", window=1, resident=("lm_head",))
     assert (engine.settings.policy, engine.settings.window, engine.settings.resident) == ("offload", 1, ("lm_head",))
 
@@ -70,7 +80,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
     with pytest.raises(SettingsError, match="plan must be a Plan"):
         engine_of(small.llama(), plan={"resident": ()})
     with pytest.raises(SettingsError, match="disk tier is not in this version"):
-        engine_of(small.llama(), plan=dataclasses.replace(planned(), on_disk=("model.layers.0",)))
+        engine_of(small.llama(), plan=dataclasses.replace(planned(), resident=(), on_disk=("model.layers.0",)))
 
 
 def test_a_refusal_has_the_shortfall_and_what_would_help() -> None:

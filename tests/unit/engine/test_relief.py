@@ -78,7 +78,7 @@ def relief_of(**settings: Any) -> tuple[Relief, int]:
     followed = Settings(plan=decided, **decided.settings(), **settings)
     relief = Relief(followed, GPU, small.llama())
     relief.hold_to_plan()
-    return relief, decided.total("vram") - outside_allocator(decided.memory, decided.window)
+    return relief, decided.total("vram") - outside_allocator(decided.memory, decided.largest_window)
 
 
 def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.
     roles = relief._plan.memory["vram"]  # type: ignore[union-attr]
     assert allocator.reserved == min(
         planned - GRANULARITY,
-        roles["activations"] + roles["workspace"] - outside_allocator(relief._plan.memory, relief._plan.window),  # type: ignore[union-attr]
+        roles["activations"] + roles["workspace"] - outside_allocator(relief._plan.memory, relief._plan.largest_window),  # type: ignore[union-attr]
     )
     allocator.empty_cache()
     relief.stepped(SETTLED, allocator.quiet)

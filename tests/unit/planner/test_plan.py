@@ -49,19 +49,21 @@ def test_micro_batches_one_after_the_other():
     """Each gradient then travels by itself, and a BF16 one needs an FP32 sum beside it: 6 bytes instead of 2."""
     options = {"machine": Machine.load("h200-1.5tb"), "accumulation": 8, "max_vram_gb": 20}
     together, in_turn = (plan(shape_of("qwen2.5-7b"), **options, together=value) for value in (True, False))
-    assert together.window == 8
-    assert in_turn.window == 1
+    assert together.windows == (8,)
+    assert in_turn.windows == (1,) * 8
     assert in_turn.step.seconds > together.step.seconds
+    # Sums that are held in VRAM travel once.
+    assert in_turn.held_gradients
     gradients = [found.memory["ram"]["gradients"] for found in (together, in_turn)]
-    assert gradients[1] > 2.9 * gradients[0]
+    assert gradients[1] > 2.5 * gradients[0]
 
 
 def test_it_is_frozen_and_serialises():
     found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.window = 2
+        found.windows = (2,)
     assert Plan.from_json(found.to_json()) == found
-    for broken in ("", "{}", "[]", found.to_json().replace('"window"', '"windows"')):
+    for broken in ("", "{}", "[]", found.to_json().replace('"windows"', '"window"')):
         with pytest.raises(SettingsError):
             Plan.from_json(broken)
 
@@ -73,7 +75,7 @@ def test_it_is_frozen_all_through():
             mapping[next(iter(mapping))] = 0
     copies = [copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found)), dataclasses.replace(found)]
     assert {found, Plan.from_json(found.to_json()), *copies} == {found}
-    assert {found, dataclasses.replace(found, window=2)} != {found}
+    assert {found, dataclasses.replace(found, slots=found.slots + 1)} != {found}
     assert json.loads(json.dumps(dataclasses.asdict(found)))["memory"] == found.memory
     settings = found.settings()
     settings["policy"]["*"] = "store"
@@ -83,7 +85,9 @@ def test_it_is_frozen_all_through():
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
-        ("window", 0, "window"), ("window", "2", "window"), ("slots", 1.5, "slots"), ("threads", -1, "threads"),
+        ("windows", [0], "windows"), ("windows", "2", "windows"), ("windows", [2], "windows"),
+        ("windows", [], "windows"), ("held_weights", ["a", "a"], "held_weights"),
+        ("held_gradients", 5, "held_gradients"), ("slots", 1.5, "slots"), ("threads", -1, "threads"),
         ("model", 5, "model"), ("parameters", 10**400, "parameters"), ("resident", 5, "resident"),
         ("resident", [1], "resident"), ("resident", ["a", "a"], "resident"), ("notes", "text", "notes"),
         ("policy", [], "policy"), ("policy", {"*": "nothing"}, "policy"), ("policy", {}, "policy"),
@@ -106,7 +110,7 @@ def test_what_is_wrong_in_a_plan_is_named(field, value, named):
         Plan.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 2}', None, 5, b"\xff", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', None, 5, b"\xff", "[" * 100_000])
 def test_what_is_no_plan_at_all(text):
     with pytest.raises(SettingsError, match="plan"):
         Plan.from_json(text)
