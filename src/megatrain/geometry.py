@@ -45,29 +45,42 @@ together they are nothing."""
 
 @dataclass(frozen=True)
 class Lane:
-    """A queue of work beside compute."""
+    """A queue of work beside compute, in its order."""
 
-    name: str
-    link: str | None
+    runs: str | None
+    """"stream": issued on a CUDA stream of its own; "thread": done by a CPU thread. None: no queue of the engine."""
+    link: str | None = None
     """The direction of PCIe that it uses, "in" (to the GPU) or "out"; lanes of one direction share it."""
+    after_compute: bool = False
+    """Whether its work comes after all that compute has been given: it uses what compute, or the user, wrote."""
 
 
 LANES = {
-    lane.name: lane
-    for lane in (
-        Lane("compute", None),
-        Lane("h2d", "in"),  # weights of streamed blocks into slots, sums and parked inputs back
-        Lane("hold", "in"),  # held weights, once per step, each after its update
-        Lane("d2h", "out"),  # gradients of streamed blocks to RAM, inputs to be parked
-        Lane("leave", "out"),  # held gradient sums, rounded, once per step
-        Lane("update", None),  # updates on the CPU
-        Lane("vram", None),  # updates on the GPU
-        Lane("disk", None),  # states from and to disk
-    )
+    "compute": Lane(None),
+    "h2d": Lane("stream", link="in"),  # weights of streamed blocks into slots, sums and parked inputs back
+    "hold": Lane("stream", link="in"),  # held weights, once per step, each after its update
+    "d2h": Lane("stream", link="out", after_compute=True),  # gradients of streamed blocks, inputs to be parked
+    "leave": Lane("stream", link="out", after_compute=True),  # held gradient sums, rounded, once per step
+    "update": Lane("thread"),  # sums and updates in RAM
+    "vram": Lane("stream", after_compute=True),  # the same in GPU memory
+    "disk": Lane(None),  # states from and to disk; not in this version's engine
 }
 """Every lane by its name. The engine's lanes, the timeline and the simulator have these and no others."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A kind of memory that state lives in."""
+
+    updates: str
+    """The lane that sums and updates what lies in it."""
+    on_device: bool
+    """Whether compute reads and writes it where it lies."""
+
+
+TIERS = {"vram": Tier("vram", on_device=True), "ram": Tier("update", on_device=False)}
 LEAVING = 2
-"""Host buffers per ring for gradient sums on their way from GPU memory to an update."""
+"""Gradients per ring, on the device and in RAM, that are on their way from a held sum to its update."""
 
 # ---- slabs and rings
 

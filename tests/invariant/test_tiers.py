@@ -15,18 +15,24 @@ import megatrain as mt
 from megatrain.errors import SettingsError
 from megatrain.stream.lanes import ThreadLanes
 
-PLACEMENTS: dict[str, tuple[str, ...]] = {
-    "streamed": (),
-    "mixed": ("layers.1", "entry"),
-    "layers": ("layers.*",),
-    "resident": ("*",),
+PLACEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "streamed": {},
+    "mixed": {"resident": ("layers.1", "entry")},
+    "layers": {"resident": ("layers.*",)},
+    "resident": {"resident": ("*",)},
+    "held weights": {"held_weights": ("*",)},
+    "held gradients": {"held_gradients": ("*",)},
+    "held": {"held_weights": ("*",), "held_gradients": ("*",)},
+    "all kinds": {"resident": ("layers.0",), "held_weights": ("layers.1", "entry"), "held_gradients": ("layers.2",)},
 }
 
 
-def train(resident: tuple[str, ...], lanes: Any = "sync", clip: float | None = 0.5, **settings: Any) -> list[Any]:
+def train(
+    placement: dict[str, tuple[str, ...]], lanes: Any = "sync", clip: float | None = 0.5, **settings: Any
+) -> list[Any]:
     """Accumulation, windows, updates in the backward, reads and writes in between."""
     model = Stack()
-    engine = engine_of(model, lanes=lanes, resident=resident, **settings)
+    engine = engine_of(model, lanes=lanes, **placement, **settings)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=clip)
     seen: list[Any] = []
 
@@ -59,16 +65,16 @@ def train(resident: tuple[str, ...], lanes: Any = "sync", clip: float | None = 0
 
 @pytest.mark.parametrize("clip", [0.5, None])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-sr"])
-@pytest.mark.parametrize("placement", ["mixed", "layers", "resident"])
+@pytest.mark.parametrize("placement", [*PLACEMENTS][1:])
 def test_placement_does_not_change_bits(placement: str, precision: str, clip: float | None) -> None:
-    expected = train((), clip=clip, precision=precision)
+    expected = train({}, clip=clip, precision=precision)
     assert differences(train(PLACEMENTS[placement], clip=clip, precision=precision), expected) == []
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_nor_under_delays(placement: str, clip: float | None) -> None:
-    expected = train((), clip=clip, precision="bf16", slots=2)
+    expected = train({}, clip=clip, precision="bf16", slots=2)
     for seed in range(8):
         lanes = ThreadLanes(seed=seed, max_delay=3e-4)
         got = train(PLACEMENTS[placement], lanes, clip=clip, precision="bf16", slots=2, grad_slots=1 + seed % 2)

@@ -20,7 +20,7 @@ from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.replay import Ambient
 from megatrain.errors import UnsupportedCall
-from megatrain.store.slab import Place
+from megatrain.store.gradient import Place
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
 

@@ -28,8 +28,9 @@ from megatrain.compute.rebind import Rebinder
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
+from megatrain.store.gradient import Place
 from megatrain.store.parameter import after_accumulate
-from megatrain.store.slab import Place, Slab
+from megatrain.store.slab import Slab
 from megatrain.stream.activations import Activations, Parked
 
 WORTH_PARKING = 1 << 10

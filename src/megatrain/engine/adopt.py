@@ -18,7 +18,7 @@ from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
 from megatrain.model.hooks import keeps_fp32
 from megatrain.store.layout import lay_out
-from megatrain.store.memory import Memory
+from megatrain.store.memory import Homes
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
@@ -36,14 +36,14 @@ class Adoption:
         device: torch.device,
         precision: str,
         memory: HostMemory,
-        tier: Callable[[str], Memory],
+        homes: Callable[[str], Homes],
         saved: Mapping[str, torch.dtype],
     ) -> None:
         self.model = model
         self.device = device
         self.precision = precision
         self.memory = memory
-        self.tier = tier
+        self.homes = homes
         """Where the block of a name keeps its state."""
         self.saved = saved
         """The dtypes that an earlier engine saved parameters in: it handed all its masters over as FP32."""
@@ -119,7 +119,7 @@ class Adoption:
                     low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
                     taken += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
                     freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
-            if self.tier(item.label) is not self.memory:
+            if self.homes(item.label).weight is not self.memory:
                 resident, extra = resident + taken, extra - freed
                 continue
             total += taken
@@ -154,7 +154,7 @@ class Adoption:
         for (dtype, trains), parameters in self._groups(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             master = self.precision != "bf16-sr"
-            slab = Slab(len(self.slabs), item.label, layout, self.tier(item.label), master=master, trains=trains)
+            slab = Slab(len(self.slabs), item.label, layout, self.homes(item.label), master=master, trains=trains)
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 self._loaded[slab.index, index] = parameter.dtype

@@ -26,6 +26,7 @@ from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
+from megatrain.geometry import LANES
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import Found
@@ -38,6 +39,7 @@ from megatrain.stream.activations import Activations
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes, SyncLanes
+from megatrain.stream.leave import Leaving
 from megatrain.stream.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ class Attachment:
     def adopt(self) -> None:
         """Weights into the store; blocks are routed through the step, which is built from their slabs next."""
         self.adoption = Adoption(
-            self.model, self.device, self.engine.precision, self.placement.ram, self.placement.tier, self.saved
+            self.model, self.device, self.engine.precision, self.placement.ram, self.placement.homes, self.saved
         )
         self.adoption.take(self.found, _weakly(self._deposit), self._run, self.releasing)
         # Parameters outside any block lie in slabs that have a name of their own.
@@ -122,11 +124,14 @@ class Attachment:
         settings, device, lanes, slabs = self.settings, self.device, self.lanes, self.adoption.slabs
         blocks, counters, hooks = self.adoption.blocks, self.engine.counters, self.hooks
         policies = self.relief.policies = Policies(settings.policy, [block.name for block in blocks])
-        transfers = [Transfer(device, inventory.cores()) for _ in range(2)]
+        transfers = {name: Transfer(device, inventory.cores()) for name, lane in LANES.items() if lane.link}
         # Loose parameters are read where they are used: no slot is for them.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
-        fetcher = Fetcher(fetched, settings.slots, device, lanes, transfers[0], counters)
-        drain = Drain(slabs, settings.grad_slots, device, lanes, transfers[1], counters)
+        fetcher = Fetcher(fetched, settings.slots, device, lanes, transfers, counters)
+        drain = Drain(slabs, settings.grad_slots, device, lanes, transfers["d2h"], counters)
+        leaving = Leaving(slabs, device, lanes, transfers["leave"], counters)
+        for slab in slabs:
+            slab.grad.several = settings.plan is not None and settings.plan.run.accumulation > 1
         watch = self.placement.watch
         self.headroom = Headroom(self.model, self.engine.precision, settings, watch, fetcher, drain)
         self.step = Step(
@@ -135,15 +140,17 @@ class Attachment:
             lanes=lanes,
             fetcher=fetcher,
             drain=drain,
-            updates=Updates(slabs, self.placement.kernels(), lanes, counters),
+            resume=transfers["h2d"],
+            updates=Updates(slabs, self.placement.kernels(), lanes, leaving, counters),
             recorder=transformers_hooks.CaptureRecorder(hooks),
             for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
             check_open=self.check_open,
-            activations=Activations(device, lanes, transfers[1], transfers[0], self.placement.ram),
+            activations=Activations(device, lanes, transfers["d2h"], transfers["h2d"], self.placement.ram),
             policy=lambda block: policies[block.name],
             watch=watch.check,
             stepped=self._stepped,
         )
+        self.relief.holds = self.step
         self.closing.add(self.step.seats.close)
 
     def take_memory(self) -> None:
@@ -181,8 +188,7 @@ class Attachment:
     # ---- what the parts call
 
     def quiesce(self) -> None:
-        for lane in (self.lanes.h2d, self.lanes.d2h, self.lanes.vram, self.lanes.update):
-            lane.submit(lambda: None, label="quiesce").wait()
+        self.lanes.quiesce()
 
     def check_open(self) -> None:
         if self.closed:

@@ -14,7 +14,7 @@ from megatrain.hardware.watch import RamWatch
 from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
-from megatrain.store.memory import Memory
+from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
@@ -35,16 +35,20 @@ class Placement:
         self.vram = DeviceMemory(device)
         self.watch = RamWatch(held=lambda: self.ram.held, trim=self.ram.trim)
 
-    def tier(self, block: str) -> Memory:
-        """Where the block of this name keeps its state."""
-        return self.vram if any(fnmatch(block, pattern) for pattern in self._settings.resident) else self.ram
+    def homes(self, block: str) -> Homes:
+        """Where the block of this name keeps its weight, states and gradient sum."""
+        if _matches(block, self._settings.resident):
+            return Homes.together(self.vram)
+        sums = self.vram if _matches(block, self._settings.held_gradients) else self.ram
+        return Homes(self.ram, self.ram, sums, held=_matches(block, self._settings.held_weights))
 
     def check(self, blocks: Sequence[str]) -> None:
         """A pattern that matches nothing is a mistake, not a wish."""
-        for pattern in self._settings.resident:
-            if not any(fnmatch(name, pattern) for name in blocks):
-                named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
-                raise SettingsError(f"resident={pattern!r} matches no block; blocks are {', '.join(named)}.")
+        for setting in ("resident", "held_weights", "held_gradients"):
+            for pattern in getattr(self._settings, setting):
+                if not any(fnmatch(name, pattern) for name in blocks):
+                    named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
+                    raise SettingsError(f"{setting}={pattern!r} matches no block; blocks are {', '.join(named)}.")
 
     def kernels(self) -> dict[str, Kernel]:
         """What updates the state of each tier."""
@@ -61,14 +65,18 @@ class Placement:
         """
         needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0}
         for slab in slabs:
-            gradient = 0 if slab.grad.allocated else slab.layout.nbytes
-            needed[slab.memory.tier] += slab.state_bytes(rule.moments, width) + gradient
+            needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
+            needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.layout.nbytes
         if needed["vram"]:
-            inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients of resident blocks")
+            inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(
             needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient, slots)",
             self._settings.max_ram_gb, self.ram.held,
         )  # fmt: skip
+
+
+def _matches(block: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(block, pattern) for pattern in patterns)
 
 
 def announce_unavailable(settings: Settings, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from typing import Protocol
 
 import torch
 
@@ -40,6 +41,11 @@ class Policies:
         return self._of[block]
 
     @property
+    def stored(self) -> list[str]:
+        """Blocks that keep their graph."""
+        return [name for name, policy in self._of.items() if policy == "store"]
+
+    @property
     def least(self) -> bool:
         """Whether no block could keep less."""
         return all(policy == LESS[policy] for policy in self._of.values())
@@ -47,7 +53,7 @@ class Policies:
     @contextmanager
     def lean(self) -> Iterator[None]:
         """No graph is kept inside (no input either, if none was); afterwards half as many as before."""
-        stored = [name for name, policy in self._of.items() if policy == "store"]
+        stored = self.stored
         leaner = {name: LESS[policy] for name, policy in self._of.items() if policy == "store" or not stored}
         before, self._of = self._of, self._of | leaner
         yield
@@ -55,10 +61,21 @@ class Policies:
         self._of |= {name: before[name] for name in stored[: len(stored) // 2]}
 
 
+class Holds(Protocol):
+    """What the GPU holds for longer than one use, though its home is RAM (engine/step.py)."""
+
+    def holding(self) -> bool:
+        """Whether there is anything."""
+
+    def let_go(self) -> None:
+        """From now on it streams."""
+
+
 class Relief:
     """The limits of an engine's GPU memory, and what gives way when they are reached."""
 
     policies: Policies
+    holds: Holds
 
     def __init__(
         self, settings: Settings, device: torch.device, model: torch.nn.Module, pinned: Callable[[], int] = lambda: 0
@@ -176,16 +193,21 @@ class Relief:
     @property
     def leanest(self) -> bool:
         """Whether `lean` has nothing left to give."""
-        return self.policies.least and (self._lifted or self._plan is None)
+        return self.policies.least and not self.holds.holding() and (self._lifted or self._plan is None)
 
     @contextmanager
     def lean(self) -> Iterator[None]:
         """For a step that ran out of memory, done again inside: blocks keep less for their backward.
 
-        Inside no block keeps its graph, and afterwards half as many as before do; if none did, inputs go to RAM from
-        now on. A plan's figure is no limit any more, `max_vram_gb` still is.
+        Inside no block keeps its graph, and afterwards half as many as before do. If none did, weights and sums that are
+        held stream from now on, and the next time inputs go to RAM. A plan's figure is no limit any more, `max_vram_gb`
+        still is.
         """
         self._lifted = True
         self.hold_to_plan(False)
+        if not self.policies.stored and self.holds.holding():
+            self.holds.let_go()
+            yield
+            return
         with self.policies.lean():
             yield

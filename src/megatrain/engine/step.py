@@ -33,14 +33,16 @@ from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
 from megatrain.engine.threads import Threads
 from megatrain.errors import UnsupportedCall
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
+from megatrain.store.gradient import OUTSIDE, Gradient, Place
 from megatrain.store.parameter import StoreTensor
-from megatrain.store.slab import OUTSIDE, Place, Slab
+from megatrain.store.slab import Slab
 from megatrain.stream.accumulate import WindowSums
 from megatrain.stream.activations import Activations
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.predict import BOUNDARY, Predictor
+from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.notices import warn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -62,6 +64,7 @@ class Step:
         recorder: Recorder,
         for_training: Callable[[tuple[Any, ...], dict[str, Any]], Arguments],
         check_open: Callable[[], None],
+        resume: Transfer,
         activations: Activations,
         policy: Callable[[Block], str],
         watch: Callable[[], None],
@@ -80,6 +83,8 @@ class Step:
         self._fetcher = fetcher
         self._lock = fetcher.lock
         self._drain = drain
+        self._resume = resume
+        """Brings sums of an earlier window back to the device."""
         self._updates = updates
         self._recorder = recorder
         self._for_training = for_training
@@ -101,6 +106,8 @@ class Step:
         """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
         self.unparked: set[int] = set()
         """Blocks at which a window does not wait: the head, whose logits must not pile up."""
+        for slab in slabs:
+            slab.grad.keeper = self
 
     def expect(self, blocks: list[Block]) -> None:
         """The first step has no past to predict from: assume registration order, there and back."""
@@ -167,7 +174,7 @@ class Step:
                     f"a gradient for {slab.name} came from a thread outside the window that is open; let other threads "
                     "call backward() before or after the window."
                 )
-            self._updates.refuse_late(slab)
+            self._updates.refuse_late(slab.grad)
             # An embedding with sparse=True gives rows; sums and updates are of whole parameters.
             gradients = {index: g if g.layout is torch.strided else g.to_dense() for index, g in gradients.items()}
             (self._sums or self._drain).collect(slab, place, gradients)
@@ -187,6 +194,14 @@ class Step:
             if self._updates.early:
                 self._fetcher.until_left()
             self._updates.complete(slab)
+
+    def merge(self, gradient: Gradient) -> None:
+        """Make one part of what several places gave to a slab's gradient."""
+        self._drain.merge(gradient)
+
+    def refuse_late(self, gradient: Gradient) -> None:
+        """Raise if an update has already started with this gradient."""
+        self._updates.refuse_late(gradient)
 
     def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
@@ -239,7 +254,10 @@ class Step:
         if self._sums is not None:
             raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
-        self._sums = sums = WindowSums(self._drain, self._fetcher.transfer, whole, self.seats, self._given)
+        if len(tasks) > 1:
+            for slab in self.slabs:
+                slab.grad.several = True
+        self._sums = sums = WindowSums(self._drain, self._resume, whole, self.seats, self._given)
         try:
             results = self.seats.run([partial(self._begun, task) for task in tasks], seeds, sums.left)
             with self._lock:
@@ -266,21 +284,23 @@ class Step:
         with self._lock:
             self._fetcher.until_left()
             with Deferred():
-                outcome = self._released(rules, max_norm, owner)
+                order = self._in_forward_order()
+                outcome = self._released(rules, max_norm, order, owner)
                 self._forward_order = {}
                 self._unfinished.clear()
                 self._open = 0
                 self._steps += 1
                 self._lanes.timeline.cut()
                 self._predictor.record(BOUNDARY)
+                self._fetcher.refresh(order)
                 self._fetcher.prefetch(self._ahead(self._predictor), keep=())
         self._stepped(self._steps)
         return outcome
 
-    def _released(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
+    def _released(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         before = {slab.index: slab.version for slab in self.slabs}
         try:
-            return self._updates.release(rules, max_norm, self._in_forward_order(), owner)
+            return self._updates.release(rules, max_norm, order, owner)
         except BaseException:
             moved = [slab for slab in self.slabs if slab.version != before[slab.index]]
             for slab in moved:
@@ -320,6 +340,19 @@ class Step:
             for slab in self.slabs:
                 slab.grad.clear()
             self.activations.forget()
+
+    def holding(self) -> bool:
+        """Whether the device holds weights or sums whose home could be, or is, in RAM."""
+        return self._fetcher.holding or any(slab.grad.on_device and not slab.on_device for slab in self.slabs)
+
+    def let_go(self) -> None:
+        """Make room on the device: what it holds for longer than one use streams from now on. Gradients are gone."""
+        with self._lock, Deferred():
+            self._fetcher.let_go()
+            for slab in self.slabs:
+                slab.grad.clear()
+                if not slab.on_device:
+                    slab.grad.move_home(slab.homes.states)
 
     def norm(self) -> float:
         """The global gradient norm of what has been accumulated so far."""
@@ -362,10 +395,7 @@ class Step:
     def settle(self) -> None:
         """Wait until all submitted work on the store is done."""
         for slab in self.slabs:
-            slab.written.wait()
-            slab.read.wait()
-            for part in slab.grad.parts.values():
-                part.landed.wait()
+            slab.finish_work()
         self._lanes.check()
 
     def _ahead(self, predictor: Predictor) -> list[Slab]:

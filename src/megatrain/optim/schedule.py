@@ -8,7 +8,7 @@ step's last, a slab is updated as soon as its gradient is complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,9 +16,11 @@ import torch
 from megatrain.errors import NonFiniteGradients, UnsupportedCall
 from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, update_slab
-from megatrain.store.slab import Slab, Snapshot
-from megatrain.store.ticket import DONE, Ticket
-from megatrain.stream.lanes import Lane, Lanes
+from megatrain.store.gradient import Gradient, Snapshot
+from megatrain.store.slab import Slab
+from megatrain.store.ticket import DONE, Ticket, Wait
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.leave import Leaving
 from megatrain.stream.norm import gradient_square_sum, snapshot_square_sum, total
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import warn
@@ -69,9 +71,17 @@ class _Early:
 class Updates:
     """Norms and updates of one engine's slabs."""
 
-    def __init__(self, slabs: Sequence[Slab], kernels: Mapping[str, Kernel], lanes: Lanes, counters: Counters) -> None:
+    def __init__(
+        self,
+        slabs: Sequence[Slab],
+        kernels: Mapping[str, Kernel],
+        lanes: Lanes,
+        leaving: Leaving,
+        counters: Counters,
+    ) -> None:
         self._kernels = kernels
         """By tier."""
+        self._leaving = leaving
         self._slabs = slabs
         self._lanes = lanes
         self._counters = counters
@@ -79,8 +89,6 @@ class Updates:
         self._early: _Early | None = None
         self._half_done: NonFiniteGradients | None = None
         self.last: Outcome | None = None
-        for slab in slabs:
-            slab.grad.late = self.refuse_late
 
     # ---- updates that start in the backward
 
@@ -110,28 +118,23 @@ class Updates:
         if early is None or slab.index in early.started or slab.index not in early.rules or not slab.grad.present:
             return
         early.started[slab.index] = slab.name
-        gradient, landed = slab.grad.snapshot(), slab.grad.merged().landed
 
-        def work() -> None:
-            if slab.resident:
-                # On a stream, being after `landed` does not mean that this thread may read the norm.
-                landed.wait()
+        def allowed(gradient: Snapshot) -> float | None:
             early.sums[slab.index] = snapshot_square_sum(gradient) * gradient.scale**2
             if not math.isfinite(early.sums[slab.index]):
                 early.outcome.skipped = True
-            if not early.outcome.skipped:
-                update_slab(slab, gradient, early.rules[slab.index], gradient.scale, self._kernels[slab.memory.tier])
-                early.updated.append(slab.name)
+            if early.outcome.skipped:
+                return None
+            early.updated.append(slab.name)
+            return gradient.scale
 
-        # After `landed`: the gradient must be there. After `read`: a copy may still be reading the weights.
-        slab.written = self._lane(slab).submit(work, after=(landed, slab.read, *self._compute(slab)), label=slab.name)
-        slab.version += 1
+        self._submit(slab, slab.grad.snapshot(), early.rules[slab.index], allowed)
 
-    def refuse_late(self, slab: Slab) -> None:
+    def refuse_late(self, gradient: Gradient) -> None:
         """A gradient for a slab whose update is already under way would be lost."""
-        if self._early is not None and slab.index in self._early.started:
+        if self._early is not None and gradient.index in self._early.started:
             raise UnsupportedCall(
-                f"{slab.name} got another gradient after its update had started: inside `final_backward()` the "
+                f"{gradient.name} got another gradient after its update had started: inside `final_backward()` the "
                 "backward must be the last of the step, and pass every block as often as the forward did."
             )
 
@@ -176,29 +179,33 @@ class Updates:
         early = self._claim(rules, owner)
         outcome = early.outcome if early is not None else Outcome()
         started = early.started if early is not None else {}
-        gradients = {
-            slab.index: slab.grad.snapshot() if slab.index in started else self._measured(slab)
-            for slab in self._slabs
-            if slab.grad.present
-        }
-        outcome.ticket = self._lanes.update.submit(
+        gradients = {slab.index: slab.grad.snapshot() for slab in self._slabs if slab.grad.present}
+        waits: list[Wait] = []
+        landing = []
+        for slab in self._slabs:
+            if slab.index in started:
+                # They took their own sums, and say whether they moved anything.
+                waits.append(Wait("update", slab.orders["weight"].written))
+            elif slab.index in gradients and slab.grad.on_device:
+                gradients[slab.index], measured = self._measured(slab, gradients[slab.index])
+                waits.append(Wait("measured", measured))
+            elif slab.index in gradients:
+                landing.append(gradients[slab.index].order)
+        outcome.ticket = self._lanes.submit(
+            "update",
+            "norm",
             lambda: self._decide(outcome, gradients, max_norm, early),
-            # After updates that have started: they took their own sums, and say whether they moved anything.
-            after=[
-                slab.written if slab.index in started else slab.grad.merged().landed
-                for slab in self._slabs
-                if slab.index in gradients
-            ],
+            reads=landing,
+            after=waits,
             label="norm",
         )
+
+        def allowed(gradient: Snapshot) -> float | None:
+            return None if outcome.skipped else outcome.clip * gradient.scale
+
         for slab in order:
-            if slab.index not in gradients or slab.index in started:
-                continue
-            if slab.index in rules:
-                self._submit(slab, gradients[slab.index], rules[slab.index], outcome)
-            else:
-                # Nothing updates it, but the norm still reads its gradient: the next one must not land before.
-                slab.grad.merged().landed = outcome.ticket
+            if slab.index in gradients and slab.index not in started and slab.index in rules:
+                self._submit(slab, gradients[slab.index], rules[slab.index], allowed, Wait("norm", outcome.ticket))
         self.last = outcome
         return outcome
 
@@ -234,37 +241,37 @@ class Updates:
         self._early = None
         return early
 
-    def _compute(self, slab: Slab) -> tuple[Ticket, ...]:
-        """What the user wrote to a resident slab, or filled it with, is still on compute's stream."""
-        return (self._lanes.mark(),) if slab.resident else ()
-
-    def _lane(self, slab: Slab) -> Lane:
-        return self._lanes.vram if slab.resident else self._lanes.update
-
-    def _measured(self, slab: Slab) -> Snapshot:
-        """The gradient of a slab; the norm of a sum that lies on the device is taken there."""
-        gradient, part = slab.grad.snapshot(), slab.grad.merged()
-        if gradient.square_sum is not None or not slab.resident:
-            return gradient
+    def _measured(self, slab: Slab, gradient: Snapshot) -> tuple[Snapshot, Ticket]:
+        """With the norm of a sum that lies on the device, taken there."""
         found = torch.zeros((), dtype=torch.float64, pin_memory=gradient.flat.is_cuda)
 
         def measure() -> None:
             found.copy_(gradient_square_sum(gradient), non_blocking=True)
 
-        part.landed = self._lanes.vram.submit(
-            measure, after=(part.landed, *self._compute(slab)), label=f"norm of {slab.name}"
-        )
-        return replace(gradient, square_sum=found)
+        ticket = self._lanes.submit("vram", "measure", measure, reads=[gradient.order], label=f"norm of {slab.name}")
+        return replace(gradient, square_sum=found), ticket
 
-    def _submit(self, slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], outcome: Outcome) -> None:
+    def _submit(
+        self,
+        slab: Slab,
+        gradient: Snapshot,
+        rules: Mapping[int, Rule],
+        allowed: Callable[[Snapshot], float | None],
+        *after: Wait,
+    ) -> None:
+        """An update, where the slab's states are; `allowed` says, when it runs, what gradients are multiplied by, or
+        that nothing is to be changed (None)."""
+        # The weights that compute or a copy may still be reading are written, so it comes after them.
+        state = slab.open(writes=("weight", "states"))
+        gradient = self._leaving.bring(slab, gradient)
+
         def work() -> None:
-            if not outcome.skipped:
-                factor = outcome.clip * gradient.scale
-                update_slab(slab, gradient, rules, factor, self._kernels[slab.memory.tier])
+            factor = allowed(gradient)
+            if factor is not None:
+                update_slab(slab, state, gradient, rules, factor, self._kernels[slab.homes.states.tier])
 
-        # After `read`: a copy to the device may still be reading the weights that this writes.
-        slab.written = self._lane(slab).submit(
-            work, after=(outcome.ticket, slab.read, *self._compute(slab)), label=slab.name
+        self._lanes.submit(
+            slab.updates, "update", work, reads=[gradient.order], writes=state.writes, after=after, label=slab.name
         )
         slab.version += 1
 

@@ -16,9 +16,10 @@ import torch
 from megatrain.native import library as native
 from megatrain.optim.rules import AdamW, Rule
 from megatrain.store.formats import FP32, round_to_bf16
+from megatrain.store.gradient import Snapshot
 from megatrain.store.moments import Piece
 from megatrain.store.random import Draws, seed_of
-from megatrain.store.slab import Slab, Snapshot
+from megatrain.store.slab import Slab, Span
 from megatrain.store.split import join, split
 from megatrain.telemetry.notices import announce
 
@@ -51,8 +52,11 @@ class Operands:
 Kernel = Callable[[Operands], None]
 
 
-def update_slab(slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel) -> None:
+def update_slab(
+    slab: Slab, state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel
+) -> None:
     """One step for the parameters that have a gradient and a group; the others are left untouched."""
+    residual = state.residual
     runs: dict[tuple[Rule, int], list[int]] = {}
     for index in sorted(gradient.present):
         if index in rules:
@@ -65,11 +69,11 @@ def update_slab(slab: Slab, gradient: Snapshot, rules: Mapping[int, Rule], clip:
                 Operands(
                     rule=type(rule),
                     scalars=scalars,
-                    weight=slab.weight[start:end],
-                    residual=slab.residual[start:end] if slab.split_master and slab.residual is not None else None,
+                    weight=state.weight[start:end],
+                    residual=None if residual is None else residual[start:end],
                     gradient=gradient.flat[start:end],
                     gradient_dtype=gradient.dtype,
-                    moments=tuple(slab.moments[role].piece(index, end - start) for role in rule.moments),
+                    moments=tuple(state.moments[role].piece(index, end - start) for role in rule.moments),
                     seed=seed_of(slab.index, step),
                     first=start,
                 )

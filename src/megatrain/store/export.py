@@ -33,7 +33,7 @@ class ExportTensor(StoreTensor):
     @property
     def copies(self) -> bool:
         """Whether reading it takes host memory."""
-        return self.dtype != self.slab.layout.dtype or self.slab.resident
+        return self.dtype != self.slab.layout.dtype or self.slab.on_device
 
     def host(self) -> torch.Tensor:
         """The values in host memory, dense: a view of the store if they lie there in this dtype."""

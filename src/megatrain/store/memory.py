@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ class Memory(Protocol):
     """One tier."""
 
     tier: str
-    """"ram" or "vram"."""
+    """Its name: a key of `megatrain.geometry.TIERS`, which says what lanes move and update it."""
     held: int
     """Bytes that have been allocated."""
 
@@ -30,3 +31,24 @@ class Memory(Protocol):
 
     def free(self, buffer: Any) -> None:
         """Give a buffer of this tier back; the caller has waited for all work on it."""
+
+
+@dataclass
+class Homes:
+    """Where a slab keeps its weight, its states (residual and moments) and its gradient sum, between uses."""
+
+    weight: Memory
+    states: Memory
+    sums: Memory
+    held: bool = False
+    """Whether the device has a copy of the weight that outlives one use."""
+
+    def __post_init__(self) -> None:
+        if self.weight.tier == "vram":
+            assert self.states.tier == "vram", "a weight lives in GPU memory only together with its states"
+            self.held = False
+
+    @classmethod
+    def together(cls, memory: Memory) -> Homes:
+        """All in one tier."""
+        return cls(memory, memory, memory)

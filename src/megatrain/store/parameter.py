@@ -96,8 +96,6 @@ class StoreTensor(torch.Tensor):
             # Another thread may have fetched the slab in the middle of this.
             self.slab.version += 1
         else:
-            # An update of the step before may still be reading the gradient.
-            self.slab.settle()
             self._strided(self.slab.grad.writable()).copy_(values)
 
     def _strided(self, flat: torch.Tensor) -> torch.Tensor:
@@ -126,12 +124,8 @@ class StoreTensor(torch.Tensor):
             raise UnsupportedCall(
                 f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}."
             )
-        self.slab.require_owner()
-        self.slab.grad.late(self.slab)
         values = value.detach().clone()
-        part = self.slab.grad.merged()
-        part.landed.wait()
-        part.present.add(self.segment)
+        self.slab.grad.writable_part().present.add(self.segment)
         StoreTensor.whole(self.slab, self.segment, "grad", self.device).write(values)
 
     @grad.deleter

@@ -1,8 +1,14 @@
-"""A ticket stands for submitted work. Slabs keep the tickets of the last work on each role; lanes hand them out."""
+"""Tickets stand for submitted work, and an `Order` says whose turn it is at one piece of memory.
+
+Whoever reads waits for the last writer; whoever writes waits for the last writer and for every reader since. That is
+the whole rule: a job says what it reads and what it writes (`Lanes.submit`), and its waits follow.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+from collections.abc import Hashable
+from typing import NamedTuple, Protocol
 
 
 class Ticket(Protocol):
@@ -29,3 +35,51 @@ class _Done:
 
 
 DONE: Ticket = _Done()
+
+
+class Wait(NamedTuple):
+    """What a job comes after, and its name: tests take waits away by name."""
+
+    name: str
+    ticket: Ticket
+
+
+class Order:
+    """The last writer of one piece of memory, and its readers since."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.written: Ticket = DONE
+        self._readers: dict[Hashable, Ticket] = {}
+        """The last of each lane, which is in order itself; compute has a stream for each thread."""
+
+    def before_reading(self) -> list[Wait]:
+        return [] if self.written is DONE else [Wait(f"{self.name} written", self.written)]
+
+    def before_writing(self) -> list[Wait]:
+        return [*self.before_reading(), *[Wait(f"{self.name} read", ticket) for ticket in list(self._readers.values())]]
+
+    def read(self, ticket: Ticket) -> None:
+        """The work of this ticket reads it."""
+        if ticket is not DONE:
+            self._readers[(ticket.lane, threading.get_ident()) if ticket.lane == "compute" else ticket.lane] = ticket
+
+    def write(self, ticket: Ticket) -> None:
+        """The work of this ticket, which waits for everybody before it, writes it."""
+        self.written = ticket
+        self._readers.clear()
+
+    def until_readable(self) -> None:
+        """Let the calling thread wait for the last writer."""
+        self.written.wait()
+
+    def until_writable(self) -> None:
+        """Let the calling thread wait for the last writer and all readers."""
+        for wait in self.before_writing():
+            wait.ticket.wait()
+
+    def forget(self) -> list[Ticket]:
+        """In a forked child: what was submitted is the parent's. The tickets that there were."""
+        had = [self.written, *self._readers.values()]
+        self.write(DONE)
+        return had

@@ -13,8 +13,10 @@ from typing import Protocol
 
 import torch
 
-from megatrain.store.slab import OUTSIDE, Part, Place, Slab
-from megatrain.stream.drain import Drain, Gradients
+from megatrain.store.gradient import OUTSIDE, Part, Place
+from megatrain.store.slab import Slab
+from megatrain.store.ticket import Wait
+from megatrain.stream.drain import Drain, Gradients, add_each
 from megatrain.stream.gradslots import GradSlot
 from megatrain.stream.transfer import Transfer
 
@@ -59,6 +61,8 @@ class WindowSums:
         self._whole = whole
         """Whether this window is the whole step: its sums may then be rounded before they travel."""
         self._open: dict[tuple[int, Place], _Sum] = {}
+        self._in_place: dict[int, Slab] = {}
+        """Slabs whose sums lie on the device for longer than the window: nothing of them is sent."""
         self.revisited = False
         """Whether a micro-batch gave twice to one place: the order is then not that of one after the other."""
 
@@ -100,6 +104,10 @@ class WindowSums:
             self._given.setdefault(key, set()).add(seat)
 
     def _add(self, slab: Slab, place: Place, gradients: Gradients) -> None:
+        if slab.grad.on_device:
+            self._drain.add_in_place(slab, slab.grad.part(place), gradients)
+            self._in_place[slab.index] = slab
+            return
         key = (slab.index, place)
         if key not in self._open:
             self._open[key] = self._begin(slab, place)
@@ -107,10 +115,7 @@ class WindowSums:
         # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         with torch.no_grad():
-            for known, into in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-                chosen = [index for index in rounded if (index in entry.present) == known]
-                if chosen:
-                    into([slab.layout.view(entry.total, i) for i in chosen], [rounded[i] for i in chosen])
+            add_each(slab, entry.total, rounded, entry.present)
         entry.present.update(gradients)
         entry.added += 1
 
@@ -118,6 +123,8 @@ class WindowSums:
         """Send all sums home."""
         for key in list(self._open):
             self._send(key)
+        for slab in self._in_place.values():
+            self._sent(slab)
 
     def _begin(self, slab: Slab, place: Place) -> _Sum:
         slot = self._drain.rings.next(slab)
@@ -126,8 +133,7 @@ class WindowSums:
             if key[1] != place or other.slot is slot:
                 self._send(key)
         # The copy that last drained this slot must have read it before compute writes it again.
-        with self._drain.lanes.timeline.waiting("compute", "d2h"):
-            slot.drained.order()
+        self._drain.lanes.order(slot.order.before_writing())
         total, rounded = self._drain.rings.sum_view(slot, slab)
         total.zero_()
         part = slab.grad.part(place)
@@ -144,14 +150,17 @@ class WindowSums:
         part, lanes = entry.part, self._drain.lanes
         source = part.sum_buffer if part.summed else part.landing
         target = entry.total if part.summed else entry.rounded
-        arrived = lanes.h2d.submit(
+        lanes.submit(
+            "h2d",
+            "resume",
             lambda: self._transfer.to_device(target, source.view(target.dtype), source.pinned),
+            reads=[part.order],
+            writes=[entry.slot.order],
             # After compute so far: it has just cleared the buffer that this fills.
-            after=(part.landed, lanes.mark()),
-            label=f"sum of {entry.slab.name}",
+            after=[Wait("compute", lanes.mark())],
+            label=entry.slab.name,
         )
-        with lanes.timeline.waiting("compute", "h2d"):
-            arrived.order()
+        lanes.order(entry.slot.order.before_reading())
         if target is not entry.total:
             entry.total.copy_(target)
 
@@ -163,9 +172,9 @@ class WindowSums:
         complete = entry.fresh and (entry.added == 1 or (self._whole and not slab.shared)) and everybody
         if part.dtype == torch.float32 or complete:
             entry.rounded.copy_(entry.total)
-            entry.slot.drained = self._drain.land(slab, part, entry.slot, entry.rounded)
+            self._drain.land(slab, part, entry.slot, entry.rounded)
         else:
-            entry.slot.drained = self._drain.land_sum(slab, part, entry.total)
+            self._drain.land_sum(slab, part, entry.slot, entry.total)
         part.present.update(entry.present)
         # What is held for an earlier micro-batch is still to be added.
         if not self._held.get(key):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.store.ram import HostBuffer, HostMemory
-from megatrain.store.ticket import DONE, Ticket
+from megatrain.store.ticket import DONE, Order, Ticket, Wait
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.transfer import Transfer
 
@@ -43,13 +43,15 @@ class Parked:
 
 @dataclass(eq=False)
 class _Loan:
-    """A host buffer in use, and the last work on it."""
+    """A host buffer in use, and who works on it."""
 
     buffer: HostBuffer
-    last: Ticket
+    order: Order
     target: torch.Tensor | None = None
     """Where its content is on its way to. Nobody comes for it if the backward is given up: it must stay here until
     compute is ordered behind the copy, or the allocator would hand out memory that is still being written."""
+    back: Ticket = DONE
+    """The copy to the target."""
 
 
 class Activations:
@@ -78,12 +80,12 @@ class Activations:
         parked = Parked(tensor, loan, latest() if latest is not None else None)
         weakref.finalize(parked, self._free.append, loan)
         host, pinned = parked.host, loan.buffer.pinned
-        # After `last`: the copy that last brought this buffer's content back must have read it.
-        loan.last = self._lanes.d2h.submit(
-            lambda: self._out.to_host(host, tensor, pinned), after=(self._lanes.mark(), loan.last), label="activation"
+        # The copy that last brought this buffer's content back must have read it.
+        self._lanes.submit(
+            "d2h", "park", lambda: self._out.to_host(host, tensor, pinned), writes=[loan.order], label="activation"
         )
         # The device memory is free when the copy has been made, not before; waiting here keeps it bounded.
-        self._leaving.append((loan.last, tensor))
+        self._leaving.append((loan.order.written, tensor))
         while len(self._leaving) > IN_FLIGHT:
             self._leaving.popleft()[0].wait()
         self._latest.parked = weakref.ref(parked)
@@ -118,9 +120,9 @@ class Activations:
         if self._free:
             small = max(self._free, key=lambda loan: loan.buffer.nbytes)
             self._free.remove(small)
-            small.last.wait()
+            small.order.until_writable()
             self._memory.free(small.buffer)
-        return _Loan(self._memory.allocate(nbytes, transferred=True), DONE)
+        return _Loan(self._memory.allocate(nbytes, transferred=True), Order("parked"))
 
     def _bring(self, parked: Parked) -> None:
         if parked.loan.target is not None or parked.taken:
@@ -129,9 +131,12 @@ class Activations:
         parked.loan.target = target
         host, pinned = parked.host, parked.loan.buffer.pinned
         # After compute so far: the allocator may have given this memory to work that is still running.
-        parked.loan.last = self._lanes.h2d.submit(
+        parked.loan.back = self._lanes.submit(
+            "h2d",
+            "unpark",
             lambda: self._back.to_device(target, host, pinned),
-            after=(parked.loan.last, self._lanes.mark()),
+            reads=[parked.loan.order],
+            after=[Wait("compute", self._lanes.mark())],
             label="activation",
         )
 
@@ -140,5 +145,5 @@ def _arrived(loan: _Loan) -> torch.Tensor | None:
     """What a loan's content came back to, if it did. Compute must not use that memory before the copy has been made."""
     target, loan.target = loan.target, None
     if target is not None:
-        loan.last.order()
+        loan.back.order()
     return target

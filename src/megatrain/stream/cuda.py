@@ -14,19 +14,10 @@ from typing import Any
 
 import torch
 
-from megatrain.errors import LaneFailed, SettingsError
-from megatrain.store.ticket import Ticket
-from megatrain.stream.lanes import (
-    Failures,
-    HostTicket,
-    Lane,
-    Lanes,
-    SyncLanes,
-    ThreadLane,
-    ThreadLanes,
-    Work,
-    close_all,
-)
+from megatrain.errors import SettingsError
+from megatrain.geometry import LANES
+from megatrain.store.ticket import Ticket, Wait
+from megatrain.stream.lanes import Failures, HostTicket, Lane, Lanes, SyncLanes, ThreadLane, ThreadLanes, Work
 from megatrain.stream.timeline import Timeline
 
 
@@ -83,13 +74,13 @@ class StreamLane:
         self.stream = torch.cuda.Stream(device)
         self._issuer = ThreadLane(f"{name}-issue", None, failures)
 
-    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+    def submit(self, work: Work, after: Sequence[Wait] = (), label: str = "", job: str = "") -> Ticket:
         ticket = DeviceTicket(self.name, self.device, self._issuer, label)
 
         def issue() -> None:
             try:
                 with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                    for earlier in after:
+                    for _, earlier in after:
                         self._order(earlier)
                     with self.timeline.device_span(self.name, label):
                         work()
@@ -116,30 +107,22 @@ class StreamLane:
             self.stream.synchronize()
 
 
-class CudaLanes:
+class CudaLanes(Lanes):
     """Copies and updates on the device on streams of their own, updates of host memory on a CPU thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.timeline = Timeline(device)
-        self._failures = Failures()
-        self._streams = [StreamLane(name, device, self.timeline, self._failures) for name in ("h2d", "d2h", "vram")]
-        self._update = ThreadLane("update", self.timeline, self._failures)
-        self.h2d: Lane = self._streams[0]
-        self.d2h: Lane = self._streams[1]
-        self.update: Lane = self._update
-        self.vram: Lane = self._streams[2]
+        timeline, failures = Timeline(device), Failures()
+
+        def make(name: str) -> Lane:
+            if LANES[name].runs == "stream":
+                return StreamLane(name, device, timeline, failures)
+            return ThreadLane(name, timeline, failures)
+
+        super().__init__(make, timeline, failures)
 
     def mark(self) -> Ticket:
         return _Marked(self.device)
-
-    def check(self) -> None:
-        error: LaneFailed | None = self._failures.take()
-        if error is not None:
-            raise error
-
-    def close(self, patience: float | None = None) -> None:
-        close_all([self._update, *self._streams], patience)
 
 
 def choose(asked: Any, device: torch.device) -> Lanes:

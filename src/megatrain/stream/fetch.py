@@ -2,20 +2,21 @@
 
 A slot holds one version of one slab. It may be refilled when nobody has it pinned, and the copy is ordered after the
 compute that used it last. Blocks of like size share a ring, so that a large embedding does not size the slots of
-every layer. Several threads may run the model: `lock` guards what is in which slot, and never the compute in between.
+every layer. A held weight has a ring of its own with one slot, which is refilled once per step, after its update.
+Several threads may run the model: `lock` guards what is in which slot, and never the compute in between.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.geometry import by_size, weight_slots
 from megatrain.store.slab import Slab
-from megatrain.store.ticket import DONE, Ticket
+from megatrain.store.ticket import Order
 from megatrain.store.vram import lasting
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.transfer import Transfer
@@ -32,9 +33,7 @@ class Slot:
         self.pins = 0
         self.used = 0
         """When it was used last, in uses: the least recent is refilled first."""
-        self.arrived: Ticket = DONE
-        self.released: dict[int, Ticket] = {}
-        """The last compute that used it, by thread: each may have a CUDA stream of its own."""
+        self.order = Order("slot")
 
     def holds(self, slab: Slab) -> bool:
         return self.slab is slab and self.version == slab.version
@@ -79,7 +78,8 @@ class Lease:
     """Slabs pinned on the device: flat views by slab index."""
 
     slots: list[Slot]
-    residents: list[Slab]
+    read: list[Order]
+    """Of the slots, and of resident slabs: refills and updates wait for the compute that reads them."""
     views: dict[int, torch.Tensor]
     visiting: bool
 
@@ -93,7 +93,7 @@ class Fetcher:
         slots: int,
         device: torch.device,
         lanes: Lanes,
-        transfer: Transfer,
+        transfers: Mapping[str, Transfer],
         counters: Counters,
     ) -> None:
         self.lock = threading.RLock()
@@ -103,16 +103,38 @@ class Fetcher:
         """Leases of visiting threads that read resident slabs where they lie."""
         self._left = threading.Condition(self.lock)
         self._lanes = lanes
-        self.transfer = transfer
+        self._transfers = transfers
         self._counters = counters
         self._clock = 0
         self.depth = slots - 1
         """How many uses ahead to fetch: one slot is in use, the others are ahead of it."""
-        self._rings = {
-            slab.index: ring
-            for ring, members in _rings([slab for slab in slabs if not slab.resident], slots, device)
-            for slab in members
-        }
+        self._slots = slots
+        self._device = device
+        self._rings: dict[int, Ring] = {}
+        travelling = [slab for slab in slabs if not slab.on_device]
+        self._held = {slab.index: slab for slab in travelling if slab.homes.held}
+        self._rings |= {index: Ring(slab.layout.nbytes, 1, device) for index, slab in self._held.items()}
+        self._share([slab for slab in travelling if not slab.homes.held])
+
+    def _share(self, slabs: Sequence[Slab]) -> None:
+        for members in by_size(slabs, lambda slab: slab.layout.nbytes):
+            ring = Ring(members[0].layout.nbytes, weight_slots(self._slots, len(members)), self._device)
+            self._rings |= {slab.index: ring for slab in members}
+
+    @property
+    def holding(self) -> bool:
+        """Whether weights are held."""
+        return bool(self._held)
+
+    def let_go(self) -> None:
+        """Give the memory of held weights back: from now on they stream."""
+        with self.lock:
+            held, self._held = [*self._held.values()], {}
+            for slab in held:
+                for slot in self._rings.pop(slab.index).slots:
+                    slot.order.until_writable()
+                slab.homes.held = False
+            self._share(held)
 
     def slot_bytes(self) -> int:
         return sum(slot.buffer.numel() for ring in set(self._rings.values()) for slot in ring.slots)
@@ -123,7 +145,7 @@ class Fetcher:
         `visiting`: by a thread beside the one that trains.
         """
         slots: list[Slot] = []
-        residents = [slab for slab in slabs if slab.resident]
+        residents = [slab for slab in slabs if slab.on_device]
         visit = visiting and bool(residents)
         counted = False
         try:
@@ -132,17 +154,15 @@ class Fetcher:
                 counted = visit
                 self._pin(slabs, slots)
                 self.prefetch(ahead, keep=slabs)
-            # Compute must not read a slot before its copy is there.
-            for slot in slots:
-                with self._lanes.timeline.waiting("compute", "h2d"):
-                    slot.arrived.order()
-            # Nor a resident slab before its update is done.
-            for slab in residents:
-                with self._lanes.timeline.waiting("compute", "vram"):
-                    slab.written.order()
-            streamed = [slab for slab in slabs if not slab.resident]
-            views = {slab.index: slot.view(slab) for slab, slot in zip(streamed, slots, strict=True)}
-            return Lease(slots, residents, views | {slab.index: slab.weight for slab in residents}, visit)
+            spans = {slab.index: slab.open(reads=("weight",)) for slab in residents}
+            read = [slot.order for slot in slots] + [order for span in spans.values() for order in span.reads]
+            # Compute must not read a slot before its copy is there, nor a resident slab before its update is done.
+            for order in read:
+                self._lanes.order(order.before_reading())
+            fetched = [slab for slab in slabs if not slab.on_device]
+            views = {slab.index: slot.view(slab) for slab, slot in zip(fetched, slots, strict=True)}
+            views |= {index: span.weight for index, span in spans.items()}
+            return Lease(slots, read, views, visit)
         except BaseException:
             with self.lock:
                 for slot in slots:
@@ -154,7 +174,7 @@ class Fetcher:
     def _pin(self, slabs: Sequence[Slab], slots: list[Slot]) -> None:
         needed = {slab.index for slab in slabs}
         for slab in slabs:
-            if slab.resident:
+            if slab.on_device:
                 continue
             slot = self._rings[slab.index].find(slab)
             if slot is None:
@@ -177,10 +197,8 @@ class Fetcher:
             with self.lock:
                 for slot in lease.slots:
                     slot.pins -= 1
-                    slot.released[threading.get_ident()] = mark
-                for slab in lease.residents:
-                    # The next update waits for this: it writes the weights that compute is reading.
-                    slab.read = mark
+                for order in lease.read:
+                    order.read(mark)
                 self._visits -= lease.visiting
                 self._left.notify_all()
 
@@ -193,7 +211,7 @@ class Fetcher:
         """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""
         kept = {slab.index for slab in keep}
         for slab in slabs:
-            if slab.resident:
+            if slab.on_device:
                 continue
             kept.add(slab.index)
             ring = self._rings[slab.index]
@@ -201,36 +219,37 @@ class Fetcher:
                 self._fill(slab, kept)
                 self._counters.prefetched += 1
 
+    def refresh(self, slabs: Iterable[Slab]) -> None:
+        """After a step: start copies of all held weights that it updates, in the given order. They have a lane of their
+        own, where one that waits for its update holds up no other fetch."""
+        for slab in slabs:
+            if slab.index in self._held:
+                self.prefetch([slab], keep=())
+
     def _fill(self, slab: Slab, keep: set[int]) -> Slot:
         ring = self._rings[slab.index]
         slot = ring.victim(keep)
         if slot is None:
             slot = ring.grow()
             # After compute so far: it may have used these bytes for something that is gone.
-            slot.released = {threading.get_ident(): self._lanes.mark()}
+            slot.order.read(self._lanes.mark())
             self._counters.grown_slots += 1
         view = slot.view(slab)
         # Claimed only once the copy is on its way: if submitting fails, the slot must not seem to hold the slab.
         slot.slab = None
-        # After `written`: the update of this slab must have finished, or half-updated weights travel.
-        # After `released`: the compute that used this slot last must have read it.
-        slot.arrived = self._lanes.h2d.submit(
-            lambda: self.transfer.to_device(view, slab.weight, slab.weight_buffer.pinned),
-            after=(slab.written, *slot.released.values()),
+        span = slab.open(reads=("weight",))
+        lane = "hold" if slab.homes.held else "h2d"
+        self._lanes.submit(
+            lane,
+            "fetch",
+            lambda: self._transfers[lane].to_device(view, span.weight, span.pinned),
+            reads=span.reads,
+            writes=[slot.order],
             label=slab.name,
         )
-        slot.released = {}
         slot.slab, slot.version = slab, slab.version
         self._clock += 1
         slot.used = self._clock
-        # The next update of the slab waits for this: it writes the bytes that are being read.
-        slab.read = slot.arrived
         self._counters.fetches += 1
         self._counters.bytes_h2d += slab.layout.nbytes
         return slot
-
-
-def _rings(slabs: Sequence[Slab], slots: int, device: torch.device) -> list[tuple[Ring, list[Slab]]]:
-    """A ring per group of like size, which never has more slots than slabs."""
-    groups = by_size(slabs, lambda slab: slab.layout.nbytes)
-    return [(Ring(members[0].layout.nbytes, weight_slots(slots, len(members)), device), members) for members in groups]

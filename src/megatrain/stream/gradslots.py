@@ -8,7 +8,7 @@ import torch
 
 from megatrain.geometry import by_size, grad_slots
 from megatrain.store.slab import Slab
-from megatrain.store.ticket import DONE, Ticket
+from megatrain.store.ticket import Order
 from megatrain.store.vram import lasting
 
 
@@ -19,14 +19,14 @@ class GradSlot:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self.square_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.drained: Ticket = DONE
+        self.order = Order("gradient slot")
 
     @property
     def nbytes(self) -> int:
         return self._buffer.numel()
 
     def bytes(self, room: int) -> torch.Tensor:
-        """The buffer, grown to `room` bytes at first use. Call after ordering compute behind `drained`."""
+        """The buffer, grown to `room` bytes at first use. Call when compute may write to it."""
         if self._buffer.numel() < room:
             # Compute is behind the last copy by now, so the allocator may hand the old buffer to compute again.
             self._buffer = lasting(room, self._device)
@@ -40,11 +40,13 @@ class GradRings:
         self._rings: dict[int, tuple[list[GradSlot], int]] = {}
         self._turns: dict[int, int] = {}
         self._trained: list[tuple[list[GradSlot], int]] = []
-        # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others.
+        # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others. What
+        # is updated on the device is summed there as well, and passes none.
+        passing = [s for s in slabs if s.updates != "vram"]
         groups = [
             members
             for trains in (True, False)
-            for members in by_size([s for s in slabs if s.trains == trains], lambda slab: slab.layout.nbytes)
+            for members in by_size([s for s in passing if s.trains == trains], lambda slab: slab.layout.nbytes)
         ]
         for members in groups:
             ring = [GradSlot(device) for _ in range(grad_slots(slots, len(members)))]

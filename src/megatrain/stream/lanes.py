@@ -1,8 +1,9 @@
-"""Lanes: ordered queues of work that run beside compute, and the tickets that order one against another.
+"""Lanes: ordered queues of work that run beside compute, and how work says what it reads and writes.
 
 One interface, three implementations: `SyncLanes` runs work inline; `ThreadLanes` runs every lane on a CPU thread with
 seeded random delays, so that a missing wait fails in a test without a GPU; `CudaLanes` (stream/cuda.py) issues copies
-on CUDA streams. Compute is whatever the caller's thread (and its current CUDA stream) does.
+on CUDA streams. Compute is whatever the caller's thread (and its current CUDA stream) does. Which lanes there are, and
+what they are for, stands in `megatrain/geometry.py`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from megatrain.errors import LaneFailed
+from megatrain.geometry import LANES
 from megatrain.store.forks import Owner
-from megatrain.store.ticket import DONE, Ticket
+from megatrain.store.ticket import DONE, Order, Ticket, Wait
 from megatrain.stream.timeline import Timeline
 from megatrain.telemetry.notices import warn
 
@@ -33,31 +35,97 @@ GIVE_UP_AFTER = 1800.0
 class Lane(Protocol):
     """An ordered queue. `after` names work of other lanes (or compute) that must be finished first."""
 
-    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket: ...
+    def submit(self, work: Work, after: Sequence[Wait] = (), label: str = "", job: str = "") -> Ticket: ...
 
-
-class Closable(Protocol):
     def close(self, patience: float | None = None) -> None: ...
 
 
-class Lanes(Protocol):
-    """The lanes of one engine."""
+class Lanes:
+    """The lanes of one engine, by name."""
 
-    h2d: Lane
-    d2h: Lane
-    update: Lane
-    vram: Lane
-    """Sums and updates of slabs that lie on the device."""
-    timeline: Timeline
+    def __init__(self, make: Callable[[str], Lane], timeline: Timeline, failures: Failures) -> None:
+        self.timeline = timeline
+        self._failures = failures
+        self._by_name = {name: make(name) for name, lane in LANES.items() if lane.runs is not None}
+
+    def __getitem__(self, name: str) -> Lane:
+        return self._by_name[name]
+
+    def __setitem__(self, name: str, lane: Lane) -> None:
+        self._by_name[name] = lane
+
+    def submit(
+        self,
+        lane: str,
+        job: str,
+        work: Work,
+        *,
+        reads: Iterable[Order] = (),
+        writes: Iterable[Order] = (),
+        after: Iterable[Wait] = (),
+        label: str = "",
+    ) -> Ticket:
+        """Give a lane work, after everybody that it conflicts with: `job` is its kind, `label` what it is done to."""
+        reads, writes = list(reads), list(writes)
+        waits = [Wait("compute", self.mark())] if LANES[lane].after_compute else []
+        waits += [*after, *_waits(reads, writes)]
+        ticket = self[lane].submit(work, waits, label, job)
+        _record(ticket, reads, writes)
+        return ticket
+
+    @contextmanager
+    def compute(self, *, reads: Iterable[Order] = (), writes: Iterable[Order] = ()) -> Iterator[None]:
+        """What compute is given inside comes after everybody that it conflicts with, and others after it."""
+        reads, writes = list(reads), list(writes)
+        self.order(_waits(reads, writes))
+        try:
+            yield
+        finally:
+            _record(self.mark(), reads, writes)
+
+    def order(self, waits: Iterable[Wait]) -> None:
+        """Let compute come after the given work."""
+        for wait in waits:
+            if wait.ticket.lane in ("", "compute"):
+                wait.ticket.order()
+                continue
+            with self.timeline.waiting("compute", wait.ticket.lane):
+                wait.ticket.order()
 
     def mark(self) -> Ticket:
         """A ticket for everything compute has been given so far."""
+        # On the CPU compute is synchronous: what was given to it is finished.
+        return DONE
 
     def check(self) -> None:
         """Raise, once, the first failure of a background lane that nobody has seen."""
+        error = self._failures.take()
+        if error is not None:
+            raise error
+
+    def quiesce(self) -> None:
+        """Wait until every lane has done what it was given."""
+        for lane in self._by_name.values():
+            lane.submit(lambda: None, label="quiesce").wait()
 
     def close(self, patience: float | None = None) -> None:
-        """Finish what was submitted, then stop; with `patience`, leave a lane behind that takes longer (seconds)."""
+        """Finish what was submitted, then stop; with `patience` (seconds, for all together), leave a lane behind that
+        takes longer."""
+        deadline = None if patience is None else time.monotonic() + patience
+        # Updates first: copies wait for them.
+        for lane in sorted(self._by_name.values(), key=lambda lane: lane is not self._by_name["update"]):
+            lane.close(None if deadline is None else max(0.1, deadline - time.monotonic()))
+
+
+def _waits(reads: Sequence[Order], writes: Sequence[Order]) -> list[Wait]:
+    return [wait for o in reads for wait in o.before_reading()] + [wait for o in writes for wait in o.before_writing()]
+
+
+def _record(ticket: Ticket, reads: Sequence[Order], writes: Sequence[Order]) -> None:
+    for order in reads:
+        order.read(ticket)
+    for order in writes:
+        order.write(ticket)
 
 
 class _InlineLane:
@@ -65,32 +133,23 @@ class _InlineLane:
         self.name = name
         self.timeline = timeline
 
-    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
-        for ticket in after:
-            ticket.wait()
+    def submit(self, work: Work, after: Sequence[Wait] = (), label: str = "", job: str = "") -> Ticket:
+        for wait in after:
+            wait.ticket.wait()
         with self.timeline.host_span(self.name, label):
             work()
         return DONE
 
+    def close(self, patience: float | None = None) -> None:
+        return None
 
-class SyncLanes:
+
+class SyncLanes(Lanes):
     """Everything inline, in the caller's thread: the reference that the others must equal."""
 
     def __init__(self) -> None:
-        self.timeline = Timeline()
-        self.h2d: Lane = _InlineLane("h2d", self.timeline)
-        self.d2h: Lane = _InlineLane("d2h", self.timeline)
-        self.update: Lane = _InlineLane("update", self.timeline)
-        self.vram: Lane = _InlineLane("vram", self.timeline)
-
-    def mark(self) -> Ticket:
-        return DONE
-
-    def check(self) -> None:
-        return None
-
-    def close(self, patience: float | None = None) -> None:
-        return None
+        timeline = Timeline()
+        super().__init__(lambda name: _InlineLane(name, timeline), timeline, Failures())
 
 
 class Failures:
@@ -151,11 +210,11 @@ class ThreadLane:
         self._job: tuple[str, float] | None = None
         """What it is at, and since when."""
         self._warned = 0.0
-        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], str, HostTicket] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Wait], str, HostTicket] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+    def submit(self, work: Work, after: Sequence[Wait] = (), label: str = "", job: str = "") -> Ticket:
         self.owner.require("run the model")
         ticket = HostTicket(self, label)
         self._queue.put((work, after, label, ticket))
@@ -202,7 +261,7 @@ class ThreadLane:
         while (item := self._queue.get()) is not None:
             work, after, label, ticket = item
             try:
-                for earlier in after:
+                for _, earlier in after:
                     if self.timeline is None or earlier.lane in ("", "compute"):
                         earlier.wait()
                         continue
@@ -235,19 +294,11 @@ class ThreadLane:
             time.sleep(self._delay())
 
 
-def close_all(lanes: Sequence[Closable], patience: float | None) -> None:
-    """Close one after the other; `patience` is for all of them together."""
-    deadline = None if patience is None else time.monotonic() + patience
-    for lane in lanes:
-        lane.close(None if deadline is None else max(0.1, deadline - time.monotonic()))
-
-
-class ThreadLanes:
+class ThreadLanes(Lanes):
     """Every lane on a CPU thread of its own; with a seed, delays of up to `max_delay` seconds at random."""
 
     def __init__(self, seed: int | None = None, max_delay: float = 1e-3) -> None:
-        self.timeline = Timeline()
-        self._failures = Failures()
+        timeline, failures = Timeline(), Failures()
 
         def delay(lane: str) -> Callable[[], float] | None:
             if seed is None:
@@ -256,22 +307,4 @@ class ThreadLanes:
             # Half of the pauses are zero: a lane that runs ahead is as telling as one that lags.
             return lambda: max(0.0, source.uniform(-max_delay, max_delay))
 
-        self._lanes = [
-            ThreadLane(name, self.timeline, self._failures, delay(name)) for name in ("h2d", "d2h", "update", "vram")
-        ]
-        self.h2d: Lane = self._lanes[0]
-        self.d2h: Lane = self._lanes[1]
-        self.update: Lane = self._lanes[2]
-        self.vram: Lane = self._lanes[3]
-
-    def mark(self) -> Ticket:
-        # Compute on the CPU is synchronous: what was given to it is finished.
-        return DONE
-
-    def check(self) -> None:
-        error = self._failures.take()
-        if error is not None:
-            raise error
-
-    def close(self, patience: float | None = None) -> None:
-        close_all(self._lanes, patience)
+        super().__init__(lambda name: ThreadLane(name, timeline, failures, delay(name)), timeline, failures)

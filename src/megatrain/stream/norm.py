@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatrain.native import library as native
-from megatrain.store.slab import Apart, Snapshot, sum_of_parts
+from megatrain.store.gradient import Apart, Snapshot, sum_of_parts
 from megatrain.telemetry.notices import announce
 
 CHUNK = 1 << 16

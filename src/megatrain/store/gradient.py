@@ -1,0 +1,316 @@
+"""The gradient of a slab: one part per place that uses it, each as it landed or an FP32 sum, in the sums' home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatrain.geometry import TIERS
+from megatrain.store.forks import Owner
+from megatrain.store.layout import Layout
+from megatrain.store.memory import Buffer, Homes, Memory
+from megatrain.store.ticket import Order
+
+ADDED = 1 << 20
+"""Elements of a BF16 gradient that are added to an FP32 sum at once on the CPU, where PyTorch first makes an FP32 copy
+of them."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A slab's gradient at the moment of a step."""
+
+    layout: Layout
+    flat: torch.Tensor
+    dtype: torch.dtype
+    present: frozenset[int]
+    square_sum: torch.Tensor | None
+    """As it lies there, not scaled."""
+    order: Order
+    """Of the memory that it lies in."""
+    scale: float = 1.0
+
+    def rounded(self, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) in FP32, after rounding to the gradient dtype."""
+        return self.flat[start:end].to(self.dtype).float()
+
+    @property
+    def parts(self) -> tuple[tuple[torch.Tensor, frozenset[int]], ...]:
+        return ((self.flat, self.present),)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A slab's gradient in parts that have not been merged, in the order of their places."""
+
+    layout: Layout
+    parts: tuple[tuple[torch.Tensor, frozenset[int]], ...]
+    dtype: torch.dtype
+    scale: float = 1.0
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole sum, in memory of its own."""
+        total = torch.empty(self.layout.numel, dtype=torch.float32, device=self.parts[0][0].device)
+        sum_of_parts(self, total)
+        return total
+
+
+Place = tuple[int, int]
+"""A block, and which call of it in a forward."""
+OUTSIDE: Place = (1 << 30, 0)
+"""The place of gradients that reach a parameter outside any block; after all blocks in the order of places."""
+
+
+class Part:
+    """What one place in the model contributes to a slab's gradient: as it landed, or an FP32 sum of several.
+
+    BF16 gradients are summed in FP32 and rounded once, when they are used: norm and update see the same `Snapshot`.
+    """
+
+    def __init__(self, gradient: Gradient) -> None:
+        self._gradient = gradient
+        self._layout = gradient.layout
+        self.present: set[int] = set()
+        """Parameters that have a gradient; the rest of the buffers is not defined."""
+        self.buffer: Buffer | None = None
+        self.sum: Buffer | None = None
+        """FP32 sum of a BF16 slab; allocated when a second gradient lands in one step, kept for later steps."""
+        self.summed = False
+        """Whether the gradient is in `sum` (else in `buffer`)."""
+        self.square_sum: torch.Tensor | None = None
+        """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
+        self.order = Order("gradient")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layout.dtype
+
+    @property
+    def landing(self) -> Buffer:
+        """Where a copy in the gradient dtype arrives."""
+        if self.buffer is None:
+            self.buffer = self._gradient.homes.sums.allocate(self._layout.nbytes, transferred=True)
+        return self.buffer
+
+    @property
+    def sum_buffer(self) -> Buffer:
+        """The FP32 accumulator; an FP32 slab's own buffer is one."""
+        if self.dtype == torch.float32:
+            return self.landing
+        if self.sum is None:
+            self.sum = self._gradient.homes.sums.allocate(self._layout.numel * 4, transferred=True)
+        return self.sum
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The buffer that holds the gradient now."""
+        return self.sum_buffer.view(torch.float32) if self.summed else self.landing.view(self.dtype)
+
+    def accumulator(self, indices: AbstractSet[int]) -> torch.Tensor:
+        """Where gradients of these parameters are added, if they are there, or copied. For a sum on the device, whose
+        stream orders this call: an FP32 sum takes the place of what has landed, no second buffer stays."""
+        several = self._gradient.several = self._gradient.several or bool(self.present & indices)
+        if self.dtype == torch.float32 or not (self.summed or several):
+            return self.flat
+        if not self.summed:
+            landed, self.summed = self.buffer, True
+            if self.present and landed is not None:
+                self.flat.copy_(landed.view(self.dtype))
+            if landed is not None:
+                self._gradient.homes.sums.free(landed)
+                self.buffer = None
+        return self.flat
+
+    def clear(self) -> None:
+        self.present.clear()
+        self.summed = False
+        self.square_sum = None
+
+    def give_back(self) -> None:
+        """Free the buffers if they hold nothing; the next gradient allocates them again."""
+        if not self.present:
+            # The last update may still be reading them.
+            self.order.until_writable()
+            for buffer in (self.buffer, self.sum):
+                if buffer is not None:
+                    self._gradient.homes.sums.free(buffer)
+            self.buffer = self.sum = None
+
+
+class Keeper(Protocol):
+    """Whoever works on a gradient beside its users (engine/step.py)."""
+
+    def merge(self, gradient: Gradient) -> None:
+        """Submit the sum of all parts into the first one, in the order of their places."""
+
+    def refuse_late(self, gradient: Gradient) -> None:
+        """Raise if an update has already started with this gradient."""
+
+
+class Gradient:
+    """The gradient of a slab: one part per place that uses it, so that the order of a sum never depends on timing.
+
+    Almost every slab has one place. A tied embedding has two, a shared layer as many as calls. They are merged into
+    one part, in the order of their places, when the gradient is used or written.
+    """
+
+    def __init__(self, index: int, name: str, layout: Layout, homes: Homes, owner: Owner) -> None:
+        self.index = index
+        self.name = name
+        self.layout = layout
+        self.homes = homes
+        self._owner = owner
+        self.parts: dict[Place, Part] = {}
+        self.keeper: Keeper | None = None
+        self.several = False
+        """Whether steps have several micro-batches: sums on the device are FP32 from the first on."""
+        self.scale = 1.0
+        """What it is multiplied by wherever it is used: clipping takes no pass over memory, and rounds nothing."""
+        self.left_behind: list[Callable[[], None]] = []
+        """Each drops what a backward that was interrupted left in a parameter on its way here."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether compute adds to it where it lies."""
+        return TIERS[self.homes.sums.tier].on_device
+
+    def part(self, place: Place) -> Part:
+        if place not in self.parts:
+            self.parts[place] = Part(self)
+        return self.parts[place]
+
+    @property
+    def present(self) -> set[int]:
+        return set().union(*(part.present for part in self.parts.values()))
+
+    @property
+    def allocated(self) -> bool:
+        return any(part.buffer is not None or part.sum is not None for part in self.parts.values())
+
+    def active(self) -> list[Part]:
+        """Parts that hold anything, in the order of their places."""
+        return [self.parts[place] for place in sorted(self.parts) if self.parts[place].present]
+
+    def merged(self) -> Part:
+        """The one part that holds the gradient; its order says when."""
+        if self.keeper is not None:
+            self.keeper.merge(self)
+        active = self.active()
+        if active:
+            return active[0]
+        return self.part(next(iter(self.parts), (0, 0)))
+
+    def snapshot(self) -> Snapshot:
+        """What the gradient is now. It stays so while a step uses it: `zero_grad` only forgets, and whoever writes
+        the buffers next waits for the update that reads them."""
+        part = self.merged()
+        return Snapshot(
+            self.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum, part.order, self.scale
+        )
+
+    def look(self) -> Snapshot | Apart:
+        """What the gradient is now, for reading. Parts stay apart: looking must not change the order of a sum."""
+        for part in self.parts.values():
+            part.order.until_readable()
+        active = self.active()
+        if len(active) < 2:
+            return self.snapshot()
+        parts = tuple((part.flat, frozenset(part.present)) for part in active)
+        return Apart(self.layout, parts, active[0].dtype, self.scale)
+
+    def writable(self) -> torch.Tensor:
+        """The flat tensor that holds the present gradients, for the user to write to; an update may be reading it."""
+        part = self.writable_part()
+        self.changed()
+        if self.scale != 1.0:
+            part.flat.mul_(self.scale)
+            self.scale = 1.0
+        return part.flat
+
+    def writable_part(self) -> Part:
+        self.require_owner()
+        self.refuse_late()
+        part = self.merged()
+        part.order.until_writable()
+        return part
+
+    def require_owner(self) -> None:
+        """Raises in a forked child, which shares the memory."""
+        self._owner.require("change them")
+
+    def refuse_late(self) -> None:
+        if self.keeper is not None:
+            self.keeper.refuse_late(self)
+
+    def changed(self) -> None:
+        """The user wrote to it: sums of squares are no longer known."""
+        for part in self.parts.values():
+            part.square_sum = None
+
+    def drop(self, index: int) -> None:
+        """Forget one parameter's gradient; the next one that lands for it replaces instead of adding."""
+        self.refuse_late()
+        for part in self.parts.values():
+            part.present.discard(index)
+            part.square_sum = None
+            if not part.present:
+                part.clear()
+        self.scale = self.scale if self.active() else 1.0
+
+    def clear(self) -> None:
+        for part in self.parts.values():
+            part.clear()
+        self.scale = 1.0
+        for drop in self.left_behind:
+            drop()
+
+    def move_home(self, memory: Memory) -> None:
+        """From now on sums lie there; none does now."""
+        self.give_back()
+        self.homes.sums = memory
+
+    def give_back(self) -> None:
+        """Free the buffers that hold nothing."""
+        for part in self.parts.values():
+            part.give_back()
+
+
+def add_segments(
+    layout: Layout,
+    total: torch.Tensor,
+    flat: torch.Tensor,
+    indices: frozenset[int],
+    known: AbstractSet[int],
+    begin: int = 0,
+) -> None:
+    """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one.
+
+    `total` is the sum from element `begin` on; what lies outside of it is left out.
+    """
+
+    def within(chosen: AbstractSet[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for start, end in layout.runs(sorted(chosen)):
+            start, end = max(start, begin), min(end, begin + total.numel())
+            if start < end:
+                yield total[start - begin : end - begin], flat[start:end]
+
+    for target, values in within(indices & known):
+        size = target.numel() if target.is_cuda or target.dtype == values.dtype else ADDED
+        for part, piece in zip(target.split(size), values.split(size), strict=True):
+            part.add_(piece)
+    for target, values in within(indices - known):
+        target.copy_(values)
+
+
+def sum_of_parts(gradient: Snapshot | Apart, total: torch.Tensor, begin: int = 0) -> None:
+    """Sum of a gradient's parts in their order, from element `begin` on, not rounded; zeros where nobody has one."""
+    total.zero_()
+    known: frozenset[int] = frozenset()
+    for flat, present in gradient.parts:
+        add_segments(gradient.layout, total, flat, present, known, begin)
+        known |= present
