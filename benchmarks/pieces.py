@@ -27,7 +27,7 @@ from megatrain.compute.window import Seats, park
 from megatrain.model.shapes import describe
 from megatrain.planner.activations import graph_bytes, layer_bytes
 from megatrain.planner.run import Run
-from megatrain.store.slab import ADDED
+from megatrain.store.gradient import ADDED
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ from benchmarks.shapes import random_model
 
 import megatrain as mt
 from megatrain.optim.rules import AdamW
+from megatrain.store.gradient import Apart
 from megatrain.store.layout import lay_out
-from megatrain.store.slab import Apart
 from megatrain.store.split import join, split
 from megatrain.stream import norm
 

@@ -133,7 +133,7 @@ def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
     assert any("blocks resident" in line for line in said.messages)
     planned = plan.total("vram") - outside_allocator(plan.memory, plan.largest_window) + others
     assert planned - GIB // 8 <= torch.cuda.max_memory_reserved() <= planned + (8 << 20)
-    assert all(slab.resident for slab in trainer.engine.slabs)
+    assert all(slab.on_device for slab in trainer.engine.slabs)
 
 
 def test_what_the_process_holds_for_something_else_is_inside_the_cap(tmp_path):

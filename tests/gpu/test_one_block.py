@@ -39,7 +39,7 @@ def test_equals_plain_pytorch(resident: tuple[str, ...], monkeypatch: pytest.Mon
     plain = deepcopy(model).cuda()
     batches = [torch.randint(0, 101, (4, 16)) for _ in range(3)]
     with mt.Engine(model, device="cuda", precision="fp32", resident=resident) as engine:
-        assert all(slab.resident for slab in engine.slabs) == (not resident)
+        assert all(slab.on_device for slab in engine.slabs) == (not resident)
         ours = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
         theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
         for ids in batches:

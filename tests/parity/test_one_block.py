@@ -280,4 +280,4 @@ def test_residents_are_checked_by_name():
 
 def test_what_lies_on_the_root_is_placed_by_its_class():
     with adopted(Line(), resident=["Line"]) as engine:
-        assert all(slab.resident for slab in engine.slabs)
+        assert all(slab.on_device for slab in engine.slabs)

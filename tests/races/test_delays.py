@@ -18,10 +18,11 @@ from tests.parity import zoo
 from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
 from megatrain.errors import MegaTrainError
-from megatrain.store.parameter import StoreTensor
-from megatrain.store.slab import Gradient, Slab
-from megatrain.store.ticket import DONE, Ticket
-from megatrain.stream.lanes import Lane, Lanes, SyncLanes, ThreadLanes, Work
+from megatrain.store.gradient import Gradient
+from megatrain.store.slab import Slab
+from megatrain.store.ticket import Order, Ticket
+from megatrain.store.ticket import Wait as Named
+from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes, Work
 
 MAX_DELAY = 3e-4
 SEEDS = 200
@@ -64,11 +65,11 @@ def train(lanes: Lanes, precision: str = "fp32", **settings: Any) -> list[Any]:
     return seen
 
 
-def interfere(lanes: Lanes) -> list[Any]:
+def interfere(lanes: Lanes, **settings: Any) -> list[Any]:
     """Steps abandoned half-way, gradients and weights set by hand while updates are pending, graphs that outlive a
     step."""
     model = Stack()
-    engine = engine_of(model, lanes=lanes, slots=3, grad_slots=1)
+    engine = engine_of(model, lanes=lanes, slots=3, grad_slots=1, **settings)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=0.5)
     seen: list[Any] = []
     # Gradients thrown away while they are being summed.
@@ -148,6 +149,25 @@ def windows(lanes: Lanes) -> list[Any]:
     return seen
 
 
+def held(lanes: Lanes) -> list[Any]:
+    """Weights that stay on the device and sums that do, of all layers or of some."""
+    return train(lanes, "bf16", held_weights=("*",), held_gradients=("layers.*",), grad_slots=1)
+
+
+def interfere_held(lanes: Lanes) -> list[Any]:
+    return interfere(lanes, held_gradients=("*",))
+
+
+def resident(lanes: Lanes) -> list[Any]:
+    """A layer that stays on the device, beside one whose sum does and one that streams."""
+    return train(lanes, "bf16", resident=("layers.0",), held_gradients=("layers.1",), grad_slots=1)
+
+
+def tied(lanes: Lanes) -> list[Any]:
+    """Two places of one weight, merged on the device before they leave it."""
+    return language_model(lanes, held_gradients=("*",))
+
+
 def early(lanes: Lanes) -> list[Any]:
     """Without clipping: updates that start in the backward, in windows and outside them."""
     model = Stack()
@@ -193,9 +213,9 @@ def peek(lanes: Lanes) -> list[Any]:
     return seen
 
 
-def language_model(lanes: Lanes) -> list[Any]:
+def language_model(lanes: Lanes, **settings: Any) -> list[Any]:
     model = zoo.build("llama", tie_word_embeddings=True)
-    engine = engine_of(model, lanes=lanes, precision="bf16")
+    engine = engine_of(model, lanes=lanes, precision="bf16", **settings)
     optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
     seen: list[Any] = []
     for step in range(2):
@@ -242,7 +262,7 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
         assert differences(got, expected(interfere)) == [], seed
 
 
-@pytest.mark.parametrize("scenario", [language_model, bystander, windows, peek, early])
+@pytest.mark.parametrize("scenario", [language_model, bystander, windows, peek, early, held, resident, tied])
 def test_other_scenarios_do_not_depend_on_delays(scenario: Any, expected: Any):
     for seed in range(20):
         got = scenario(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
@@ -266,92 +286,94 @@ def test_the_scenarios_change_everything(expected: Any):
     assert seen[-2] > 0.5, "the clip factor must bite"
 
 
-# ---- each wait of a lane, taken away
-
-
-class NoOrder:
-    """A ticket that compute does not wait for; lanes still do."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.wait = ticket.wait
-        self.lane = ticket.lane
-
-    def order(self) -> None:
-        return None
-
-
-class Tampered:
-    """A lane that forgets some of what its work should come after."""
-
-    def __init__(self, lane: Any, forget: Callable[[Sequence[Ticket], str], Sequence[Ticket]], unordered: bool) -> None:
-        self.lane, self.forget, self.unordered = lane, forget, unordered
-
-    def submit(self, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
-        ticket = self.lane.submit(work, self.forget(after, label), label)
-        return NoOrder(ticket) if self.unordered else ticket
+# ---- each wait, taken away
 
 
 @dataclass(frozen=True)
-class Wait:
-    """One wait of the code: the lane, how many tickets the submission names, and which of them are forgotten."""
+class Missing:
+    """One wait of the code, found by its name: who waits (a lane, or compute), in which job, for what."""
 
-    lane: str
-    named: int | None
-    """None: not a wait of the lane, but of compute for what the lane hands out."""
-    places: tuple[int, ...]
+    who: str
+    job: str
+    """Nothing for compute."""
+    wait: str
     slow: str
     """The lane that has to lag for the wait to matter."""
     scenario: Callable[[Lanes], list[Any]]
     lag: float = 2e-3
-    label: str = ""
-    """What the label of the submission begins with."""
 
 
-NEEDED = {
-    "a fetch waits for the slab's update": Wait("h2d", 2, (0,), "update", train),
-    "compute waits for the copy to its slot": Wait("h2d", None, (), "h2d", train),
-    "compute waits until its gradient slot is drained": Wait("d2h", None, (), "d2h", train),
-    "a landing waits for the update that reads its buffer": Wait("d2h", 3, (2,), "update", interfere),
-    "a landing waits for the sum that is going on there": Wait("d2h", 3, (1,), "update", interfere, lag=1e-2),
-    "staging waits for the sum that reads it": Wait("d2h", 2, (1,), "update", train),
-    "a sum waits for the copy to staging": Wait("update", 3, (0,), "d2h", train),
-    "the norm waits for the gradients to land": Wait("update", 5, (0, 1, 2, 3, 4), "d2h", train, label="norm"),
-    "a tied gradient is merged when its parts have landed": Wait(
-        "update", 3, (0, 1, 2), "d2h", language_model, label="merge"
-    ),
-    "an update in the backward waits for its gradient": Wait("update", 2, (0,), "d2h", early, lag=5e-3),
-    "a window goes on with a sum that is complete": Wait("h2d", 2, (0,), "update", windows, lag=1e-2, label="sum of"),
-}
-
+NEEDED = [
+    Missing("h2d", "fetch", "weight written", "update", train),
+    Missing("hold", "fetch", "weight written", "update", held),
+    Missing("h2d", "resume", "gradient written", "update", windows, lag=1e-2),
+    Missing("d2h", "land", "gradient read", "update", interfere),
+    Missing("d2h", "land", "gradient written", "update", interfere, lag=1e-2),
+    Missing("d2h", "stage", "staging read", "update", train),
+    Missing("leave", "leave", "leaving read", "update", held),
+    Missing("leave", "leave", "gradient written", "vram", tied, lag=1e-2),
+    Missing("update", "add", "staging written", "d2h", train),
+    Missing("update", "merge", "gradient written", "d2h", language_model),
+    Missing("update", "norm", "gradient written", "d2h", train),
+    Missing("update", "norm", "measured", "vram", held),
+    Missing("update", "update", "gradient written", "d2h", early, lag=5e-3),
+    Missing("update", "update", "leaving written", "leave", held),
+    Missing("vram", "update", "norm", "update", resident),
+    Missing("compute", "", "slot written", "h2d", train),
+    Missing("compute", "", "gradient slot read", "d2h", train),
+    Missing("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
+    Missing("compute", "", "gradient read", "leave", interfere_held, lag=1e-2),
+    Missing("compute", "", "weight written", "vram", resident, lag=1e-2),
+]
 IMPLIED = {
-    # On the CPU compute is finished when it returns.
-    "a fetch waits for the compute that used its slot": Wait("h2d", 2, (1,), "h2d", train),
-    # The copy to staging comes after the landing on the same lane; sums and updates share a lane.
-    "a sum waits for the landing and the update": Wait("update", 3, (1, 2), "d2h", train),
-    # They share a lane.
-    "an update waits for the norm": Wait("update", 2, (0,), "update", train),
+    # Compute is behind what it went on with, and the copy out is behind compute.
+    ("d2h", "land", "gradient slot written"),
+    ("d2h", "land sum", "gradient slot written"),
+    # The sum was brought back for this window before any of it can leave, and compute is behind that.
+    ("d2h", "land sum", "gradient read"),
+    ("d2h", "land sum", "gradient written"),
+    # Compute waits for the slot before it clears it, and this is behind compute.
+    ("h2d", "resume", "gradient slot read"),
+    # Staging is filled after the landing on the same lane.
+    ("update", "add", "gradient written"),
+    # Parts are merged for an update, which the next forward waits for, or for the user, who waits.
+    ("compute", "", "gradient written"),
+    # A copy that an update can overtake was guessed wrong, and its slot is stale (see the end of this file).
+    ("update", "update", "weight read"),
 }
-"""Waits that the order inside a lane already implies. One that is needed some day must move up."""
+"""Waits that something else already implies here. One that is needed some day must move up."""
+SCENARIOS = (train, interfere, bystander, windows, peek, early, language_model, held, interfere_held, resident, tied)
 
 
-def tampered(wait: Wait, seed: int) -> ThreadLanes:
-    """Delays as in the tests above, and one lane that lags by more than all of them."""
+def tampered(missing: Missing, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:
+    """Delays as in the tests above, one lane that lags by more than all of them, and one wait that is forgotten."""
     lanes = ThreadLanes(seed=seed, max_delay=MAX_DELAY)
 
-    def forget(after: Sequence[Ticket], label: str) -> Sequence[Ticket]:
-        if len(after) != wait.named or not label.startswith(wait.label):
-            return after
-        return [ticket for place, ticket in enumerate(after) if place not in wait.places]
+    def left(who: str, job: str, waits: Sequence[Named]) -> list[Named]:
+        if seen is not None:
+            seen.update((who, job, wait.name) for wait in waits if wait.ticket.lane)
+        forgotten = (missing.who, missing.job, missing.wait)
+        return [wait for wait in waits if (who, job, wait.name) != forgotten]
 
-    slow: Any = getattr(lanes, wait.slow)
-    slow._delay = lambda: wait.lag
-    lane: Lane = Tampered(getattr(lanes, wait.lane), forget, unordered=wait.named is None)
-    setattr(lanes, wait.lane, lane)
+    def tamper(name: str, lane: Any) -> None:
+        submit = lane.submit
+
+        def hasty(work: Work, after: Sequence[Named] = (), label: str = "", job: str = "") -> Ticket:
+            return submit(work, left(name, job, after), label, job)  # type: ignore[no-any-return]
+
+        lane.submit = hasty
+
+    order = lanes.order
+    lanes.order = lambda waits: order(left("compute", "", list(waits)))  # type: ignore[method-assign]
+    for name, lane in lanes._by_name.items():
+        tamper(name, lane)
+    slow: Any = lanes[missing.slow]
+    slow._delay = lambda: missing.lag
     return lanes
 
 
 def lagging(lane: str, seed: int) -> ThreadLanes:
-    return tampered(Wait(lane, -1, (), lane, train), seed)
+    return tampered(Missing("nobody", "", "", lane, train), seed)
 
 
 def noticed(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 10) -> bool:
@@ -366,22 +388,32 @@ def noticed(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 
     return False
 
 
-@pytest.mark.parametrize("wait", NEEDED.values(), ids=NEEDED.keys())
-def test_a_missing_wait_is_noticed(wait: Wait, expected: Any):
-    assert noticed(lambda seed: wait.scenario(tampered(wait, seed)), expected(wait.scenario))
+@pytest.mark.parametrize("missing", NEEDED, ids=lambda m: f"{m.who} {m.job}: {m.wait}")
+def test_a_missing_wait_is_noticed(missing: Missing, expected: Any):
+    assert noticed(lambda seed: missing.scenario(tampered(missing, seed)), expected(missing.scenario))
 
 
-@pytest.mark.parametrize("lane", ["h2d", "d2h", "update"])
+def test_every_wait_is_known(expected: Any):
+    """One that is new is neither needed nor implied until somebody has looked."""
+    seen: set[tuple[str, str, str]] = set()
+    for scenario in SCENARIOS:
+        scenario(tampered(Missing("nobody", "", "", "update", scenario, lag=1e-4), 0, seen))
+    assert seen == {(m.who, m.job, m.wait) for m in NEEDED} | IMPLIED
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h", "update", "hold", "leave", "vram"])
 def test_a_lagging_lane_alone_is_not(lane: str, expected: Any):
-    """What the test above notices is the missing wait, not the lag."""
-    for scenario in (train, interfere, bystander, windows, peek, early):
+    """What the tests above notice is the missing wait, not the lag."""
+    for scenario in SCENARIOS:
         assert differences(scenario(lagging(lane, seed=0)), expected(scenario)) == []
 
 
-@pytest.mark.parametrize("wait", IMPLIED.values(), ids=IMPLIED.keys())
-def test_waits_that_the_order_of_a_lane_implies(wait: Wait, expected: Any):
-    for seed in range(3):
-        assert differences(wait.scenario(tampered(wait, seed)), expected(wait.scenario)) == []
+@pytest.mark.parametrize("implied", sorted(IMPLIED), ids=" ".join)
+def test_waits_that_something_else_implies(implied: tuple[str, str, str], expected: Any):
+    for scenario in SCENARIOS:
+        for slow in ("d2h", "update"):
+            lanes = tampered(Missing(*implied, slow, scenario), 0)
+            assert differences(scenario(lanes), expected(scenario)) == []
 
 
 # ---- each wait of the user's thread, taken away
@@ -403,16 +435,13 @@ def read_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = StoreTensor.write
+    until_writable = Order.until_writable
 
-    def hasty(tensor: StoreTensor, values: torch.Tensor) -> None:
-        written, tensor.slab.written = tensor.slab.written, DONE if tensor.role == "grad" else tensor.slab.written
-        try:
-            write(tensor, values)
-        finally:
-            tensor.slab.written = written
+    def hasty(order: Order) -> None:
+        if order.name != "gradient":
+            until_writable(order)
 
-    monkeypatch.setattr(StoreTensor, "write", hasty)
+    monkeypatch.setattr(Order, "until_writable", hasty)
 
 
 @pytest.mark.parametrize(
@@ -443,11 +472,11 @@ class Watched:
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.copies = self.updates = 0
-        h2d, update = lanes.h2d.submit, lanes.update.submit
-        lanes.h2d.submit = partial(self._copy, h2d)  # type: ignore[method-assign]
-        lanes.update.submit = partial(self._update, update)  # type: ignore[method-assign]
+        h2d: Any = lanes["h2d"]
+        update: Any = lanes["update"]
+        h2d.submit, update.submit = partial(self._copy, h2d.submit), partial(self._update, update.submit)
 
-    def _copy(self, submit: Any, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
+    def _copy(self, submit: Any, work: Work, after: Sequence[Named] = (), label: str = "", job: str = "") -> Ticket:
         due = self.submitted[label]
 
         def look() -> None:
@@ -456,11 +485,11 @@ class Watched:
             if self.done[label] != due:
                 self.wrong.append(f"{label}: a copy of update {due} found update {self.done[label]}")
 
-        return submit(look, after, label)  # type: ignore[no-any-return]
+        return submit(look, after, label, job)  # type: ignore[no-any-return]
 
-    def _update(self, submit: Any, work: Work, after: Sequence[Ticket] = (), label: str = "") -> Ticket:
-        if len(after) != 2:  # a sum of gradients, or the norm
-            return submit(work, after, label)  # type: ignore[no-any-return]
+    def _update(self, submit: Any, work: Work, after: Sequence[Named] = (), label: str = "", job: str = "") -> Ticket:
+        if job != "update":
+            return submit(work, after, label, job)  # type: ignore[no-any-return]
         self.submitted[label] += 1
 
         def count() -> None:
@@ -468,7 +497,7 @@ class Watched:
             work()
             self.done[label] += 1
 
-        return submit(count, after, label)  # type: ignore[no-any-return]
+        return submit(count, after, label, job)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -483,15 +512,18 @@ def test_a_copy_finds_the_update_it_was_submitted_after(seed: int):
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_copy_that_is_overtaken_is_noticed(place: int):
-    """Without the fetch's wait for `written`, copies come too early; without the update's wait for `read`, too late.
+    """Without the fetch's wait for the update, copies come too early; without the update's wait for the copy, too late.
 
     The second never shows in results on the CPU: a copy that an update can overtake was guessed wrong, and its slot is
     stale by the time. On CUDA compute may still be reading it.
     """
-    wait = (Wait("h2d", 2, (0,), "update", peek), Wait("update", 2, (1,), "h2d", peek, lag=1.5e-2))[place]
+    missing = (
+        Missing("h2d", "fetch", "weight written", "update", peek),
+        Missing("update", "update", "weight read", "h2d", peek, lag=1.5e-2),
+    )[place]
 
     def overtaken(seed: int) -> bool:
-        lanes = tampered(wait, seed)
+        lanes = tampered(missing, seed)
         watched = Watched(lanes)
         peek(lanes)
         return bool(watched.wrong)

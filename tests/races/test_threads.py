@@ -224,7 +224,7 @@ def test_what_the_lanes_found_out_is_told_to_the_thread_that_trains() -> None:
     with engine_of(model, lanes="threads") as engine:
         optimizer = engine.optimizer(lr=0.1)
         model(inputs(0)).square().mean().backward()
-        engine._lanes.update.submit(lambda: 1 / 0, label="broken").lane  # noqa: B018
+        engine._lanes["update"].submit(lambda: 1 / 0, label="broken").lane  # noqa: B018
         engine.quiesce()
         with beside(lambda: model(inputs(1)).detach()):
             pass

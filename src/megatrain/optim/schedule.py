@@ -268,7 +268,7 @@ class Updates:
         def work() -> None:
             factor = allowed(gradient)
             if factor is not None:
-                update_slab(slab, state, gradient, rules, factor, self._kernels[slab.homes.states.tier])
+                update_slab(state, gradient, rules, factor, self._kernels[slab.homes.states.tier])
 
         self._lanes.submit(
             slab.updates, "update", work, reads=[gradient.order], writes=state.writes, after=after, label=slab.name

@@ -52,11 +52,9 @@ class Operands:
 Kernel = Callable[[Operands], None]
 
 
-def update_slab(
-    slab: Slab, state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel
-) -> None:
+def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel) -> None:
     """One step for the parameters that have a gradient and a group; the others are left untouched."""
-    residual = state.residual
+    slab, residual = state.slab, state.residual
     runs: dict[tuple[Rule, int], list[int]] = {}
     for index in sorted(gradient.present):
         if index in rules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -30,9 +30,9 @@ class Snapshot:
     present: frozenset[int]
     square_sum: torch.Tensor | None
     """As it lies there, not scaled."""
-    order: Order
-    """Of the memory that it lies in."""
     scale: float = 1.0
+    order: Order = field(default_factory=lambda: Order("gradient"))
+    """Of the memory that it lies in."""
 
     def rounded(self, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) in FP32, after rounding to the gradient dtype."""
@@ -210,7 +210,7 @@ class Gradient:
         the buffers next waits for the update that reads them."""
         part = self.merged()
         return Snapshot(
-            self.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum, part.order, self.scale
+            self.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum, self.scale, part.order
         )
 
     def look(self) -> Snapshot | Apart:

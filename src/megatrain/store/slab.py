@@ -151,7 +151,7 @@ class Span:
     """
 
     def __init__(self, slab: Slab, reads: Sequence[str], writes: Sequence[str]) -> None:
-        self._slab = slab
+        self.slab = slab
         self._open = {*reads, *writes}
         self.reads = [slab.orders[role] for role in reads]
         self.writes = [slab.orders[role] for role in writes]
@@ -169,22 +169,22 @@ class Span:
     @property
     def weight(self) -> torch.Tensor:
         self._require("weight")
-        return self._slab.weight
+        return self.slab.weight
 
     @property
     def pinned(self) -> bool:
         """Whether the weight's memory is."""
-        return self._slab._weight_buffer.pinned
+        return self.slab._weight_buffer.pinned
 
     @property
     def residual(self) -> torch.Tensor | None:
         self._require("states")
-        return self._slab.residual if self._slab.split_master else None
+        return self.slab.residual if self.slab.split_master else None
 
     @property
     def moments(self) -> Mapping[str, Moment]:
         self._require("states")
-        return self._slab.moments
+        return self.slab.moments
 
     def _require(self, role: str) -> None:
-        assert role in self._open, f"{self._slab.name} was not opened for {role}"
+        assert role in self._open, f"{self.slab.name} was not opened for {role}"

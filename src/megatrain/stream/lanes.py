@@ -68,7 +68,8 @@ class Lanes:
         """Give a lane work, after everybody that it conflicts with: `job` is its kind, `label` what it is done to."""
         reads, writes = list(reads), list(writes)
         waits = [Wait("compute", self.mark())] if LANES[lane].after_compute else []
-        waits += [*after, *_waits(reads, writes)]
+        # A lane is in order by itself.
+        waits += [wait for wait in [*after, *_waits(reads, writes)] if wait.ticket.lane != lane]
         ticket = self[lane].submit(work, waits, label, job)
         _record(ticket, reads, writes)
         return ticket

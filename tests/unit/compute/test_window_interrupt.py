@@ -19,10 +19,10 @@ def test_ctrl_c_gets_through_within_five_seconds(window: bool) -> None:
     model = Stack()
     stuck = threading.Event()
     engine = engine_of(model, lanes=lanes)
-    plain = lanes.h2d.submit
+    plain = lanes["h2d"].submit
     calls = []
 
-    def submit(work: Any, after: Any = (), label: str = "") -> Any:
+    def submit(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
         calls.append(label)
 
         def slow() -> None:
@@ -30,9 +30,9 @@ def test_ctrl_c_gets_through_within_five_seconds(window: bool) -> None:
                 stuck.wait(12)
             work()
 
-        return plain(slow, after, label)
+        return plain(slow, after, label, job)
 
-    lanes.h2d.submit = submit  # type: ignore[method-assign]
+    lanes["h2d"].submit = submit  # type: ignore[method-assign]
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012

@@ -47,7 +47,7 @@ def test_the_plan_is_of_this_run_and_printed_before_it_starts(tmp_path: Path, sa
     assert shape(trainer) == (2, small.LENGTH, 3)
     assert (run.kind, run.moment_width, run.precision, run.clipping) == ("lion", "8bit", "bf16", False)
     assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
-    assert all(slab.resident for slab in trainer.engine.slabs), "so small a model stays in the memory of a H200"
+    assert all(slab.on_device for slab in trainer.engine.slabs), "so small a model stays in the memory of a H200"
 
 
 def test_micro_batches_that_run_in_turn_are_planned_one_by_one(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatrain.native import library
+from megatrain.store.gradient import Snapshot
 from megatrain.store.layout import lay_out
-from megatrain.store.slab import Snapshot
 from megatrain.stream import norm
 from megatrain.stream.norm import CHUNK, combine, gradient_square_sum, reference_square_sum, square_sum
 

@@ -6,9 +6,11 @@ from tests.tiny import same_bits
 
 from megatrain.optim.rules import SGD, AdamW, Lion
 from megatrain.optim.update import native_kernel, reference_kernel, update_slab
+from megatrain.store.gradient import Snapshot
 from megatrain.store.layout import lay_out
+from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
-from megatrain.store.slab import Slab, Snapshot
+from megatrain.store.slab import Slab
 from megatrain.store.split import join
 
 RULE = AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -19,12 +21,16 @@ DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (tor
 
 def slab_of(dtype, shapes, moments=AdamW.moments, width="fp32", master=True):
     layout = lay_out([(f"p{i}", torch.Size(shape)) for i, shape in enumerate(shapes)], dtype)
-    slab = Slab(0, "slab", layout, HostMemory(pin=False, threads=1), master=master)
+    slab = Slab(0, "slab", layout, Homes.together(HostMemory(pin=False, threads=1)), master=master)
     slab.allocate_states(moments, width)
     generator = torch.Generator().manual_seed(0)
     for index, shape in enumerate(shapes):
         slab.put(index, torch.randn(shape, generator=generator))
     return slab
+
+
+def opened(slab):
+    return slab.open(writes=("weight", "states"))
 
 
 def snapshot_of(slab, present, step, flat_dtype):
@@ -60,7 +66,7 @@ def test_a_slab_is_its_parameters_one_by_one(kernel, dtypes):
     taken = dict.fromkeys(range(5), 0)
     for step, present in enumerate([{0, 1, 2, 3, 4}, {1, 2, 3}, {0, 2, 4}]):
         gradients = snapshot_of(slab, present, step, flat)
-        update_slab(slab, gradients, rules, 0.5, kernel)
+        update_slab(opened(slab), gradients, rules, 0.5, kernel)
         for index in present & rules.keys():
             taken[index] += 1
             segment = slab.layout.segments[index]
@@ -89,7 +95,7 @@ def test_formats_side_by_side_do_not_disturb_each_other(rule, width):
         for slab, kernel in ((together, native_kernel(2)), (slow, reference_kernel)):
             gradients = snapshot_of(slab, present, step, torch.bfloat16)
             frozen = {i: [m.read(i) for m in slab.moments.values()] for i in set(range(4)) - present}
-            update_slab(slab, gradients, dict.fromkeys(range(4), rule), 0.5, kernel)
+            update_slab(opened(slab), gradients, dict.fromkeys(range(4), rule), 0.5, kernel)
             for index, moments in frozen.items():
                 for moment, value in zip(slab.moments.values(), moments, strict=True):
                     assert same_bits(moment.read(index), value)
@@ -106,7 +112,14 @@ def test_bf16_gradients_are_rounded_before_they_are_used(kernel, width):
     slabs = [slab_of(torch.bfloat16, [(100, 100)], width=width) for _ in range(2)]
     flat = torch.randn(slabs[0].layout.numel)
     for slab, values in zip(slabs, (flat, flat.bfloat16()), strict=True):
-        update_slab(slab, Snapshot(slab.layout, values, torch.bfloat16, frozenset({0}), None), {0: RULE}, 1.0, kernel)
+        update_slab(
+            slab,
+            slab.open(writes=("weight", "states")),
+            Snapshot(slab.layout, values, torch.bfloat16, frozenset({0}), None),
+            {0: RULE},
+            1.0,
+            kernel,
+        )
     left, right = map(roles, slabs)
     assert all(same_bits(left[role], right[role]) for role in left)
 
@@ -115,5 +128,12 @@ def test_random_bits_differ_by_slab_step_and_element():
     slabs = [slab_of(torch.bfloat16, [(64, 64)], master=False) for _ in range(2)]
     slabs[1].index = 7
     for slab in slabs:
-        update_slab(slab, snapshot_of(slab, {0}, 0, torch.bfloat16), {0: RULE}, 1.0, reference_kernel)
+        update_slab(
+            slab,
+            slab.open(writes=("weight", "states")),
+            snapshot_of(slab, {0}, 0, torch.bfloat16),
+            {0: RULE},
+            1.0,
+            reference_kernel,
+        )
     assert not same_bits(slabs[0].weight, slabs[1].weight)

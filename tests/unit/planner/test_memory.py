@@ -21,6 +21,7 @@ from megatrain.planner.decision import RESIDENT, Decision
 from megatrain.planner.memory import GIB, Ledger, slab_bytes, state_of
 from megatrain.planner.run import Run
 from megatrain.store import layout
+from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 
@@ -237,7 +238,7 @@ def test_states_are_the_stores(width, precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     sizes = [torch.Size(s) for s in ((300, 70), (70,), (64, 63), (1, 5000), (129, 257))]
     laid_out = layout.lay_out([(str(i), size) for i, size in enumerate(sizes)], dtype)
-    slab = Slab(0, "made up", laid_out, HostMemory(pin=False, threads=1), master=precision != "bf16-sr")
+    slab = Slab(0, "made up", laid_out, Homes.together(HostMemory(pin=False, threads=1)), master=precision != "bf16-sr")
     block = describe_block(sizes, dtype)
     state = state_of(block, run)
     assert state.weights == laid_out.nbytes

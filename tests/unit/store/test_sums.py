@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.store import slab
+from megatrain.store import gradient
 from megatrain.store.layout import lay_out
 
 
@@ -15,7 +15,7 @@ def laid_out(*sizes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("piece", [1, 7, 300, 512, 1 << 20])
 def test_pieces_do_not_change_bits(dtype, piece, monkeypatch):
-    monkeypatch.setattr(slab, "ADDED", piece)
+    monkeypatch.setattr(gradient, "ADDED", piece)
     layout = laid_out(300, 70, 1000)
     generator = torch.Generator().manual_seed(0)
     total = torch.randn(layout.numel, generator=generator)
@@ -25,7 +25,7 @@ def test_pieces_do_not_change_bits(dtype, piece, monkeypatch):
         segment = layout.segments[index]
         here = slice(segment.offset, segment.end)
         expected[here] = expected[here] + flat[here].float() if known else flat[here].float()
-    slab.add_segments(layout, total, flat, frozenset({0, 1, 2}), {0, 2})
+    gradient.add_segments(layout, total, flat, frozenset({0, 1, 2}), {0, 2})
     for segment in layout.segments:
         assert torch.equal(total[segment.offset : segment.end], expected[segment.offset : segment.end])
 
@@ -35,7 +35,7 @@ def test_a_sum_makes_no_copy_of_the_gradient():
     layout = laid_out(8 << 20)
     total, flat = torch.zeros(layout.numel), torch.ones(layout.numel, dtype=torch.bfloat16)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        slab.add_segments(layout, total, flat, frozenset({0}), {0})
+        gradient.add_segments(layout, total, flat, frozenset({0}), {0})
     taken = [event.self_cpu_memory_usage for event in profiler.events() if event.self_cpu_memory_usage > 0]
     assert taken, "nothing was recorded"
-    assert max(taken) <= slab.ADDED * 4
+    assert max(taken) <= gradient.ADDED * 4

@@ -33,16 +33,16 @@ class LateLane:
     def __init__(self):
         self.seen = []
 
-    def submit(self, work, after=(), label=""):
+    def submit(self, work, after=(), label="", job=""):
         work()
         return Late(self)
 
 
 def made():
     lanes = SyncLanes()
-    lanes.h2d = LateLane()
+    lanes["h2d"] = LateLane()
     memory = HostMemory(pin=False, threads=1)
-    return Activations(CPU, lanes, Transfer(CPU, 1), Transfer(CPU, 1), memory), lanes.h2d
+    return Activations(CPU, lanes, Transfer(CPU, 1), Transfer(CPU, 1), memory), lanes["h2d"]
 
 
 def test_they_come_back_as_they_left():
@@ -87,7 +87,7 @@ def test_a_copy_that_failed_is_said_once():
     activations, _ = made()
     given_up(activations)
     failing = [loan for loan in activations._free if loan.target is not None]
-    failing[0].last = Failed()
+    failing[0].back = Failed()
     with pytest.raises(RuntimeError, match="the link is gone"):
         activations.forget()
     activations.forget()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatrain.store.layout import lay_out
+from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
@@ -20,10 +21,17 @@ class Bench:
     def __init__(self, dtype=torch.bfloat16, slots=2, lanes=None, sizes=(8, 8, 8)):
         memory = HostMemory(pin=False, threads=1)
         layout = lay_out([(name, torch.Size([n])) for name, n in zip("abcdef", sizes, strict=False)], dtype)
-        self.slab = Slab(0, "slab", layout, memory)
+        self.slab = Slab(0, "slab", layout, Homes.together(memory))
         self.lanes = lanes or SyncLanes()
         self.counters = Counters()
         self.drain = Drain([self.slab], slots, CPU, self.lanes, Transfer(CPU, 1), self.counters)
+        self.slab.grad.keeper = self
+
+    def merge(self, gradient):
+        self.drain.merge(gradient)
+
+    def refuse_late(self, gradient):
+        return None
 
     def collect(self, place=(0, 0), **gradients):
         self.drain.collect(self.slab, place, {"abcdef".index(name): value for name, value in gradients.items()})
@@ -38,7 +46,7 @@ class Bench:
 
     def rounded(self, name):
         segment = self.slab.layout.segments["abcdef".index(name)]
-        self.part.landed.wait()
+        self.part.order.until_readable()
         return self.slab.grad.snapshot().rounded(segment.offset, segment.end)
 
 
@@ -144,7 +152,7 @@ def test_gradients_of_any_stride():
 def test_the_sum_of_squares_that_comes_along_is_the_one_computed_afterwards(dtype, lanes):
     bench = Bench(dtype, lanes=lanes)
     bench.collect(a=torch.randn(8), c=torch.randn(8))
-    bench.part.landed.wait()
+    bench.part.order.until_readable()
     along = bench.part.square_sum.clone()
     assert along.item() > 0
     bench.part.square_sum = None
@@ -190,20 +198,21 @@ def test_a_place_that_comes_after_the_sum_was_looked_at():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_snapshot_outlives_zero_grad_until_the_update_is_done(dtype):
-    """The next landing waits for `written`."""
+    """The next landing waits for whoever reads the last one."""
     bench = Bench(dtype, lanes=ThreadLanes(seed=0, max_delay=2e-3))
     seen = []
     for step in range(20):
         for _ in range(1 + step % 2):
             bench.collect(a=torch.full((8,), float(step)))
         snapshot = bench.slab.grad.snapshot()
-        bench.slab.written = bench.lanes.update.submit(
+        bench.lanes.submit(
+            "update",
+            "update",
             lambda snapshot=snapshot: seen.append(snapshot.rounded(0, 8)[0].item()),
-            after=(bench.part.landed,),
-            label="update",
+            reads=[snapshot.order],
         )
         bench.slab.grad.clear()
-    bench.slab.written.wait()
+    bench.lanes.quiesce()
     assert seen == [float(step * (1 + step % 2)) for step in range(20)]
     bench.lanes.close()
 
@@ -212,7 +221,10 @@ def test_a_snapshot_outlives_zero_grad_until_the_update_is_done(dtype):
 def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
     memory = HostMemory(pin=False, threads=1)
     sizes = [5_000, 20_000, 80_000]
-    slabs = [Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), memory) for i, n in enumerate(sizes)]
+    slabs = [
+        Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), Homes.together(memory))
+        for i, n in enumerate(sizes)
+    ]
     drain = Drain(slabs, 2, CPU, lanes, Transfer(CPU, 1), Counters())
     for slab in slabs:
         for micro in range(5):
@@ -224,23 +236,27 @@ def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
     lanes.close()
 
 
-def test_staging_on_the_device_grows_alike():
+@pytest.mark.parametrize("several", [False, True])
+def test_a_sum_on_the_device_has_one_buffer(several):
+    """As it landed if a step has one micro-batch, FP32 if it has more; no staging, no slot, no second buffer."""
     memory = DeviceMemory(CPU)
-    slabs = [
-        Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), memory) for i, n in enumerate((9, 9000))
-    ]
+    slab = Slab(0, "slab", lay_out([("a", torch.Size([5000]))], torch.bfloat16), Homes.together(memory))
     before = memory.held
-    drain = Drain(slabs, 1, CPU, SyncLanes(), Transfer(CPU, 1), Counters())
-    for slab in slabs:
-        for _ in range(4):
-            drain.collect(slab, (0, 0), {0: torch.ones(slab.layout.segments[0].numel)})
-    assert memory.held == before + sum(slab.layout.nbytes for slab in slabs) + 2 * slabs[1].layout.nbytes
+    drain = Drain([slab], 1, CPU, SyncLanes(), Transfer(CPU, 1), Counters())
+    for _ in range(2):
+        for micro in range(1 + 3 * several):
+            drain.collect(slab, (0, 0), {0: torch.full((5000,), 2.0**-micro)})
+        assert memory.held == before + slab.layout.numel * (4 if several else 2)
+        assert slab.grad.look().flat[0].item() == (1.875 if several else 1.0)
+        slab.grad.clear()
+    assert drain.rings.missing() == 0
+    assert drain.counters.drains == 0
 
 
 @pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
 def test_buffers_that_hold_nothing_can_be_given_back(lanes):
     bench = Bench(lanes=lanes)
-    memory = bench.slab.memory
+    memory = bench.slab.homes.sums
     before = memory.held
     for _ in range(3):
         bench.collect(a=torch.ones(8))

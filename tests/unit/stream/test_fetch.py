@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatrain.store.layout import lay_out
+from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.stream.fetch import Fetcher
@@ -17,9 +18,10 @@ PAGE = 1024
 
 def slabs_of(*pages):
     memory = HostMemory(pin=False, threads=1)
+    homes = Homes.together(memory)
     slabs = []
     for index, count in enumerate(pages):
-        slab = Slab(index, f"slab{index}", lay_out([("w", torch.Size([count * PAGE]))], torch.float32), memory)
+        slab = Slab(index, f"slab{index}", lay_out([("w", torch.Size([count * PAGE]))], torch.float32), homes)
         slab.weight.fill_(float(index + 1))
         slabs.append(slab)
     return slabs
@@ -30,7 +32,8 @@ class Bench:
         self.slabs = slabs_of(*pages)
         self.counters = Counters()
         self.lanes = lanes or SyncLanes()
-        self.fetcher = Fetcher(self.slabs, slots, CPU, self.lanes, Transfer(CPU, 1), self.counters)
+        self.transfers = {"h2d": Transfer(CPU, 1), "hold": Transfer(CPU, 1)}
+        self.fetcher = Fetcher(self.slabs, slots, CPU, self.lanes, self.transfers, self.counters)
 
     def acquire(self, *indices, ahead=()):
         return self.fetcher.acquire([self.slabs[i] for i in indices], [self.slabs[i] for i in ahead])
@@ -170,7 +173,8 @@ def test_a_slab_acquired_twice_at_once():
 
 def test_a_failed_copy_leaves_nothing_claimed():
     bench = Bench(1, 1, 1, slots=3)
-    copy, transfer = bench.fetcher.transfer.to_device, bench.fetcher.transfer
+    transfer = bench.transfers["h2d"]
+    copy = transfer.to_device
     for failing in range(1, 4):
         calls = iter(range(1, 100))
 
@@ -193,8 +197,9 @@ def test_a_fetch_waits_for_the_update_and_an_update_can_wait_for_the_fetch():
     bench = Bench(1, 1, lanes=ThreadLanes(seed=0, max_delay=5e-3))
     slab = bench.slabs[0]
     for value in range(10):
-        slab.written = bench.lanes.update.submit(
-            lambda value=value: slab.weight.fill_(float(value)), after=(slab.read,), label="update"
+        span = slab.open(writes=("weight",))
+        bench.lanes.submit(
+            "update", "update", lambda value=value, span=span: span.weight.fill_(float(value)), writes=span.writes
         )
         slab.version += 1
         assert bench.use(0) == [float(value)]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatrain.errors import LaneFailed
-from megatrain.store.ticket import DONE
+from megatrain.store.ticket import DONE, Wait
 from megatrain.stream import lanes as lanes_module
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
@@ -40,7 +40,7 @@ def fail(error):
 def test_one_lane_keeps_order(lanes):
     seen = []
     for number in range(50):
-        last = lanes.update.submit(lambda number=number: seen.append(number))
+        last = lanes["update"].submit(lambda number=number: seen.append(number))
     last.wait()
     assert seen == list(range(50))
 
@@ -49,8 +49,8 @@ def test_work_comes_after_what_it_waits_for(lanes):
     seen = []
     ticket = DONE
     for number in range(30):
-        lane = (lanes.h2d, lanes.d2h, lanes.update)[number % 3]
-        ticket = lane.submit(lambda number=number: seen.append(number), after=(ticket,))
+        lane = (lanes["h2d"], lanes["d2h"], lanes["update"])[number % 3]
+        ticket = lane.submit(lambda number=number: seen.append(number), after=(Wait("it", ticket),))
     ticket.order()
     assert seen == list(range(30))
 
@@ -58,14 +58,14 @@ def test_work_comes_after_what_it_waits_for(lanes):
 def test_lanes_run_beside_each_other(threads):
     """One lane's work ends only when another lane's has run."""
     gate = threading.Event()
-    stuck = threads.update.submit(gate.wait)
-    threads.h2d.submit(gate.set).wait()
+    stuck = threads["update"].submit(gate.wait)
+    threads["h2d"].submit(gate.set).wait()
     stuck.wait()
 
 
 def test_the_caller_does_not_wait(threads):
     gate = threading.Event()
-    ticket = threads.update.submit(gate.wait)
+    ticket = threads["update"].submit(gate.wait)
     gate.set()
     ticket.wait()
 
@@ -78,13 +78,13 @@ def test_a_mark_is_finished_on_the_cpu(lanes):
 def test_sync_failures_are_raised_where_they_happen():
     lanes = SyncLanes()
     with pytest.raises(ZeroDivisionError):
-        lanes.h2d.submit(lambda: fail(ZeroDivisionError("here")))
+        lanes["h2d"].submit(lambda: fail(ZeroDivisionError("here")))
     lanes.check()
 
 
 def test_a_failure_is_raised_by_its_ticket_with_the_cause(threads):
     cause = ZeroDivisionError("deep inside")
-    ticket = threads.update.submit(lambda: fail(cause), label="layers.3")
+    ticket = threads["update"].submit(lambda: fail(cause), label="layers.3")
     with pytest.raises(LaneFailed, match=r"update lane failed \(layers.3\): ZeroDivisionError: deep inside") as caught:
         ticket.wait()
     assert caught.value.__cause__ is cause
@@ -94,7 +94,7 @@ def test_a_failure_is_raised_by_its_ticket_with_the_cause(threads):
 
 def test_check_raises_a_failure_once(threads):
     with pytest.raises(LaneFailed):
-        threads.d2h.submit(lambda: fail(ValueError("lost"))).wait()
+        threads["d2h"].submit(lambda: fail(ValueError("lost"))).wait()
     with pytest.raises(LaneFailed, match="lost"):
         threads.check()
     threads.check()
@@ -103,7 +103,7 @@ def test_check_raises_a_failure_once(threads):
 def test_only_the_first_failure_is_kept(threads):
     for number in range(3):
         with pytest.raises(LaneFailed):
-            threads.h2d.submit(lambda number=number: fail(ValueError(f"number {number}"))).wait()
+            threads["h2d"].submit(lambda number=number: fail(ValueError(f"number {number}"))).wait()
     with pytest.raises(LaneFailed, match="number 0"):
         threads.check()
     threads.check()
@@ -112,9 +112,9 @@ def test_only_the_first_failure_is_kept(threads):
 def test_work_after_a_failure_does_not_run_and_names_the_root(threads):
     seen = []
     root = ValueError("root")
-    first = threads.h2d.submit(lambda: fail(root), label="first")
-    second = threads.update.submit(lambda: seen.append(1), after=(first,), label="second")
-    third = threads.d2h.submit(lambda: seen.append(1), after=(second,), label="third")
+    first = threads["h2d"].submit(lambda: fail(root), label="first")
+    second = threads["update"].submit(lambda: seen.append(1), after=(Wait("it", first),), label="second")
+    third = threads["d2h"].submit(lambda: seen.append(1), after=(Wait("it", second),), label="third")
     with pytest.raises(LaneFailed, match="first") as caught:
         third.wait()
     assert caught.value.__cause__ is root
@@ -127,8 +127,8 @@ def test_work_after_a_failure_does_not_run_and_names_the_root(threads):
 def test_a_lane_goes_on_after_a_failure(threads):
     seen = []
     with pytest.raises(LaneFailed):
-        threads.update.submit(lambda: fail(KeyboardInterrupt())).wait()
-    threads.update.submit(lambda: seen.append(1)).wait()
+        threads["update"].submit(lambda: fail(KeyboardInterrupt())).wait()
+    threads["update"].submit(lambda: seen.append(1)).wait()
     assert seen == [1]
 
 
@@ -138,8 +138,8 @@ def test_close_finishes_what_was_submitted():
     seen = []
     ticket = DONE
     for number in range(20):
-        lane = (lanes.update, lanes.d2h, lanes.h2d)[number % 3]
-        ticket = lane.submit(lambda number=number: seen.append(number), after=(ticket,))
+        lane = (lanes["update"], lanes["d2h"], lanes["h2d"])[number % 3]
+        ticket = lane.submit(lambda number=number: seen.append(number), after=(Wait("it", ticket),))
     lanes.close()
     assert seen == list(range(20))
     lanes.close()
@@ -148,7 +148,7 @@ def test_close_finishes_what_was_submitted():
 def test_close_ends_the_threads():
     before = threading.active_count()
     lanes = ThreadLanes()
-    assert threading.active_count() == before + 4
+    assert threading.active_count() == before + 6
     lanes.close()
     assert threading.active_count() == before
 
@@ -163,16 +163,16 @@ def test_a_finished_job_is_let_go(threads):
 
     big = Big()
     alive = weakref.ref(big)
-    threads.update.submit(lambda big=big: None).wait()
+    threads["update"].submit(lambda big=big: None).wait()
     del big
-    threads.update.submit(lambda: None).wait()
+    threads["update"].submit(lambda: None).wait()
     assert alive() is None
 
 
 def test_delays_are_those_of_the_seed():
     def delays(seed):
         lanes = ThreadLanes(seed=seed, max_delay=1.0)
-        found = {lane.name: [lane._delay() for _ in range(50)] for lane in lanes._lanes}
+        found = {lane.name: [lane._delay() for _ in range(50)] for lane in lanes._by_name.values()}
         lanes.close()
         return found
 
@@ -189,8 +189,8 @@ def test_delays_are_those_of_the_seed():
 
 def test_a_dead_lane_is_named(threads, monkeypatch):
     monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
-    threads.update.close()
-    ticket = threads.update.submit(lambda: None, label="layers.3")
+    threads["update"].close()
+    ticket = threads["update"].submit(lambda: None, label="layers.3")
     with pytest.raises(LaneFailed, match=r"update lane is dead, so 'layers.3' will never be done"):
         ticket.wait()
 
@@ -200,8 +200,8 @@ def test_a_stalled_lane_is_named_and_then_given_up(threads, monkeypatch, said):
     monkeypatch.setattr(lanes_module, "WARN_AFTER", 0.05)
     monkeypatch.setattr(lanes_module, "GIVE_UP_AFTER", 0.3)
     release = threading.Event()
-    stuck = threads.update.submit(release.wait, label="layers.7")
-    behind = threads.h2d.submit(lambda: None, after=(stuck,), label="layers.8")
+    stuck = threads["update"].submit(release.wait, label="layers.7")
+    behind = threads["h2d"].submit(lambda: None, after=(Wait("it", stuck),), label="layers.8")
     with pytest.raises(LaneFailed, match=r"update lane is stalled: it has been at 'layers.7' for"):
         behind.wait()
     warnings = [line for line in said.messages if "does not get on" in line]
@@ -214,7 +214,7 @@ def test_a_stalled_lane_is_named_and_then_given_up(threads, monkeypatch, said):
 def test_a_slow_lane_is_waited_for(threads, monkeypatch):
     monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
     done = []
-    ticket = threads.update.submit(lambda: (time.sleep(0.2), done.append(1)))
+    ticket = threads["update"].submit(lambda: (time.sleep(0.2), done.append(1)))
     ticket.wait()
     assert done == [1]
 
@@ -222,7 +222,7 @@ def test_a_slow_lane_is_waited_for(threads, monkeypatch):
 def test_leaving_a_stalled_lane_behind(monkeypatch, said):
     made = ThreadLanes()
     release = threading.Event()
-    made.update.submit(release.wait, label="layers.2")
+    made["update"].submit(release.wait, label="layers.2")
     start = time.monotonic()
     made.close(patience=0.2)
     assert time.monotonic() - start < 2
@@ -241,7 +241,7 @@ threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
 start = time.monotonic()
 try:
     with engine:
-        engine._lanes.update.submit(threading.Event().wait, label="stuck")
+        engine._lanes["update"].submit(threading.Event().wait, label="stuck")
         optimizer.step()
         model(inputs(1))
 except KeyboardInterrupt:

@@ -36,16 +36,16 @@ class Watched(SyncLanes):
         self.time = 0
         self.vram_time = 0
         self.jobs: list[tuple[str, int]] = []
-        plain = self.vram.submit
+        plain = self["vram"].submit
 
-        def submit(work: Any, after: Any = (), label: str = "") -> Any:
+        def submit(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
             # A stream is in order: what it was behind once, it stays behind.
-            self.vram_time = max([self.vram_time, *(getattr(t, "time", 0) for t in after)])
+            self.vram_time = max([self.vram_time, *(getattr(wait.ticket, "time", 0) for wait in after)])
             self.jobs.append((label, self.vram_time))
             plain(work, after, label)
             return Done(self.vram_time)
 
-        self.vram.submit = submit  # type: ignore[method-assign]
+        self["vram"].submit = submit  # type: ignore[method-assign]
 
     def mark(self) -> Any:
         return Mark(self.time)
@@ -98,16 +98,16 @@ def _sums_behind_their_zeros(monkeypatch: Any, train: Any) -> None:
         return buffer
 
     monkeypatch.setattr(DeviceMemory, "allocate", allocate)
-    submit = lanes.vram.submit
+    submit = lanes["vram"].submit
     late: list[str] = []
 
-    def checked(work: Any, after: Any = (), label: str = "") -> Any:
+    def checked(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
         ticket = submit(work, after, label)
         if filled and lanes.jobs[-1][1] < filled[-1]:
             late.append(f"{label}: behind {lanes.jobs[-1][1]}, its buffer is filled at {filled[-1]}")
         return ticket
 
-    lanes.vram.submit = checked  # type: ignore[method-assign]
+    lanes["vram"].submit = checked  # type: ignore[method-assign]
     train(lanes)
     assert not late, late
 

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatrain.store.gradient import Apart, Snapshot
 from megatrain.store.layout import lay_out
-from megatrain.store.slab import Apart, Snapshot
 from megatrain.stream import norm
 from megatrain.stream.norm import CHUNK, combine, snapshot_square_sum, square_sum, total
 

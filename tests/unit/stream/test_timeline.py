@@ -121,7 +121,7 @@ def test_every_step_is_timed():
         model(inputs(step)).square().mean().backward()
         if step == 1:
             # The update of this step does not start before compute has waited for it.
-            engine._lanes.update.submit(lambda: slow.wait(0.3), label="in the way")
+            engine._lanes["update"].submit(lambda: slow.wait(0.3), label="in the way")
         optimizer.step()
         optimizer.zero_grad()
     engine.synchronize()
