@@ -176,7 +176,7 @@ class ChunkedHead:
         task = _Task(self, logits.chain, targets, divisor, ignore_index)
         if not torch.is_grad_enabled() or not logits.requires_grad:
             return self._evaluate(task, hidden)
-        task.place = self.flow.place(self.block)
+        task.place = self.flow.begin(self.block).place
         anchor = torch.zeros((), requires_grad=True)
         loss: torch.Tensor = _ChunkedLoss.apply(task, anchor, hidden)  # type: ignore[no-untyped-call]
         return loss

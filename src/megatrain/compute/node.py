@@ -39,6 +39,18 @@ REPLAYS = 5
 """Recomputes of a block before it is an error that another thread draws random numbers each time."""
 
 
+@dataclass(frozen=True)
+class Use:
+    """One call of a block."""
+
+    place: Place
+    """Names this call in the present forward: gradients are summed per place."""
+    policy: str
+    """`recompute`, `store` or `offload`."""
+    calls: Counter[int]
+    """Of blocks, up to this one: those that it calls inside have the same places when it is computed again."""
+
+
 class Flow(Protocol):
     """What a node needs from the engine (engine/step.py)."""
 
@@ -55,14 +67,8 @@ class Flow(Protocol):
 
     activations: Activations
 
-    def policy(self, block: Block) -> str:
-        """`recompute`, `store` or `offload`."""
-
-    def place(self, block: Block) -> Place:
-        """Names this call of a block in the present forward: gradients are summed per place."""
-
-    def calls(self) -> Counter[int]:
-        """How often each block has been called in the present forward."""
+    def begin(self, block: Block) -> Use:
+        """A block is called, to be differentiated later."""
 
     def crowded(self) -> bool:
         """Whether another thread runs the model meanwhile."""
@@ -91,14 +97,12 @@ class _Call:
     differentiable: tuple[int, ...]
     recording: Recording | None
     ambient: Ambient
-    place: Place
+    use: Use
     versions: tuple[int, ...]
     """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
     policy: str
     training: bool
     """Whether the block was in training mode: in the other one a recompute has other masks, or none."""
-    calls: Counter[int]
-    """Of blocks, up to this one: those that it calls inside have the same places when it is computed again."""
     parked: dict[int, Parked] = field(default_factory=dict)
     """Policy `offload`: inputs that wait in host memory, by position."""
     graph: _Graph | None = None
@@ -160,7 +164,7 @@ class _Call:
         inputs = self.detached(tuple(t for t in saved if t is not None))
         weights = self.block.bind(views, leaves=True)
         for _ in range(REPLAYS):
-            with self.ambient.replayed(self.drawn), self.flow.counting_from(self.calls):
+            with self.ambient.replayed(self.drawn), self.flow.counting_from(self.use.calls):
                 graph = _Graph(inputs, weights, self.run(inputs, weights), None)
                 if self.drew_again():
                     return graph
@@ -256,7 +260,7 @@ class _BlockNode(torch.autograd.Function):
             input_grads, weight_grads = _differentiate(graph, grads)
             del graph
         if weights_wanted():
-            hand_over(call.flow, call.block, call.place, weight_grads)
+            hand_over(call.flow, call.block, call.use.place, weight_grads)
         return (None, None, *input_grads)
 
 
@@ -337,10 +341,8 @@ def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any],
         return _without_gradient(flow, block, args, kwargs)
     versions = tuple(slab.version for slab in block.slabs)
     ambient = Ambient.capture(flow.device)
-    policy = flow.policy(block)
-    place = flow.place(block)
-    mode = block.module.training
-    call = _Call(flow, block, recipe, differentiable, recording, ambient, place, versions, policy, mode, flow.calls())
+    use, mode = flow.begin(block), block.module.training
+    call = _Call(flow, block, recipe, differentiable, recording, ambient, use, versions, use.policy, mode)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     emitted, call.emitted = call.emitted, None

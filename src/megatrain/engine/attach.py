@@ -21,7 +21,7 @@ from megatrain.engine.adopt import Adoption, disable_checkpointing
 from megatrain.engine.headroom import Headroom
 from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement
-from megatrain.engine.relief import Policies, Relief
+from megatrain.engine.relief import Holds, Policies, Relief
 from megatrain.engine.step import Step
 from megatrain.engine.surface import Surface
 from megatrain.engine.undo import Undo
@@ -150,7 +150,7 @@ class Attachment:
             watch=watch.check,
             stepped=self._stepped,
         )
-        self.relief.holds = self.step
+        self.relief.holds = Holds(slabs, fetcher)
         self.closing.add(self.step.seats.close)
 
     def take_memory(self) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from typing import Protocol
 
 import torch
 
 from megatrain import process
+from megatrain.compute.interrupts import Deferred
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import cuda_bytes
 from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
+from megatrain.store.slab import Slab
+from megatrain.stream.fetch import Fetcher
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
 """Policy → the next one, which takes less of the device."""
@@ -61,14 +63,23 @@ class Policies:
         self._of |= {name: before[name] for name in stored[: len(stored) // 2]}
 
 
-class Holds(Protocol):
-    """What the GPU holds for longer than one use, though its home is RAM (engine/step.py)."""
+class Holds:
+    """What the GPU holds for longer than one use, of slabs whose states are in RAM."""
 
-    def holding(self) -> bool:
-        """Whether there is anything."""
+    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher) -> None:
+        self._slabs, self._fetcher = slabs, fetcher
+
+    def __bool__(self) -> bool:
+        return self._fetcher.holding or any(slab.grad.on_device and not slab.on_device for slab in self._slabs)
 
     def let_go(self) -> None:
-        """From now on it streams."""
+        """Weights and sums stream from now on; gradients that there are now are dropped."""
+        with self._fetcher.lock, Deferred():
+            self._fetcher.let_go()
+            for slab in self._slabs:
+                if slab.grad.on_device and not slab.on_device:
+                    slab.grad.clear()
+                    slab.grad.move_home(slab.homes.states)
 
 
 class Relief:
@@ -193,19 +204,19 @@ class Relief:
     @property
     def leanest(self) -> bool:
         """Whether `lean` has nothing left to give."""
-        return self.policies.least and not self.holds.holding() and (self._lifted or self._plan is None)
+        return self.policies.least and not self.holds and (self._lifted or self._plan is None)
 
     @contextmanager
     def lean(self) -> Iterator[None]:
         """For a step that ran out of memory, done again inside: blocks keep less for their backward.
 
-        Inside no block keeps its graph, and afterwards half as many as before do. If none did, weights and sums that are
-        held stream from now on, and the next time inputs go to RAM. A plan's figure is no limit any more, `max_vram_gb`
-        still is.
+        Inside no block keeps its graph, and afterwards half as many as before do. If none did, weights and sums that
+        are held stream from now on, and the next time inputs go to RAM. A plan's figure is no limit any more,
+        `max_vram_gb` still is.
         """
         self._lifted = True
         self.hold_to_plan(False)
-        if not self.policies.stored and self.holds.holding():
+        if not self.policies.stored and self.holds:
             self.holds.let_go()
             yield
             return

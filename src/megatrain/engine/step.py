@@ -17,10 +17,9 @@ of these is raised at its end (compute/interrupts.py).
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,11 +28,13 @@ import torch
 from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
 from megatrain.compute.interrupts import Deferred
+from megatrain.compute.node import Use
 from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
+from megatrain.engine.places import Places
 from megatrain.engine.threads import Threads
 from megatrain.errors import UnsupportedCall
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
-from megatrain.store.gradient import OUTSIDE, Gradient, Place
+from megatrain.store.gradient import OUTSIDE, Place
 from megatrain.store.parameter import StoreTensor
 from megatrain.store.slab import Slab
 from megatrain.stream.accumulate import WindowSums
@@ -71,7 +72,7 @@ class Step:
         stepped: Callable[[int], None],
     ) -> None:
         self.activations = activations
-        self.policy = policy
+        self._policy = policy
         self._watch = watch
         """Raises when RAM runs out."""
         self._stepped = stepped
@@ -91,23 +92,19 @@ class Step:
         self._check_open = check_open
         self._predictor = Predictor()
         self._forward_order: dict[int, None] = {}
-        self._unfinished: Counter[int] = Counter()
-        """Forwards through each block whose backward has not come yet."""
-        self._open = 0
-        """The same, through all of them together, since the last step or zero_grad."""
+        self._places = Places(self._lock)
         self._owner: dict[int, int] = {}
         """Slab → block, for slabs that only one block uses."""
         self._steps = 0
         self._sums: WindowSums | None = None
         self.seats = Seats(device)
         self._threads = Threads(self.seats)
-        self._calls = threading.local()
         self.revisits = False
         """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
         self.unparked: set[int] = set()
         """Blocks at which a window does not wait: the head, whose logits must not pile up."""
         for slab in slabs:
-            slab.grad.keeper = self
+            slab.grad.keeper = _Keeper(drain, updates)
 
     def expect(self, blocks: list[Block]) -> None:
         """The first step has no past to predict from: assume registration order, there and back."""
@@ -182,26 +179,17 @@ class Step:
     def finished(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
         with self._lock, Deferred() if self._updates.early else nullcontext():
-            self._unfinished[block.index] -= 1
-            self._open = max(0, self._open - 1)
+            self._places.returned(block)
             for slab in block.slabs:
                 if self._sums is None or not self._sums.holds(slab):
                     self._given(slab)
 
     def _given(self, slab: Slab) -> None:
         """A gradient is on its way home: the slab's only one, if every forward through its block has come back."""
-        if not slab.shared and self._unfinished[self._owner[slab.index]] <= 0:
+        if not slab.shared and self._places.all_returned(self._owner[slab.index]):
             if self._updates.early:
                 self._fetcher.until_left()
             self._updates.complete(slab)
-
-    def merge(self, gradient: Gradient) -> None:
-        """Make one part of what several places gave to a slab's gradient."""
-        self._drain.merge(gradient)
-
-    def refuse_late(self, gradient: Gradient) -> None:
-        """Raise if an update has already started with this gradient."""
-        self._updates.refuse_late(gradient)
 
     def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
@@ -210,40 +198,17 @@ class Step:
         self.gradients(slab, OUTSIDE, {index: gradient})
 
     def begin_pass(self) -> None:
-        """A forward begins, of the whole model or of a part of it: calls of a block are counted from here."""
-        self._calls.of_block, self._calls.step = Counter(), self._steps
+        """A forward begins, of the whole model or of a part of it."""
+        self._places.begin()
 
-    def place(self, block: Block) -> Place:
-        """A block, and which call of it in this forward: the order of a sum is by place, whatever the timing."""
-        if self._open == 0 or getattr(self._calls, "step", None) != self._steps:
-            # No forward pass is open: a part of the model called by itself, or another thread (a block called inside
-            # another one is called again in autograd's).
-            self.begin_pass()
-        calls: Counter[int] = self._calls.of_block
-        calls[block.index] += 1
-        with self._lock:
-            self._unfinished[block.index] += 1
-            self._open += 1
-        if calls[block.index] > 1:
-            for slab in block.slabs:
-                slab.shared = True
-        return (block.index, calls[block.index] - 1)
+    def begin(self, block: Block) -> Use:
+        """A block is called, to be differentiated later."""
+        place, calls = self._places.of(block)
+        return Use(place, self._policy(block), calls)
 
-    def calls(self) -> Counter[int]:
-        """How often each block has been called in this forward."""
-        calls: Counter[int] = self._calls.of_block
-        return calls.copy()
-
-    @contextmanager
-    def counting_from(self, calls: Counter[int]) -> Iterator[None]:
+    def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]:
         """A block is computed again: blocks that it calls inside have the places that they had in the forward."""
-        before = dict(vars(self._calls))
-        self._calls.of_block, self._calls.step, self._calls.recomputing = calls.copy(), self._steps, True
-        try:
-            yield
-        finally:
-            vars(self._calls).clear()
-            vars(self._calls).update(before)
+        return self._places.counting_from(calls)
 
     # ---- window
 
@@ -287,8 +252,7 @@ class Step:
                 order = self._in_forward_order()
                 outcome = self._released(rules, max_norm, order, owner)
                 self._forward_order = {}
-                self._unfinished.clear()
-                self._open = 0
+                self._places.stepped()
                 self._steps += 1
                 self._lanes.timeline.cut()
                 self._predictor.record(BOUNDARY)
@@ -336,23 +300,10 @@ class Step:
     def zero_grad(self) -> None:
         with self._lock, Deferred():
             self._updates.abandon()
-            self._open = 0
+            self._places.give_up()
             for slab in self.slabs:
                 slab.grad.clear()
             self.activations.forget()
-
-    def holding(self) -> bool:
-        """Whether the device holds weights or sums whose home could be, or is, in RAM."""
-        return self._fetcher.holding or any(slab.grad.on_device and not slab.on_device for slab in self.slabs)
-
-    def let_go(self) -> None:
-        """Make room on the device: what it holds for longer than one use streams from now on. Gradients are gone."""
-        with self._lock, Deferred():
-            self._fetcher.let_go()
-            for slab in self.slabs:
-                slab.grad.clear()
-                if not slab.on_device:
-                    slab.grad.move_home(slab.homes.states)
 
     def norm(self) -> float:
         """The global gradient norm of what has been accumulated so far."""
@@ -368,7 +319,7 @@ class Step:
 
     def entered(self) -> None:
         """The model is called. What lanes found out is told to the thread that trains."""
-        if self._threads.enter(self._steps, getattr(self._calls, "recomputing", False)):
+        if self._threads.enter(self._steps, self._places.recomputing):
             self.check()
         else:
             self._check_open()
@@ -416,3 +367,11 @@ class Step:
         timeline = self._lanes.timeline
         with (timeline.device_span if self.device.type == "cuda" else timeline.host_span)("compute", label):
             yield
+
+
+class _Keeper:
+    """What works on gradients. Parameters lead to it, so it must not lead to the engine, which is to end with its last
+    user: autograd keeps what parameters refer to out of the garbage collector's sight."""
+
+    def __init__(self, drain: Drain, updates: Updates) -> None:
+        self.merge, self.refuse_late = drain.merge, updates.refuse_late

@@ -193,7 +193,7 @@ def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_after_it_ran_out_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     relief, _ = relief_of()
-    relief.policies = SimpleNamespace(lean=torch.no_grad)  # type: ignore[assignment]
+    relief.policies = SimpleNamespace(lean=torch.no_grad, stored=["layers.0"])  # type: ignore[assignment]
     with relief.lean():
         pass
     relief.take(allocator.quiet)

@@ -326,7 +326,7 @@ def test_nothing_is_left_when_model_and_engine_are_gone(closed: bool) -> None:
     engine = mt.Engine(model, device="cpu", lanes="threads")
     optimizer = engine.optimizer()
     train_a_step(model, optimizer)
-    assert len(set(lane_threads()) - before) == 4
+    assert len(set(lane_threads()) - before) == 6
     buffers = [weakref.ref(slab._weight_buffer) for slab in engine.slabs]
     watched = [weakref.ref(engine), weakref.ref(model), *buffers]
     if closed:

@@ -89,17 +89,17 @@ class SlowNorm(ThreadLanes):
 
     def __init__(self, pause: float) -> None:
         super().__init__()
-        plain = self.update.submit
+        plain = self["update"].submit
 
-        def submit(work: Any, after: Any = (), label: str = "") -> Any:
+        def submit(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
             def slow() -> None:
                 if label == "norm":
                     time.sleep(pause)
                 work()
 
-            return plain(slow, after, label)
+            return plain(slow, after, label, job)
 
-        self.update.submit = submit  # type: ignore[method-assign]
+        self["update"].submit = submit  # type: ignore[method-assign]
 
 
 def test_the_norm_of_an_early_step_is_not_that_of_the_next_ones_gradients() -> None:
@@ -133,19 +133,19 @@ def test_the_norm_of_an_early_step_is_not_that_of_the_next_ones_gradients() -> N
 class SlowVram(ThreadLanes):
     def __init__(self, pause: float) -> None:
         super().__init__()
-        plain = self.vram.submit
+        plain = self["vram"].submit
 
-        def submit(work: Any, after: Any = (), label: str = "") -> Any:
+        def submit(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
             def slow() -> None:
                 if label == self_.slow:
                     time.sleep(pause)
                 work()
 
-            return plain(slow, after, label)
+            return plain(slow, after, label, job)
 
         self_ = self
         self.slow = ""
-        self.vram.submit = submit  # type: ignore[method-assign]
+        self["vram"].submit = submit  # type: ignore[method-assign]
 
 
 def test_what_a_bad_gradient_names_includes_resident_blocks(said: pytest.LogCaptureFixture) -> None:

@@ -113,8 +113,7 @@ def test_bf16_gradients_are_rounded_before_they_are_used(kernel, width):
     flat = torch.randn(slabs[0].layout.numel)
     for slab, values in zip(slabs, (flat, flat.bfloat16()), strict=True):
         update_slab(
-            slab,
-            slab.open(writes=("weight", "states")),
+            opened(slab),
             Snapshot(slab.layout, values, torch.bfloat16, frozenset({0}), None),
             {0: RULE},
             1.0,
@@ -129,8 +128,7 @@ def test_random_bits_differ_by_slab_step_and_element():
     slabs[1].index = 7
     for slab in slabs:
         update_slab(
-            slab,
-            slab.open(writes=("weight", "states")),
+            opened(slab),
             snapshot_of(slab, {0}, 0, torch.bfloat16),
             {0: RULE},
             1.0,
