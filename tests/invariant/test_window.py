@@ -840,7 +840,7 @@ def test_the_engine_survives(where: str, error: Any, policy: str, clean: list[An
         assert all(gradient is None for gradient in gradients(model).values())
         assert_equal(clean_step(model, engine), clean)
         started = {thread.name for thread in set(threading.enumerate()) - threads}
-        assert len(started) == 4 + (4 if lanes == "threads" else 0), started
+        assert len(started) == 4 + (6 if lanes == "threads" else 0), started
         engine.close()
     assert set(threading.enumerate()) <= threads
 
