@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests import small
-from tests.tiny import engine_of
+from tests.tiny import Stack, backward, engine_of
 
 import megatrain as mt
 from megatrain.errors import SettingsError, UnknownSetting
@@ -216,3 +216,18 @@ def test_questions_name_what_they_cannot_use(said: pytest.LogCaptureFixture) -> 
     assert warned(said) == ["batch=3 has no effect: it is what is looked for"]
     with pytest.raises(UnknownSetting, match="unknown option policy; a plan takes batch, length"):
         mt.plan(small.llama(), machine=MACHINE, policy="store")
+
+
+def test_a_chunk_and_a_window_that_do_not_hold_are_named(said: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(Stack(), head_chunk=64, window=2)
+    assert warned(said) == ["head_chunk=64 has no effect: logits of Stack are computed whole"]
+    said.clear()
+
+    def task() -> None:
+        backward(engine.model, 0)
+
+    engine.window([task, task])
+    assert warned(said) == []
+    for _ in range(2):
+        engine.window([task, task, task])
+    assert warned(said) == ["window=2 does not hold for engine.window(), which runs all 3 tasks together"]

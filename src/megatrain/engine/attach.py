@@ -23,6 +23,7 @@ from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement
 from megatrain.engine.relief import Holds, Policies, Relief
 from megatrain.engine.step import Step
+from megatrain.engine.summary import announce_attached
 from megatrain.engine.surface import Surface
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
@@ -41,6 +42,7 @@ from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes, SyncLanes
 from megatrain.stream.leave import Leaving
 from megatrain.stream.transfer import Transfer
+from megatrain.telemetry.notices import warn
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
@@ -175,6 +177,8 @@ class Attachment:
             self.lazy = LazyHead(self.model, self.step, block, loss, chunk)
             self.lazy.attach(self.releasing)
             self.step.unparked.add(block.index)
+        elif chunk:
+            warn(f"head_chunk={chunk} has no effect: logits of {type(self.model).__name__} are computed whole")
 
     def surface(self) -> None:
         """What users call on the model, which knows its engine from here on; and the engine knows its parts."""
@@ -184,6 +188,9 @@ class Attachment:
             # Nothing in that list refers to the engine, which must not be kept alive.
             weakref.finalize(engine, _stop, self.closing)
             Surface(self.model, engine, self.hooks, self._begin).place(self.releasing)
+
+    def announce(self) -> None:
+        announce_attached(self.engine)
 
     # ---- what the parts call
 
@@ -225,6 +232,7 @@ STEPS: tuple[Callable[[Attachment], None], ...] = (
     Attachment.prepare_blocks,
     Attachment.chunk_head,
     Attachment.surface,
+    Attachment.announce,
 )
 
 

@@ -32,6 +32,7 @@ from megatrain.store.export import exported
 from megatrain.store.parameter import StoreTensor
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.telemetry.counters import Counters
+from megatrain.telemetry.notices import warn
 
 Result = TypeVar("Result")
 
@@ -57,6 +58,7 @@ class Engine:
         announce_unavailable(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
+        self._told_window = False
         Attachment(self, found, saved, hooks)
 
     def _consist_of(self, parts: Attachment) -> None:
@@ -133,6 +135,10 @@ class Engine:
         and all gradients of the step are dropped.
         """
         self._memory.owner.require("run a window")
+        most = self.settings.window
+        if most is not None and len(tasks) > (most if isinstance(most, int) else max(most)) and not self._told_window:
+            self._told_window = True
+            warn(f"window={most!r} does not hold for engine.window(), which runs all {len(tasks)} tasks together")
         self.relief.seated(len(tasks))
         return self._step.window(tasks, whole)
 

@@ -1,0 +1,72 @@
+"""What an engine says when it is attached: where everything is; or, of a plan, what it has otherwise than planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING
+
+from megatrain.optim.rules import AdamW
+from megatrain.planner.plan import sized
+from megatrain.telemetry.notices import announce, warn
+
+if TYPE_CHECKING:
+    from megatrain.engine.session import Engine
+
+Sizes = Iterable[tuple[str, int]]
+"""Names of blocks, and bytes."""
+
+
+def announce_attached(engine: Engine) -> None:
+    """Print a summary; a plan has been printed already."""
+    if engine.settings.plan is None:
+        announce(f"no plan; {summary(engine)}")
+        return
+    run = engine.settings.plan.run
+    for name, has, planned in (
+        ("precision", engine.precision, run.precision),
+        ("moments in", engine.settings.moment_width, run.moment_width),
+        ("compile", engine.settings.compile, run.compile),
+    ):
+        if has != planned:
+            warn(f"the plan is for {name} {planned}, this engine has {has}: memory and time will not be as planned")
+
+
+def summary(engine: Engine) -> str:
+    """Bytes per tier as far as they are known before there is an optimizer, and what blocks keep."""
+    settings, trained = engine.settings, [slab for slab in engine.slabs if slab.trains]
+    width, resident = settings.moment_width, settings.resident
+    weights = [(slab.name, slab.layout.nbytes) for slab in engine.slabs]
+    gradients = [(slab.name, slab.layout.nbytes) for slab in trained]
+    states = [(slab.name, slab.state_bytes(AdamW.moments, width)) for slab in trained]
+    copies = sum(size for name, size in weights if _named(name, settings.held_weights) and not _named(name, resident))
+    rows = {
+        "weights": _by_tier(weights, resident) + (f", copies in vram {_size(copies)}" if copies else ""),
+        "gradients": _by_tier(gradients, (*resident, *settings.held_gradients)) + " for one micro-batch",
+        "states": _by_tier(states, resident) + f" with AdamW and {width} moments",
+    }
+    parameters = sized(sum(parameter.numel() for parameter in engine.model.parameters()))
+    title = f"{type(engine.model).__name__}: {parameters} parameters"
+    if engine.blocks:
+        policies = Counter(engine.relief.policies[block.name] for block in engine.blocks)
+        rows["policy"] = ", ".join(f"{count} {policy}" for policy, count in policies.items())
+        rows["window"] = f"{settings.window or 'as many as fit'} of a step's micro-batches"
+        title += f" in {len(engine.blocks)} blocks" + (", compiled," if settings.compile else "")
+    title += f" on {engine.device}, {engine.precision}"
+    return "\n".join([title, *[f"{name:<11}{text}" for name, text in rows.items()]])
+
+
+def _by_tier(sizes: Sizes, in_vram: Sequence[str]) -> str:
+    tiers = {"ram": 0, "vram": 0}
+    for name, size in sizes:
+        tiers["vram" if _named(name, in_vram) else "ram"] += size
+    return ", ".join(f"{tier} {_size(size)}" for tier, size in tiers.items() if size) or "none"
+
+
+def _named(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
