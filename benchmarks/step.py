@@ -212,6 +212,8 @@ def main() -> None:
     parser.add_argument("--policy", default="recompute")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--resident", nargs="*", default=[], help="patterns of blocks that stay in GPU memory")
+    parser.add_argument("--held-weights", nargs="*", default=[], help="patterns of blocks whose weights stay there")
+    parser.add_argument("--held-gradients", nargs="*", default=[], help="the same of gradient sums")
     parser.add_argument("--compression", default="false", help="moments: false, bf16, 8bit, 4bit")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--no-clip", action="store_true", help="updates start in the backward")
@@ -230,6 +232,8 @@ def main() -> None:
         policy=args.policy,
         clip=None if args.no_clip else 1.0,
         resident=tuple(args.resident),
+        held_weights=tuple(args.held_weights),
+        held_gradients=tuple(args.held_gradients),
         precision=args.precision,
         optimizer_compression=False if args.compression == "false" else args.compression,
     )

@@ -1,5 +1,7 @@
 """On the GPU: state in GPU memory, in host memory, or in both gives the same bits, in deterministic mode."""
 
+import random
+
 import pytest
 import torch
 from benchmarks.shapes import random_model
@@ -7,6 +9,7 @@ from benchmarks.shapes import random_model
 import megatrain as mt
 
 PLACEMENTS = {"mixed": ("*layers.[02]*", "*embed*"), "resident": ("*",)}
+BLOCKS = ("*embed*", *(f"*layers.{i}" for i in range(4)), "*.norm", "lm_head")
 
 
 def run(resident, precision, compression=False, clip=1.0, windows=False, **settings):
@@ -76,3 +79,38 @@ def test_nor_with_low_bit_states(deterministic, compression):
 @pytest.mark.parametrize("policy", ["store", "offload"])
 def test_nor_with_other_policies(deterministic, policy):
     assert_same(run(("*layers.[02]*",), "bf16", policy=policy), run((), "bf16"))
+
+
+def drawn(seed):
+    """Homes, holds and policies by a seed."""
+    source = random.Random(seed)
+    kinds = {block: source.choice(["resident", "held", "streamed", "weights", "gradients"]) for block in BLOCKS}
+    return {
+        "resident": tuple(block for block, kind in kinds.items() if kind == "resident"),
+        "held_weights": tuple(block for block, kind in kinds.items() if kind in ("held", "weights")),
+        "held_gradients": tuple(block for block, kind in kinds.items() if kind in ("held", "gradients")),
+        "policy": {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS},
+        "slots": source.randint(1, 4),
+        "windows": source.random() < 0.5,
+    }
+
+
+@pytest.fixture(scope="module")
+def streamed():
+    known = {}
+
+    def of(*options, windows):
+        key = (*options, windows)
+        if key not in known:
+            known[key] = run((), options[0], clip=options[1], windows=windows)
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_homes_and_holds_chosen_at_random(deterministic, streamed, seed):
+    precision, clip = ("bf16", "bf16", "fp32")[seed % 3], (0.5, None)[seed % 2]
+    settings = drawn(seed)
+    expected = streamed(precision, clip, windows=settings["windows"])
+    assert_same(run(settings.pop("resident"), precision, clip=clip, **settings), expected)

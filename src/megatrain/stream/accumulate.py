@@ -82,10 +82,12 @@ class WindowSums:
             self._send(key)
 
     def holds(self, slab: Slab) -> bool:
-        """Whether something of a slab's gradient has not left yet."""
-        return any(
-            index == slab.index for index, _ in [*self._open, *[key for key, kept in self._held.items() if kept]]
-        )
+        """Whether something of a slab's gradient has not left yet, or may still come."""
+        open_or_held = [*self._open, *[key for key, kept in self._held.items() if kept]]
+        if slab.index in self._in_place:
+            # A window does not wait at the head: the first micro-batch gives before the others have come there.
+            open_or_held += [key for key, given in self._given.items() if not self._turns.live() <= given]
+        return any(index == slab.index for index, _ in open_or_held)
 
     def left(self) -> None:
         """A micro-batch has finished: what waited for it need not any more."""

@@ -1,0 +1,99 @@
+"""Where weights, sums and states live, what is held, how micro-batches are cut into windows and what blocks keep for their
+backward, all chosen at random: the bits are those of everything streamed, one micro-batch after the other."""
+
+from __future__ import annotations
+
+import random
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from tests import small
+from tests.tiny import differences, engine_of, roles
+
+from megatrain.stream.lanes import SyncLanes, ThreadLanes
+
+MICRO_BATCHES = 5
+BLOCKS = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head")
+
+
+def drawn(seed: int, tied: bool) -> dict[str, Any]:
+    """Settings that must not change bits, by a seed."""
+    source = random.Random(seed)
+    homes: dict[str, list[str]] = {"resident": [], "held_weights": [], "held_gradients": []}
+    for block in BLOCKS[:-1] if tied else BLOCKS:
+        kind = source.choice(["resident", "held", "streamed", "weights", "gradients"])
+        if kind == "resident":
+            homes["resident"].append(block)
+        homes["held_weights"] += [block] if kind in ("held", "weights") else []
+        homes["held_gradients"] += [block] if kind in ("held", "gradients") else []
+    policies = {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS}
+    return {
+        **{name: tuple(blocks) for name, blocks in homes.items()},
+        "policy": policies,
+        "slots": source.randint(1, 4),
+        "grad_slots": source.randint(1, 3),
+    }
+
+
+def cut(seed: int) -> list[int]:
+    """The windows of a step."""
+    source = random.Random(seed)
+    windows: list[int] = []
+    while sum(windows) < MICRO_BATCHES:
+        windows.append(source.randint(1, MICRO_BATCHES - sum(windows)))
+    return windows
+
+
+def train(seed: int | None, tied: bool, clip: float | None, precision: str, compression: Any) -> list[Any]:
+    """Three steps with dropout; a gradient is looked at, and one written, between micro-batches."""
+    model = small.llama(tie_word_embeddings=tied, num_hidden_layers=3, attention_dropout=0.1).train()
+    settings = {} if seed is None else drawn(seed, tied)
+    lanes = SyncLanes() if seed is None or seed % 3 == 0 else ThreadLanes(seed=seed, max_delay=2e-4)
+    engine = engine_of(model, lanes=lanes, precision=precision, optimizer_compression=compression, **settings)
+    optimizer = engine.optimizer(lr=1e-2, max_grad_norm=clip)
+    seen: list[Any] = []
+
+    def micro_batch(number: int) -> torch.Tensor:
+        loss = model(**small.batch(2, seed=number)).loss / MICRO_BATCHES
+        loss.backward()
+        return loss.detach()
+
+    for step in range(3):
+        windows = [1] * MICRO_BATCHES if seed is None else cut(1000 * seed + step)
+        tasks = [partial(micro_batch, MICRO_BATCHES * step + k) for k in range(MICRO_BATCHES)]
+        for window in windows[:-1]:
+            seen += engine.window(tasks[:window])
+            del tasks[:window]
+            if step == 1 and len(tasks) == 1:
+                break
+        with optimizer.final_backward():
+            seen += engine.window(tasks)
+        if clip is not None:
+            seen.append(engine.grad_norm())
+            weight = model.model.layers[1].mlp.up_proj.weight
+            seen.append(weight.grad + 0)
+            weight.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    seen += [optimizer.grad_norm, roles(engine)]
+    engine.close()
+    return seen
+
+
+@cache
+def streamed(*options: Any) -> list[Any]:
+    return train(None, *options)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_homes_and_holds_chosen_at_random(seed: int) -> None:
+    source = random.Random(-seed)
+    options = (
+        source.random() < 0.5,
+        source.choice([None, 0.5]),
+        source.choice(["bf16", "fp32", "bf16-sr"]),
+        source.choice([False, "8bit"]),
+    )
+    assert differences(train(seed, *options), streamed(*options)) == [], (drawn(seed, options[0]), options)
