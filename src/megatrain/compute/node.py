@@ -23,11 +23,11 @@ import torch
 from megatrain.compute.binding import within_context
 from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
 from megatrain.compute.compiled import CannotCompile
-from megatrain.compute.generators import Generators
 from megatrain.compute.rebind import Rebinder
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
+from megatrain.generators import Generators
 from megatrain.store.gradient import Place
 from megatrain.store.parameter import after_accumulate
 from megatrain.store.slab import Slab

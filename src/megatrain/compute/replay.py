@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.compute.generators import Generators
+from megatrain.generators import Generators
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import torch
 
-from megatrain.compute import generators
-from megatrain.compute.generators import Generators
+from megatrain import generators
 from megatrain.compute.interrupts import Deferred
 from megatrain.compute.replay import Ambient
 from megatrain.errors import WindowAborted
+from megatrain.generators import Generators
 
 Result = TypeVar("Result")
 _seat = threading.local()
@@ -190,7 +190,7 @@ class Seats:
         while len(self._workers) < len(tasks):
             self._workers.append(_Worker(len(self._workers)))
         started = False
-        with _random_untouched(self._device):
+        with generators.untouched(self._device):
             try:
                 with Deferred():
                     for number in range(len(tasks)):
@@ -245,12 +245,3 @@ class _Inherited:
             else:
                 with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                     yield
-
-
-@contextmanager
-def _random_untouched(device: torch.device) -> Iterator[None]:
-    before = Generators.now(device)
-    try:
-        yield
-    finally:
-        before.restore()

@@ -16,7 +16,7 @@ from megatrain.engine.undo import Undo
 from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
-from megatrain.model.hooks import keeps_fp32
+from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.store.layout import lay_out
 from megatrain.store.memory import Homes
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
@@ -51,10 +51,7 @@ class Adoption:
         self.blocks: list[Block] = []
         self._loaded: dict[tuple[int, int], torch.dtype] = {}
         """(slab, segment) → the dtype that a parameter goes back in if the engine cannot be attached."""
-        floats = [p for p in model.parameters() if p.is_floating_point()]
-        bf16 = sum(p.numel() for p in floats if p.dtype != torch.float32)
-        self._mixed = bf16 * 2 > sum(p.numel() for p in floats)
-        """A mostly-BF16 model: its FP32 parameters were kept so on purpose."""
+        self._dtypes = Dtypes(model)
 
     def take(self, found: list[Found], deposit: Deposit, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
@@ -101,7 +98,9 @@ class Adoption:
 
     def _plain(self, parameter: StoreTensor) -> torch.nn.Parameter:
         values = parameter.master()
-        values = values.to(self._loaded.get((parameter.slab.index, parameter.segment), values.dtype))
+        # Half of a master that is all there is (the other half is zero) comes back whole too.
+        whole = torch.promote_types(values.dtype, parameter.slab.saved[parameter.segment])
+        values = values.to(self._loaded.get((parameter.slab.index, parameter.segment), whole))
         return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
     # ---- weights
@@ -137,17 +136,9 @@ class Adoption:
                 continue
             seen.add(id(parameter))
             full = f"{item.name}.{name}".lstrip(".")
-            groups.setdefault((self._target(full, parameter), parameter.requires_grad), {})[full] = parameter
+            dtype = self._dtypes.stored(full, parameter, self.precision)
+            groups.setdefault((dtype, parameter.requires_grad), {})[full] = parameter
         return groups
-
-    def _target(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        if not parameter.is_floating_point() or (parameter.dtype == torch.float64 and not parameter.requires_grad):
-            return parameter.dtype
-        if self.precision == "fp32":
-            return torch.float32
-        if parameter.dtype == torch.float32 and (self._mixed or keeps_fp32(self.model, name)):
-            return torch.float32
-        return torch.bfloat16
 
     def _move(self, item: Found, owners: Owners, deposit: Deposit) -> None:
         """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
@@ -216,12 +207,8 @@ def saved_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
 
 
 def precision_of(model: torch.nn.Module, asked: str | None) -> str:
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    loaded = max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
-    natural = "fp32" if loaded == torch.float32 else "bf16"
+    loaded = Dtypes(model).loaded
+    natural = natural_precision(loaded)
     if loaded == torch.float16 and asked is None:
         announce("the model was loaded in FP16: training in BF16 with an exact FP32 master")
     elif asked == "fp32" and natural == "bf16":

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset
 
+from megatrain import generators
 from megatrain.engine.planning import plan_for_trainer
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.geometry import PLANNED
@@ -184,7 +185,6 @@ def _extent(row: Any) -> int:
 @contextmanager
 def random_kept(*owners: Any) -> Iterator[None]:
     """Rows and collators may draw random numbers, also from a generator of their own; training must draw the same."""
-    cpu, python, numbers = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     attributes = [(vars(owner), dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
     own: list[Callable[[], Any]] = []
     for value in (value for _, before in attributes for value in before.values()):
@@ -195,11 +195,9 @@ def random_kept(*owners: Any) -> Iterator[None]:
         elif isinstance(value, numpy.random.Generator):
             own.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
     try:
-        yield
+        with generators.untouched(torch.device("cpu")):
+            yield
     finally:
-        torch.set_rng_state(cpu)
-        random.setstate(python)
-        numpy.random.set_state(numbers)
         for take_back in own:
             take_back()
         for now, before in attributes:

@@ -7,16 +7,15 @@ they started, and what changes is only how much blocks keep for their backward (
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from transformers import TrainerCallback
 
 from megatrain.engine.session import Engine
 from megatrain.errors import OutOfRam
+from megatrain.generators import Generators
 from megatrain.telemetry.notices import warn
 
 Result = TypeVar("Result")
@@ -30,9 +29,7 @@ class Beginning:
         self._clean = not any(slab.grad.present for slab in engine.slabs)
         self._buffers = [(name, buffer, buffer._version) for name, buffer in engine.model.named_buffers()]
         self._versions = [slab.version for slab in engine.slabs]
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._generators = Generators.now(engine.device)
 
     def obstacle(self) -> str | None:
         """Why the step cannot be taken back; None: it can."""
@@ -50,11 +47,7 @@ class Beginning:
 
     def restore(self) -> None:
         self._zero_grad()
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._engine.device)
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
+        self._generators.restore()
 
 
 def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, bool]:

@@ -17,6 +17,7 @@ from megatrain.errors import NothingToStream, SettingsError
 from megatrain.geometry import SMALL, padded
 from megatrain.model import blocks, fields, hooks
 from megatrain.model.blocks import Found
+from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.model.heads import kind_of_logits
 from megatrain.model.skeleton import config_named, config_of, is_config, skeleton
 from megatrain.model.trace import Traced, trace
@@ -155,7 +156,7 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         for _, parameter in item.parameters():
             owners.setdefault(id(parameter), item.name)
             users.setdefault(id(parameter), set()).add(item.name)
-    reader = _Reader(model, text, loaded, owners, {key for key, names in users.items() if len(names) > 1})
+    reader = _Reader(model, text, owners, {key for key, names in users.items() if len(names) > 1})
     layers = [item for item in found if item.layer]
     traced = _traced(model, [item.name for item in layers])
     guessed = {type(item.module).__name__ for item in layers if item.name not in traced and not reader.follows(item)}
@@ -163,7 +164,7 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
         blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
-        precision="fp32" if loaded == torch.float32 else "bf16",
+        precision=natural_precision(loaded),
         attention=_attention(model),
         logits=kind_of_logits(model, [item.module for item in found], hooks.load().causal_loss),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
@@ -212,22 +213,19 @@ def _find(model: torch.nn.Module) -> list[Found]:
 
 
 def _loaded(model: torch.nn.Module, config: Any) -> torch.dtype:
-    """The dtype of most parameters; of a skeleton, what its config says."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    """What most parameters are in; of a skeleton, what its config says."""
     made_here = all(parameter.device.type == "meta" for parameter in model.parameters())
     if made_here and config is not None:
         return getattr(config, "dtype", None) or torch.bfloat16
-    return max(counts, key=lambda dtype: counts[dtype])
+    return Dtypes(model).loaded
 
 
 class _Reader:
     """Turns modules into block shapes."""
 
-    def __init__(self, model: Any, text: Any, loaded: torch.dtype, owners: dict[int, str], shared: set[int]) -> None:
-        self._model, self._text, self._loaded, self._owners, self._shared = model, text, loaded, owners, shared
+    def __init__(self, model: Any, text: Any, owners: dict[int, str], shared: set[int]) -> None:
+        self._model, self._text, self._owners, self._shared = model, text, owners, shared
+        self._dtypes = Dtypes(model)
         has_embeddings = hasattr(model, "get_input_embeddings")
         self._embedding = model.get_input_embeddings() if has_embeddings else None
         self._head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -288,31 +286,23 @@ class _Reader:
         return found.get_text_config() if found is not None else self._text
 
     def _slabs(self, owner: str, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[SlabShape, ...]:
-        groups: dict[tuple[int | None, bool], list[torch.Tensor]] = {}
+        groups: dict[tuple[torch.dtype | None, bool], list[torch.Tensor]] = {}
         seen: set[int] = set()
         for name, parameter in named:
             if self._owners[id(parameter)] == owner and id(parameter) not in seen:
                 seen.add(id(parameter))
-                groups.setdefault((self._itemsize(name, parameter), parameter.requires_grad), []).append(parameter)
+                fixed = self._dtypes.fixed(name, parameter)
+                groups.setdefault((fixed, parameter.requires_grad), []).append(parameter)
         return tuple(
             SlabShape(
                 parameters=sum(p.numel() for p in members),
                 numel=sum(padded(p.numel()) for p in members),
                 vectors=sum(padded(p.numel()) for p in members if p.ndim < 2 or p.numel() < SMALL),
                 trains=trains,
-                itemsize=itemsize,
+                itemsize=None if fixed is None else fixed.itemsize,
             )
-            for (itemsize, trains), members in groups.items()
+            for (fixed, trains), members in groups.items()
         )
-
-    def _itemsize(self, name: str, parameter: torch.Tensor) -> int | None:
-        """As engine/adopt.py decides: None if the precision of the run says."""
-        if not parameter.is_floating_point() or (parameter.dtype == torch.float64 and not parameter.requires_grad):
-            return parameter.dtype.itemsize
-        mixed = self._loaded != torch.float32 and parameter.device.type != "meta"
-        if (mixed and parameter.dtype == torch.float32) or hooks.keeps_fp32(self._model, name):
-            return 4
-        return None
 
 
 def _inner(module: torch.nn.Module) -> Any:

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatrain import generators
+
 LENGTHS = (256, 512, 768)
 """Tokens in a sequence; multiples of the chunks that mixers cut sequences into (64 to 256)."""
 STEPS = (8, 16, 24)
@@ -87,9 +89,8 @@ def _runs(
 ) -> list[tuple[dict[str, tuple[int, int, int]], int]]:
     """A run for each length; none if they fail."""
     # Models that leave layers out by chance draw numbers: plans are always the same, and training draws what it would.
-    python, numbers = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with generators.untouched(torch.device("cpu")):
             torch.default_generator.manual_seed(0)  # not the GPU's as well
             random.seed(0)
             numpy.random.seed(0)
@@ -97,9 +98,6 @@ def _runs(
     except Exception:
         # Whatever a model's code makes of tensors without values; the planner then has its formula.
         return []
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
 
 
 def _traced(lengths: tuple[int, ...], counted: list[tuple[int, int, int]]) -> Traced:

@@ -27,17 +27,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": set(),
     "aliases": set(),
     "geometry": set(),
+    "generators": set(),
     "process": set(),
     "telemetry": set(),
     "errors": set(),
 }
 
 # What every part may import besides, and the parts that may not even do that.
-EVERYBODY = {"aliases", "errors", "geometry", "process", "settings", "telemetry", "files"}
+EVERYBODY = {"aliases", "errors", "generators", "geometry", "process", "settings", "telemetry", "files"}
 BOTTOM = {
     "aliases": set(),
     "errors": set(),
     "geometry": set(),
+    "generators": set(),
     "process": set(),
     "settings": {"aliases", "errors", "geometry"},
     "telemetry": {"errors"},

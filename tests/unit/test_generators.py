@@ -11,8 +11,8 @@ import pytest
 import torch
 from numpy.random import mtrand
 
-from megatrain.compute import generators
-from megatrain.compute.generators import Generators
+from megatrain import generators
+from megatrain.generators import Generators
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], Any]] = {

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,16 @@ class Generators:
             version, words, gauss = self.python
             random.setstate((version, _WORDS.unpack(words), gauss))
         _numpy.write(self.numpy)
+
+
+@contextmanager
+def untouched(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is drawn again afterwards."""
+    before = Generators.now(device)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def seed(number: int) -> None:
