@@ -1,11 +1,13 @@
-"""Is the plan right? One row: plan, then run it, then compare seconds, VRAM as the driver reports it, and RAM.
+"""Is the plan right? Each row is planned and run as planned; seconds, VRAM (of the driver) and RAM are compared.
 
+    PYTHONPATH=src python -m benchmarks.accuracy --rows held,padded --resume rows.jsonl --budget 400
     PYTHONPATH=src python -m benchmarks.accuracy --shape qwen2.5-7b --max-vram-gb 48 [--compile] [--compression 8bit]
 
-The machine is probed first (if it has not been, or with `--refresh`). VRAM is what the driver reports beside PyTorch's
-allocator (total minus free minus reserved, so nothing else may run there) and the most that this has reserved; RAM is
-RssAnon + RssShmem. `--all` runs the rows of the published table, `--others` rows of other kinds, each in a process of
-its own, and probes anew before the first.
+The first form runs rows of the groups that are named, each in a process of its own. A finished row is appended to the
+file and skipped by the next call with the same file; a row that would not be done within the budget (seconds) is left
+for it. The second form runs one row. The machine is probed if it has not been, or with `--refresh`. VRAM is what the
+driver reports beside PyTorch's allocator (total minus free minus reserved, so nothing else may run there) and the most
+that this has reserved; RAM is RssAnon + RssShmem. TFLOP/s as in `Plan.tflops`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 # What is reserved stays close to what is allocated; read when CUDA is first used.
@@ -29,52 +32,79 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, PreTrainedModel, TrainerCallback, TrainingArguments
 
 import megatrain as mt
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.step import GIB, driver_vram, resident_ram
+from megatrain.model.shapes import describe
 
-ROWS = [
-    ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "12"],
-    ["--shape", "qwen2.5-1.5b"],
-    ["--shape", "qwen2.5-3b", "--max-vram-gb", "24"],
-    ["--shape", "qwen2.5-3b", "--max-vram-gb", "48"],
-    ["--shape", "qwen2.5-14b"],
-    ["--shape", "qwen2.5-7b", "--max-vram-gb", "80"],
-    ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "24"],
-    ["--shape", "qwen2.5-3b", "--max-vram-gb", "12"],
-    ["--shape", "qwen2.5-7b", "--max-vram-gb", "24"],
-    ["--shape", "qwen2.5-7b", "--max-vram-gb", "12", "--micro", "1"],
-    ["--shape", "qwen2.5-7b", "--max-vram-gb", "80", "--compile"],
-]
-"""The published table."""
-OTHERS = [
-    ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "12", "--trainer"],
-    ["--shape", "gpt2-xl", "--max-vram-gb", "12", "--batch", "8", "--length", "1024"],
-    ["--shape", "qwen3-30b-a3b", "--layers", "6", "--max-vram-gb", "24"],
-    ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "24", "--batch", "1", "--length", "32768", "--micro", "1"],
-    ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "8", "--batch", "1", "--length", "128", "--micro", "1"],
-    ["--shape", "llama3.2-1b", "--max-vram-gb", "24", "--dtype", "float32", "--batch", "2"],
-    ["--shape", "gemma2-2b", "--max-vram-gb", "24", "--batch", "2"],
-    ["--shape", "llama3.2-1b", "--max-vram-gb", "16", "--batch", "16", "--length", "512", "--micro", "8"],
-    ["--shape", "qwen2.5-3b", "--max-vram-gb", "12", "--compression", "8bit"],
-    ["--shape", "deepseek-v2-lite", "--layers", "6", "--max-vram-gb", "24"],
-    ["--shape", "qwen2.5-3b", "--compile"],
-    ["--shape", "qwen2.5-3b", "--trainer"],
-    ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "48"],
-    ["--shape", "qwen2.5-3b", "--max-vram-gb", "80"],
-    ["--shape", "qwen2.5-7b", "--max-vram-gb", "48"],
-    ["--shape", "qwen2.5-7b"],
-    ["--shape", "qwen2.5-14b", "--max-vram-gb", "80", "--compression", "8bit"],
-]
-"""Other caps, lengths, widths, families, and runs of `megatrain.Trainer`."""
+GROUPS: dict[str, list[list[str]]] = {
+    # The speed that is asked for: the Trainer's own plans, no cap, compiled.
+    "held": [
+        ["--shape", "qwen2.5-7b", "--micro", "4", "--compile", "--trainer"],
+        ["--shape", "qwen2.5-7b", "--micro", "16", "--compile", "--trainer", "--steps", "2"],
+        ["--shape", "qwen2.5-14b", "--batch", "2", "--micro", "16", "--compression", "8bit", "--compile", "--trainer",
+         "--steps", "2"],
+        ["--shape", "qwen2.5-14b", "--batch", "2", "--micro", "16", "--compile", "--trainer", "--steps", "2"],
+    ],
+    "padded": [
+        ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "24", "--padded", "--trainer"],
+        ["--shape", "qwen2.5-7b", "--micro", "4", "--padded", "--compile", "--trainer"],
+    ],
+    "32b": [
+        ["--shape", "qwen3-32b", "--batch", "1", "--length", "4096", "--micro", "8", "--compression", "4bit",
+         "--compile", "--trainer", "--steps", "2"],
+    ],
+    "slow": [
+        ["--shape", "qwen2.5-1.5b", "--batch", "8", "--micro", "1", "--trainer"],
+        ["--shape", "qwen2.5-1.5b", "--batch", "8", "--micro", "1", "--compile", "--trainer"],
+        ["--shape", "llama3-8b", "--batch", "1", "--length", "4096", "--micro", "8", "--trainer"],
+    ],
+    "published": [
+        ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "12"],
+        ["--shape", "qwen2.5-1.5b"],
+        ["--shape", "qwen2.5-3b", "--max-vram-gb", "24"],
+        ["--shape", "qwen2.5-3b", "--max-vram-gb", "48"],
+        ["--shape", "qwen2.5-14b"],
+        ["--shape", "qwen2.5-7b", "--max-vram-gb", "80"],
+        ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "24"],
+        ["--shape", "qwen2.5-3b", "--max-vram-gb", "12"],
+        ["--shape", "qwen2.5-7b", "--max-vram-gb", "24"],
+        ["--shape", "qwen2.5-7b", "--max-vram-gb", "12", "--micro", "1"],
+        ["--shape", "qwen2.5-7b", "--max-vram-gb", "80", "--compile"],
+    ],
+    # Other caps, lengths, widths and families.
+    "others": [
+        ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "12", "--trainer"],
+        ["--shape", "gpt2-xl", "--max-vram-gb", "12", "--batch", "8", "--length", "1024"],
+        ["--shape", "qwen3-30b-a3b", "--layers", "6", "--max-vram-gb", "24"],
+        ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "24", "--batch", "1", "--length", "32768", "--micro", "1"],
+        ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "8", "--batch", "1", "--length", "128", "--micro", "1"],
+        ["--shape", "llama3.2-1b", "--max-vram-gb", "24", "--dtype", "float32", "--batch", "2"],
+        ["--shape", "gemma2-2b", "--max-vram-gb", "24", "--batch", "2"],
+        ["--shape", "llama3.2-1b", "--max-vram-gb", "16", "--batch", "16", "--length", "512", "--micro", "8"],
+        ["--shape", "qwen2.5-3b", "--max-vram-gb", "12", "--compression", "8bit"],
+        ["--shape", "deepseek-v2-lite", "--layers", "6", "--max-vram-gb", "24"],
+        ["--shape", "qwen2.5-3b", "--compile"],
+        ["--shape", "qwen2.5-3b", "--trainer"],
+        ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "48"],
+        ["--shape", "qwen2.5-3b", "--max-vram-gb", "80"],
+        ["--shape", "qwen2.5-7b", "--max-vram-gb", "48"],
+        ["--shape", "qwen2.5-7b"],
+        ["--shape", "qwen2.5-14b", "--max-vram-gb", "80", "--compression", "8bit"],
+    ],
+}  # fmt: skip
+STARTING, PER_PARAMETER, COMPILING = 40.0, 3e-9, 60.0
+"""Seconds of a row beside its steps: the process and the engine, weights that are made and moved, and compiling."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     ram = {"started": resident_ram()}
     layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
     model = random_model(args.shape, getattr(torch, args.dtype), **layers).train()
+    blocks = {block.name for block in describe(model).blocks if block.kind == "layer"}
     machine = mt.probe(refresh=args.refresh)
     torch.cuda.empty_cache()
     ram["model"] = resident_ram()
@@ -90,8 +120,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result = {
         "row": _name(args),
         "tokens": plan.run.tokens,
-        "resident": f"{len(plan.resident)} of {plan.blocks}",
-        "policy": plan._policies(),
+        "tflops": 6 * plan.matmul_parameters * plan.run.tokens / measured / 1e12,
+        "placement": plan.placement,
+        "policy": plan.policies,
+        "windows": plan.windows,
+        "decision": decision_of(plan, blocks),
         "seconds": [plan.step.seconds, measured, measured / plan.step.seconds - 1],
         "vram_gib": [plan.total("vram") / GIB, outside + reserved, torch.cuda.max_memory_allocated() / GIB],
         "vram_detail": {"outside": outside, "reserved": reserved, "retries": retries, "at_end": at_end},
@@ -107,6 +140,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def decision_of(plan: mt.Plan, layers: set[str]) -> dict[str, Any]:
+    """What the planner decided, as `tests/unit/planner/accuracy.json` keeps it."""
+    resident, held, summed = (
+        len(layers.intersection(names)) for names in (plan.resident, plan.held_weights, plan.held_gradients)
+    )
+    rest = 2 if set(plan.resident) - layers else int(bool(set(plan.held_weights) - layers))
+    stored = sum(policy == "store" for policy in plan.policy.values())
+    return {
+        "rest": rest, "layers": resident, "held": resident + held, "summed": resident + summed, "stored": stored,
+        "offload": plan.policy["*"] == "offload", "first": plan.windows[0], "window": plan.windows[:2][-1],
+        "slots": plan.slots, "grad_slots": plan.grad_slots,
+    }  # fmt: skip
+
+
 def with_own_loop(
     model: PreTrainedModel, machine: mt.Machine, args: argparse.Namespace, ram: dict[str, float]
 ) -> tuple[mt.Plan, mt.Engine, list[float], list[float]]:
@@ -117,27 +164,24 @@ def with_own_loop(
         "max_vram_gb": args.max_vram_gb,
         "max_ram_gb": args.max_ram_gb,
     }
-    plan = mt.plan(model, machine=machine, batch=args.batch, length=args.length, accumulation=args.micro, **settings)
+    run = {"batch": args.batch, "length": args.length, "accumulation": args.micro, "padded": args.padded}
+    plan = mt.plan(model, machine=machine, **run, **settings)
     print(plan.table(), file=sys.stderr, flush=True)
     engine = mt.Engine(model, plan=plan, **settings)
     ram["attached"] = resident_ram()
     optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
-    tokens = list(_rows(model, args, args.micro))
+    batches = [_collated(rows) for rows in _batches(model, args, args.micro)]
 
-    def micro_batch(ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.to(engine.device)
-        loss = model(input_ids=ids, labels=ids).loss / args.micro
+    def micro_batch(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = model(**{name: values.to(engine.device) for name, values in batch.items()}).loss / args.micro
         loss.backward()
         return loss.detach()
 
     def step() -> float:
-        tasks = [partial(micro_batch, ids) for ids in tokens]
-        if plan.window == 1:
-            losses = [task() for task in tasks]
-        else:
-            losses = []
-            for start in range(0, len(tasks), plan.window):
-                losses += engine.window(tasks[start : start + plan.window], whole=plan.window >= len(tasks))
+        tasks = [partial(micro_batch, batch) for batch in batches]
+        losses: list[torch.Tensor] = []
+        for size in plan.windows:
+            losses += engine.window(tasks[len(losses) : len(losses) + size], whole=size == len(tasks))
         optimizer.step()
         optimizer.zero_grad()
         return sum(loss.item() for loss in losses)
@@ -169,9 +213,10 @@ def with_trainer(
         max_vram_gb=args.max_vram_gb,
         max_ram_gb=args.max_ram_gb,
         optimizer_compression=args.compression or False,
+        length=args.length,
     )
     steps = args.steps + 2
-    rows = [{"input_ids": ids} for batch in _rows(model, args, args.micro * steps) for ids in batch]
+    rows = [row for batch in _batches(model, args, args.micro * steps) for row in batch]
     with tempfile.TemporaryDirectory() as directory:
         trainer = mt.Trainer(
             model=model,
@@ -182,6 +227,7 @@ def with_trainer(
                 max_steps=steps,
                 learning_rate=1e-5,
                 bf16=args.dtype == "bfloat16",
+                use_cpu=not torch.cuda.is_available(),
                 torch_compile=args.compile,
                 logging_steps=1,
                 save_strategy="no",
@@ -199,25 +245,31 @@ def with_trainer(
     return plan, trainer.engine, losses, [after - before for before, after in pairwise(ends[1:])]
 
 
-def _rows(model: PreTrainedModel, args: argparse.Namespace, count: int) -> Iterator[torch.Tensor]:
-    """Micro-batches of random tokens."""
+def _batches(model: PreTrainedModel, args: argparse.Namespace, count: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Micro-batches of rows of random tokens; with `--padded` every second row is three quarters as long."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
-        yield torch.randint(0, model.config.vocab_size, (args.batch, args.length), generator=generator)
+        ids = torch.randint(0, model.config.vocab_size, (args.batch, args.length), generator=generator)
+        short = 3 * args.length // 4 if args.padded else args.length
+        yield [{"input_ids": row[: short if number % 2 else args.length]} for number, row in enumerate(ids)]
 
 
 def _collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    ids = torch.stack([row["input_ids"] for row in rows])
-    return {"input_ids": ids, "labels": ids.clone()}
+    tokens = [row["input_ids"] for row in rows]
+    batch = {name: pad_sequence(tokens, True, value) for name, value in (("input_ids", 0), ("labels", -100))}
+    if any(len(row) < batch["input_ids"].shape[1] for row in tokens):
+        batch["attention_mask"] = (batch["labels"] != -100).long()
+    return batch
 
 
 def _name(args: argparse.Namespace) -> str:
     """The row in words: the shape, the cap, and what is not as in most rows."""
     words = [args.shape if args.layers is None else f"{args.layers} layers of {args.shape}"]
     words.append(f"{args.max_vram_gb or 'no'} cap")
-    words += [f"{args.batch} x {args.length} tokens"] if (args.batch, args.length) != (4, 2048) else []
+    words.append(f"{args.micro} of {args.batch} x {args.length} tokens")
     words += [args.dtype] if args.dtype != "bfloat16" else []
     words += [args.compression] if args.compression else []
+    words += ["padded"] if args.padded else []
     words += ["compiled"] if args.compile else []
     words += ["Trainer"] if args.trainer else []
     return ", ".join(words)
@@ -225,8 +277,9 @@ def _name(args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="the rows of the published table")
-    parser.add_argument("--others", action="store_true", help="rows of other caps, lengths, widths and families")
+    parser.add_argument("--rows", help=f"groups of rows, with commas between them: {', '.join(GROUPS)}")
+    parser.add_argument("--resume", type=Path, help="a file that finished rows are appended to, and skipped if in it")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in which all must be done")
     parser.add_argument("--trainer", action="store_true", help="let megatrain.Trainer plan and train")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -234,36 +287,80 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="steps that are timed, after two that are not")
+    parser.add_argument("--padded", action="store_true", help="rows differ in length")
     parser.add_argument("--max-vram-gb", type=float)
     parser.add_argument("--max-ram-gb", type=float)
     parser.add_argument("--compression")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--refresh", action="store_true", help="measure the machine again")
     args = parser.parse_args()
-    rows = (ROWS if args.all else []) + (OTHERS if args.others else [])
-    if not rows:
+    if args.rows is None:
         print(json.dumps(measure(args)))
         return
+    if unknown := set(args.rows.split(",")) - set(GROUPS):
+        parser.error(f"unknown group {', '.join(sorted(unknown))}; groups are {', '.join(GROUPS)}")
+    run_rows([(row, parser.parse_args(row)) for group in args.rows.split(",") for row in GROUPS[group]], args)
+
+
+def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Namespace) -> None:
+    """Run the rows that the file does not have yet, as long as there is time for one more."""
+    began = time.perf_counter()
     for name in ("transformers.models.qwen2.modeling_qwen2", "megatrain.engine.session", "megatrain.engine.planning"):
         importlib.import_module(name)
-    print("| row | resident, policy | seconds: plan, measured | VRAM GiB: plan, driver | RAM GiB: plan, measured |")
-    print("|---|---|---|---|---|", flush=True)
-    for number, row in enumerate(rows):
-        # What an earlier probe found may be of another hour; all rows go by the same.
-        row = [*row, "--refresh"] if number == 0 else row
-        found = in_child(lambda row=row: measure(parser.parse_args(row)))  # type: ignore[misc]
+    done = {}
+    if args.resume is not None and args.resume.exists():
+        done = {found["row"]: found for found in map(json.loads, args.resume.read_text().splitlines())}
+    print(
+        "| row | placement, policy, windows | seconds: plan, measured | TFLOP/s | VRAM GiB: plan, driver | "
+        "RAM GiB: plan, measured |\n|---|---|---|---|---|---|",
+        flush=True,
+    )
+    left: list[str] = []
+    refresh = args.refresh
+    for row, options in rows:
+        name = _name(options)
+        found = done.get(name)
         if found is None:
-            print(f"| {' '.join(row)} | failed |", flush=True)
-            continue
-        planned, measured, off = found["seconds"]
-        print(
-            f"| {found['row']}, {found['tokens']} tokens | {found['resident']}, {found['policy']} | {planned:.2f}, "
-            f"{measured:.2f} ({off:+.1%}) | {found['vram_gib'][0]:.2f}, {found['vram_gib'][1]:.2f} (allocated "
-            f"{found['vram_gib'][2]:.2f}) | {found['ram_gib'][0]:.2f}, {found['ram_gib'][1]:.2f} |",
-            flush=True,
-        )
-        print(f"  {json.dumps(found)}", file=sys.stderr, flush=True)
+            started = time.perf_counter()
+            if started - began + expected(options) > args.budget:
+                left.append(name)
+                continue
+            # What an earlier probe found may be of another hour; all rows go by the same.
+            options.refresh, refresh = refresh, False
+            found = in_child(lambda options=options: measure(options))  # type: ignore[misc]
+            if found is None:
+                print(f"| {name} | failed: {' '.join(row)} |", flush=True)
+                continue
+            found["wall_s"] = round(time.perf_counter() - started, 1)
+            if args.resume is not None:
+                with args.resume.open("a") as file:
+                    print(json.dumps(found), file=file, flush=True)
+        print(line(found), flush=True)
+    if left:
+        print(f"\nLeft for the next call: {'; '.join(left)}.")
+
+
+def expected(options: argparse.Namespace) -> float:
+    """Seconds that a row takes, at 300 TFLOP/s: an estimate that most rows are below."""
+    fields = SHAPES[options.shape] | ({} if options.layers is None else {"num_hidden_layers": options.layers})
+    shape = describe(
+        AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
+    )
+    tokens = options.batch * options.length * options.micro * (options.steps + 2)
+    steps = 6 * shape.matmul_parameters * tokens / (3e14 if options.dtype == "bfloat16" else 3e13)
+    return STARTING + PER_PARAMETER * shape.parameters + steps + (COMPILING if options.compile else 0)
+
+
+def line(found: dict[str, Any]) -> str:
+    """A row of the table."""
+    planned, measured, off = found["seconds"]
+    return (
+        f"| {found['row']} | {found['placement']}; {found['policy']}; {found['windows']} | {planned:.2f}, "
+        f"{measured:.2f} ({off:+.1%}) | {found['tflops']:.0f} | {found['vram_gib'][0]:.2f}, "
+        f"{found['vram_gib'][1]:.2f} (allocated {found['vram_gib'][2]:.2f}) | {found['ram_gib'][0]:.2f}, "
+        f"{found['ram_gib'][1]:.2f} |"
+    )
 
 
 def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ def cell(shape: ModelShape, machine: str, **settings: Any) -> str:
     except Refusal as refused:
         return f"{refused.tier} short by {refused.shortfall_gb:.0f} GiB"
     sizes = [f"{found.total(tier) / GIB:.0f}" for tier in ("vram", "ram", "disk") if found.total(tier)]
-    placed = f"{len(found.resident)} of {found.blocks}, {found.window}"
+    placed = f"{len(found.resident)} + {len(found.held_weights)} of {found.blocks}, {found.window}"
     speed = f"{found.tokens_per_second:,.0f} ({found.tflops:.0f})"
     return f"{speed} · {found.step.bottleneck} · {' / '.join(sizes)} · {placed}"
 

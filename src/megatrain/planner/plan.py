@@ -151,9 +151,9 @@ class Plan:
     def _explained(self, tokens: float) -> str:
         step = self.step
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
-        parts = [f"{count} {policy}" for policy, count in self._policies().items()]
+        parts = [f"{count} {policy}" for policy, count in self.policies.items()]
         rows = [
-            ["placement", self._placement()],
+            ["placement", self.placement],
             ["policy", ", ".join(parts)],
             ["windows", f"{_repeated(self.windows)} of {self.run.accumulation} micro-batches"],
             ["slots", f"{self.slots} for weights, {self.grad_slots} for gradients; {self.threads} threads update"],
@@ -171,13 +171,17 @@ class Plan:
             rows.insert(1, ["disk", f"states of {len(self.on_disk)} blocks, {life}"])
         return _aligned(rows, numbers=False)
 
-    def _placement(self) -> str:
+    @property
+    def placement(self) -> str:
+        """Where blocks are, in words."""
         placed, sums = len(self.resident), len(self.held_gradients)
         streamed = self.blocks - placed - len(self.held_weights)
         weights = f"{placed} of {self.blocks} blocks resident, {len(self.held_weights)} held, {streamed} streamed"
         return f"{weights}; gradient sums of {sums} more held"
 
-    def _policies(self) -> dict[str, int]:
+    @property
+    def policies(self) -> dict[str, int]:
+        """Policy → how many blocks have it."""
         counts: dict[str, int] = {}
         named = [name for name in self.policy if name != "*"]
         for name in named:
