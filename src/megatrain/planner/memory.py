@@ -310,22 +310,29 @@ class Ledger:
     def _rings(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
         """Gradients on their way: slots in VRAM, buffers in RAM for sums that leave it, and staging of single ones."""
         found = looked_up(self._ring_bytes, self._passing, chosen.rest, chosen.layers, chosen.summed)
-        return np.where(chosen.grad_slots > 1, found[1], found[0]), found[2], found[3]
+        return np.where(chosen.grad_slots > 1, found[1], found[0]) + found[2], found[3], found[4]
 
     def _passing(self, rest: int, layers: int, summed: int) -> tuple[int, ...]:
         none: Slabs = Counter()
         streamed = self._layer_trained[summed] + (self._rest_trained if rest == STREAMED else none)
         held = self._layer_trained[layers] - self._layer_trained[summed]
         held += self._rest_trained if rest == HELD else none
-        slots = [0] * MOST_GRAD_SLOTS
+        slots, several = [0] * MOST_GRAD_SLOTS, self.run.accumulation > 1
         for ring in _rings(streamed + held):
-            # A streamed gradient is summed in its slot and rounded beside that; a held one is only rounded there.
-            sums = self.run.accumulation > 1 and any(slab in streamed for slab, _ in ring)
-            per = max((4 if size == 4 else 4 + size) if sums else size for (_, _, size), _ in ring)
-            for most in range(1, MOST_GRAD_SLOTS + 1):
+            # A streamed gradient is summed in its slot, and rounded beside that; a held one passes none.
+            per = max((4 if size == 4 else 4 + size) if several else size for (_, _, size), _ in ring)
+            for most in range(1, MOST_GRAD_SLOTS + 1) if any(slab in streamed for slab, _ in ring) else ():
                 slots[most - 1] += _largest(ring)[1] * per * grad_slots(most, _count(ring))
-        leaving = sum(LEAVING * _largest(ring)[0] for ring in _rings(held))
-        return *slots, leaving, STAGING * max((nbytes for nbytes, _, _ in streamed), default=0)
+        others = self._layer_slabs[layers] + (none if rest == RESIDENT else self._rest_slabs)
+        leaving = sum(
+            _largest(ring)[0] * min(LEAVING, _count(ring))
+            for ring in _rings(others)
+            if any(slab in held for slab, _ in ring)
+        )
+        # A sum is rounded before it is copied; a single gradient goes as it lies, but for one that was merged.
+        rounded = leaving if several or any(self.states[i].tied for i in self.rest) else 0
+        staging = STAGING * max((nbytes for nbytes, _, _ in streamed), default=0)
+        return *slots, rounded, leaving, staging
 
     def _slabs(self, wanted: Callable[[SlabShape], bool]) -> tuple[list[Slabs], Slabs]:
         """Slabs of the layers from each on, and of all other blocks."""

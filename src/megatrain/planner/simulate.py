@@ -138,7 +138,7 @@ class Simulator:
         compute = busy["compute"] + (windows.count - 1) * resumed
         longest = np.maximum(STEP + compute + busy["vram"], busy["disk"])
         for link in ("in", "out"):
-            shared = [busy[lane.name] for lane in LANES.values() if lane.link == link]
+            shared = [busy[name] for name, lane in LANES.items() if lane.link == link]
             longest = np.maximum(longest, STEP + np.sum(shared, axis=0))
         if not self.costs.run.clipping:
             return np.maximum(longest, STEP + busy["update"])
