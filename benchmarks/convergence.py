@@ -64,7 +64,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "fp32", "optimizer_compression": "bf16"},
     "8bit": {"precision": "fp32", "optimizer_compression": "8bit"},
     "4bit": {"precision": "fp32", "optimizer_compression": "4bit"},
-    "2bit": {"precision": "fp32", "kernels": "reference"},
+    "2bit": {"precision": "fp32", "debug": mt.Debug(kernels="reference")},
     "bf16 weights": {"precision": "bf16"},
     "bf16-sr": {"precision": "bf16-sr"},
     "bf16-sr, 8bit": {"precision": "bf16-sr", "optimizer_compression": "8bit"},

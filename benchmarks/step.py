@@ -227,7 +227,7 @@ def main() -> None:
         args.steps,
         args.trace,
         window=not args.no_window,
-        slots=args.slots,
+        debug=mt.Debug(slots=args.slots),
         compile=args.compile,
         policy=args.policy,
         clip=None if args.no_clip else 1.0,

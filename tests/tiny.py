@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain as mt
+from megatrain.settings import DEBUG
 
 WIDTH = 8
 
@@ -48,7 +49,9 @@ def inputs(seed: int, rows: int = 2) -> Tensor:
 
 
 def engine_of(model: nn.Module, **settings: Any) -> mt.Engine:
-    return mt.Engine(model, **{"device": "cpu", **settings})
+    """On the CPU; the fields of `Debug` stand beside the others here."""
+    debug = {name: settings.pop(name) for name in DEBUG if name in settings}
+    return mt.Engine(model, **{"device": "cpu", **settings, **({"debug": mt.Debug(**debug)} if debug else {})})
 
 
 def backward(model: nn.Module, seed: int, **options: Any) -> None:

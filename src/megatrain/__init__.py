@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from megatrain.planner import Plan as Plan
     from megatrain.planner import Refusal as Refusal
     from megatrain.planner import Run as Run
+    from megatrain.settings import Debug as Debug
     from megatrain.settings import Settings as Settings
 
 _WHERE = {
     "Answer": "megatrain.planner",
+    "Debug": "megatrain.settings",
     "Engine": "megatrain.engine.session",
     "Machine": "megatrain.hardware.machine",
     "MegaMixin": "megatrain.hf.mixin",

@@ -17,8 +17,10 @@ PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
 KINDS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Optimizer → how many moments it keeps."""
-PLANNED = ("resident", "held_weights", "held_gradients", "policy", "window", "slots", "grad_slots")
+PLANNED = ("resident", "held_weights", "held_gradients", "policy", "window")
 """Settings that a plan decides; whoever sets one of them decides alone."""
+PLANNED_SLOTS = ("slots", "grad_slots")
+"""The same of `Settings.debug`."""
 
 
 @dataclass(frozen=True)

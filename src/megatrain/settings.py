@@ -6,8 +6,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
 from megatrain.geometry import POLICIES, PRECISIONS, WIDTHS
 
@@ -18,10 +19,11 @@ CHANGE_RESULTS = ("device", "precision", "optimizer_compression", "head_chunk", 
 """The settings that change bits of results."""
 
 
-class _RecordsGiven(type):
+class _RecordsGiven(Aliased):
     """Makes objects that know which of their fields were passed: a default that was asked for is a choice."""
 
     def __call__(cls, **values: Any) -> Any:
+        values = cls.current_names(values)
         made = super().__call__(**values)
         object.__setattr__(made, "given", frozenset(values))
         return made
@@ -36,8 +38,60 @@ class _Choices(metaclass=_RecordsGiven):
         return {name: getattr(self, name) for name in self.given}
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Debug(_Choices):
+    """How an engine works inside. None of it changes bits of results; it is for tests and for finding faults."""
+
+    slots: int = 3
+    """Weight slots per ring: 1 means no prefetch, 2 is double buffering. A plan decides it if it is not set here."""
+    grad_slots: int = 2
+    """Gradient slots per ring. A plan decides it if it is not set here."""
+    lanes: Any = "auto"
+    """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
+    kernels: str = "native"
+    """"native", or "reference" for the slow PyTorch arithmetic that gives the same bits."""
+    pin: bool = True
+    """Pin host memory for transfers; False: go through a pinned staging ring."""
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "grad_slots"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
+        if isinstance(self.lanes, str) and self.lanes not in LANES:
+            raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
+        if self.kernels not in KERNELS:
+            raise SettingsError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}.")
+
+    def __repr__(self) -> str:
+        return f"Debug({', '.join(f'{name}={value!r}' for name, value in sorted(self.chosen().items()))})"
+
+
+DEBUG = tuple(field.name for field in fields(Debug))
+
+
+def _debug(value: Any) -> Debug:
+    if not isinstance(value, Debug):
+        raise SettingsError(f"debug must be a megatrain.Debug, not {value!r}.")
+    return value
+
+
+class _HadDebug(_RecordsGiven):
+    """`Settings` had the fields of `Debug` as its own."""
+
+    def current_names(cls, values: dict[str, Any]) -> dict[str, Any]:
+        old = {name: value for name, value in values.items() if name in DEBUG}
+        if not old:
+            return values
+        renamed(
+            ", ".join(f"{name}=..." for name in old), f"debug=megatrain.Debug({', '.join(f'{n}=...' for n in old)})"
+        )
+        others = {name: value for name, value in values.items() if name not in DEBUG}
+        return others | {"debug": Debug(**_debug(values.get("debug", Debug())).chosen() | old)}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Settings(_Choices):
+class Settings(_Choices, metaclass=_HadDebug):
     """Limits and choices of a run. Only those in `CHANGE_RESULTS` change bits of results."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -61,12 +115,6 @@ class Settings(_Choices):
     precision: str | None = None
     """"bf16" or "fp32"; None: what the model was loaded in. "bf16-sr": BF16 weights without an FP32 master, rounded
     stochastically."""
-    slots: int = 3
-    """Weight slots per ring: 1 means no prefetch, 2 is double buffering."""
-    grad_slots: int = 2
-    """Gradient slots per ring."""
-    lanes: Any = "auto"
-    """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
     resident: Sequence[str] = ()
     """Patterns of names of blocks whose state stays in GPU memory and is updated there; the others stream."""
     held_weights: Sequence[str] = ()
@@ -84,10 +132,8 @@ class Settings(_Choices):
     step's windows in order, the last one repeated as long as needed."""
     head_chunk: int | None = None
     """Tokens per chunk of the head and its loss; None: a constant of the vocabulary; 0: logits are computed whole."""
-    kernels: str = "native"
-    """"native", or "reference" for the slow PyTorch arithmetic that gives the same bits."""
-    pin: bool = True
-    """Pin host memory for transfers; False: go through a pinned staging ring."""
+    debug: Debug = Debug()
+    """How the engine works inside, for tests and for finding faults."""
 
     def __post_init__(self) -> None:
         for name in ("max_vram_gb", "max_ram_gb"):
@@ -100,12 +146,6 @@ class Settings(_Choices):
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
         moment_width(self.optimizer_compression)
-        for name in ("slots", "grad_slots"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
-        if isinstance(self.lanes, str) and self.lanes not in LANES:
-            raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
         for name in ("resident", "held_weights", "held_gradients"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -123,8 +163,7 @@ class Settings(_Choices):
             )
         if self.head_chunk is not None and (not isinstance(self.head_chunk, int) or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
-        if self.kernels not in KERNELS:
-            raise SettingsError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}.")
+        _debug(self.debug)
         if self.device is not None and str(self.device).split(":")[0] not in ("cpu", "cuda"):
             raise SettingsError(f"device must be 'cuda', 'cuda:N', 'cpu' or None, not {self.device!r}.")
 
@@ -133,19 +172,32 @@ class Settings(_Choices):
         """How moments are stored in memory: fp32, bf16, 8bit or 4bit."""
         return moment_width(self.optimizer_compression)
 
-    def differing(self, others: Mapping[str, Any]) -> list[str]:
-        """The fields that have another value here than in `others`."""
-        return [name for name, value in others.items() if _spelled(getattr(self, name)) != _spelled(value)]
+    def differing(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that have another value here than in `others`, with the value they have."""
+        flat = {**others, **others["debug"].chosen()} if "debug" in others else others
+        own = {name: getattr(self.debug if name in DEBUG else self, name) for name in flat if name != "debug"}
+        return {name: value for name, value in own.items() if _spelled(value) != _spelled(flat[name])}
+
+    if not TYPE_CHECKING:  # or every name would be one to a type checker
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in DEBUG:
+                raise AttributeError(f"Settings has no attribute {name!r}")
+            renamed(f"settings.{name}", f"settings.debug.{name}")
+            return getattr(self.debug, name)
 
     def override(self, **changes: Any) -> Settings:
         """A copy with some fields set; an unknown name is an error, never ignored.
 
         `dataclasses.replace` would set every field.
         """
+        changes = Settings.current_names(changes)
         known = {field.name for field in fields(self)}
         unknown = sorted(set(changes) - known)
         if unknown:
             raise UnknownSetting(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
+        if "debug" in changes:
+            changes["debug"] = Debug(**self.debug.chosen() | _debug(changes["debug"]).chosen())
         return Settings(**self.chosen() | changes)
 
 
@@ -162,8 +214,10 @@ def moment_width(compression: Any) -> str:
 
 
 def _spelled(value: Any) -> Any:
-    """One policy for all blocks can be written in two ways."""
-    return {"*": value} if isinstance(value, str) else value
+    """One policy for all blocks, and one size for all windows, can be written in two ways."""
+    if isinstance(value, str):
+        return {"*": value}
+    return (value,) if isinstance(value, int) else value
 
 
 def _is_count(value: Any) -> bool:

@@ -31,7 +31,7 @@ class Subject:
 
     def __init__(self, lanes: str, policy: str) -> None:
         self.model: Any = llama(num_hidden_layers=2).train()
-        self.engine = mt.Engine(self.model, device="cpu", lanes=lanes, policy=policy, slots=2)
+        self.engine = mt.Engine(self.model, device="cpu", debug=mt.Debug(lanes=lanes, slots=2), policy=policy)
         self.optimizer = self.engine.optimizer(lr=1e-2)
         self.batches = [batch(seed=seed) for seed in range(2 * ROUNDS)]
         self.first = self.take()

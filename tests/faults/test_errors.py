@@ -305,10 +305,6 @@ def test_a_transformers_whose_hooks_are_gone(monkeypatch: pytest.MonkeyPatch, mo
         ("plan", True, "megatrain.plan"),
         ("precision", "fp16", "bf16, fp32"),
         ("optimizer_compression", "2bit", "'4bit'"),
-        ("slots", 0, "at least 1"),
-        ("slots", 2.5, "at least 1"),
-        ("grad_slots", True, "at least 1"),
-        ("lanes", "fast", "auto, sync, threads, cuda"),
         ("device", "tpu", "'cuda:N'"),
         ("max_vram", 80, "max_vram_gb"),
     ],
@@ -335,7 +331,7 @@ def test_a_machine_that_is_not_there() -> None:
 def test_cuda_lanes_on_the_cpu() -> None:
     model = small.llama()
     with pytest.raises(errors.SettingsError) as caught:
-        mt.Engine(model, device="cpu", lanes="cuda")
+        mt.Engine(model, device="cpu", debug=mt.Debug(lanes="cuda"))
     assert "lanes='cuda' needs a CUDA device" in sentence(caught)
     assert_plain(model, small.snapshot(small.llama()))
 
@@ -478,7 +474,7 @@ def test_an_adoption_that_fails_half_way_is_undone(
     with monkeypatch.context() as patched:
         patched.setattr(ram.HostBuffer, "__init__", fails)
         with pytest.raises(MemoryError):
-            mt.Engine(model, device="cpu", precision=precision, lanes=lanes)
+            mt.Engine(model, device="cpu", precision=precision, debug=mt.Debug(lanes=lanes))
     assert model.is_gradient_checkpointing == checkpointing
     model.gradient_checkpointing_disable()
     assert_plain(model, original)

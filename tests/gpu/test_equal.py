@@ -83,8 +83,8 @@ def test_streamed_equals_resident(dtype, deterministic):
     data = batches(STEPS)
     resident = Resident(copy.deepcopy(model))
     losses, gradients = resident.run(data)
-    for settings in ({"slots": 2}, {"slots": 3}, {"slots": 20}, {"pin": False}):
-        got_losses, got_gradients, weights = streamed(copy.deepcopy(model), data, **settings)
+    for settings in (mt.Debug(slots=2), mt.Debug(slots=3), mt.Debug(slots=20), mt.Debug(pin=False)):
+        got_losses, got_gradients, weights = streamed(copy.deepcopy(model), data, debug=settings)
         assert got_losses == losses, settings
         for ours, theirs in zip(got_gradients, gradients, strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), settings

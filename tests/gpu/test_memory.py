@@ -165,7 +165,7 @@ def test_a_cap_lasts_as_long_as_its_engine():
     whole = allowed()
     assert whole > 31
     with pytest.raises(mt.errors.SettingsError):
-        mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=10.0, lanes="threads")
+        mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=10.0, debug=mt.Debug(lanes="threads"))
     assert allowed() == whole, "refused"
     mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=10.0)
     gc.collect()

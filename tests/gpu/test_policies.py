@@ -40,7 +40,7 @@ def run(dtype, **settings):
 def test_policies_are_equal(dtype, compiled, deterministic):
     losses, weights = run(dtype, compile=compiled)
     for policy in ("store", "offload", {"*layers.1*": "store", "*layers.[24]*": "offload"}):
-        got, other = run(dtype, compile=compiled, policy=policy, slots=2)
+        got, other = run(dtype, compile=compiled, policy=policy, debug=mt.Debug(slots=2))
         assert got == losses, policy
         assert all(torch.equal(a, b) for a, b in zip(other, weights, strict=True)), policy
 

@@ -490,6 +490,6 @@ def test_store_keeps_no_weights(family: str, monkeypatch: pytest.MonkeyPatch):
 def test_threads_end_with_the_engine(policy: str):
     before = set(threading.enumerate())
     model = zoo.build("llama")
-    with mt.Engine(model, device="cpu", policy=policy, lanes="threads"):
+    with mt.Engine(model, device="cpu", policy=policy, debug=mt.Debug(lanes="threads")):
         two_micro_batches(model, 0)
     assert set(threading.enumerate()) <= before

@@ -130,7 +130,7 @@ def test_threaded_lanes_save_what_is_pending(tmp_path: Path) -> None:
     """Saving right after a step, with the update still under way on its lane."""
     whole = trainer(small.llama, tmp_path / "sync")
     whole.train()
-    mt.init(lanes="threads")
+    mt.init(debug=mt.Debug(lanes="threads"))
     assert_resumes(small.llama, tmp_path / "threads", "checkpoint-3")
     threaded = trainer(small.llama, tmp_path / "threads", seed=1)
     threaded.train(resume_from_checkpoint=str(tmp_path / "threads" / "checkpoint-3"))

@@ -696,7 +696,7 @@ def test_a_subclass_with_its_own_loss(tmp_path: Path):
 def test_a_trainers_fetches_do_not_grow_with_accumulation(tmp_path: Path):
     fetches = {}
     for accumulation, window in ((1, None), (4, None), (8, None), (4, 1)):
-        mt.init(slots=2, window=window)
+        mt.init(debug=mt.Debug(slots=2), window=window)
         trainer = run_trainer(
             mt.Trainer, tmp_path, model=small.llama(num_hidden_layers=7), data=padded(32), max_steps=4,
             gradient_accumulation_steps=accumulation,

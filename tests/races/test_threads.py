@@ -87,7 +87,7 @@ def test_training_beside_inference(lanes: str, how: str, kind: str, tmp_path: An
     runs = []
     for visited in (False, True):
         model = llama(num_hidden_layers=2).train()
-        with mt.Engine(model, device="cpu", lanes=lanes, slots=2) as engine:
+        with mt.Engine(model, device="cpu", debug=mt.Debug(lanes=lanes, slots=2)) as engine:
             if visited:
                 with beside(lambda: asking(model, kind)):  # noqa: B023
                     losses = train(model, engine, how)
@@ -109,7 +109,7 @@ def test_other_policies(policy: str) -> None:
     runs = []
     for visited in (False, True):
         model = llama(num_hidden_layers=2).train()
-        with mt.Engine(model, device="cpu", lanes="threads", slots=2, policy=policy) as engine:
+        with mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads", slots=2), policy=policy) as engine:
             if visited:
                 with beside(lambda: asking(model, "with gradients")):  # noqa: B023
                     losses = train(model, engine)
@@ -125,7 +125,7 @@ def test_inference_beside_training_is_right(resident: tuple[str, ...]) -> None:
     """A learning rate of zero: the weights stay, so every answer must be the same."""
     model = llama(num_hidden_layers=2).train()
     settings: dict[str, Any] = {"resident": resident} if resident else {}
-    with mt.Engine(model, device="cpu", lanes="threads", slots=2, **settings) as engine:
+    with mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads", slots=2), **settings) as engine:
         alone = asking(model, "without gradients")
         optimizer = engine.optimizer(lr=0.0, weight_decay=0.0)
         with beside(lambda: asking(model, "without gradients")) as results:

@@ -14,47 +14,65 @@ from tests import small
 from tests.tiny import Stack, backward, engine_of
 
 import megatrain as mt
+from megatrain import settings as settings_module
 from megatrain.errors import SettingsError, UnknownSetting
+from megatrain.settings import DEBUG
 
 MACHINE = "h200-128gb"
-CHOICES = {"resident": (), "policy": "recompute", "window": None, "slots": 3, "grad_slots": 2}
-"""What a plan decides, at the defaults of `Settings`."""
+CHOICES = {
+    "resident": (), "held_weights": (), "held_gradients": (), "policy": "recompute", "window": None, "slots": 3,
+    "grad_slots": 2,
+}  # fmt: skip
+"""What a plan decides, at the defaults of `Settings` and `Debug`."""
+
+
+def asking(name: str) -> dict[str, Any]:
+    return {"debug": mt.Debug(**{name: CHOICES[name]})} if name in DEBUG else {name: CHOICES[name]}
+
+
+def value_of(settings: mt.Settings, name: str) -> Any:
+    return getattr(settings.debug if name in DEBUG else settings, name)
 
 
 def decided() -> mt.Plan:
     """A plan that decides something else than each default."""
     found = mt.plan(small.llama(), machine=MACHINE, batch=2, length=8, accumulation=3)
-    placed: dict[str, Any] = {"resident": ("*",), "held_weights": (), "held_gradients": ()}
+    placed: dict[str, Any] = {
+        "resident": ("lm_head",),
+        "held_weights": ("model.layers.0",),
+        "held_gradients": ("model.layers.1",),
+    }
     return dataclasses.replace(found, **placed, policy={"*": "store"}, windows=(3,), slots=2, grad_slots=1)
 
 
 def test_what_was_given_is_known_and_kept() -> None:
-    settings = mt.Settings(slots=3)
+    settings = mt.Settings(resident=())
     assert settings == mt.Settings(), "equal in every value"
-    assert settings.given == {"slots"}
-    further = settings.override(window=None)
+    assert settings.given == {"resident"}
+    further = settings.override(window=None, debug=mt.Debug(slots=3))
     for copied in (further, copy.copy(further), copy.deepcopy(further), pickle.loads(pickle.dumps(further))):
-        assert copied.given == {"slots", "window"}
-        assert copied.chosen() == {"slots": 3, "window": None}
+        assert copied.given == {"resident", "window", "debug"}
+        assert copied.chosen() == {"resident": (), "window": None, "debug": mt.Debug()}
+        assert copied.debug.given == {"slots"}
     assert mt.Settings().given == frozenset()
 
 
 def test_init_knows_what_it_was_given() -> None:
     assert mt.init().given == frozenset()
     assert mt.init(None, 80).given == {"offload_dir", "max_vram_gb"}
-    assert mt.init(optimizer_compression=False, slots=3).given == {"optimizer_compression", "slots"}
+    assert mt.init(optimizer_compression=False, debug=mt.Debug()).given == {"optimizer_compression", "debug"}
     assert mt.init(max_ram_gb=None).given == {"max_ram_gb"}, "a second call replaces the first"
 
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("by", ["init", "engine"])
 def test_a_default_that_was_asked_for_stands_against_a_plan(name: str, by: str) -> None:
-    plan, asked = decided(), {name: CHOICES[name]}
+    plan, asked = decided(), asking(name)
     if by == "init":
         mt.init(**asked)
     settings = engine_of(small.llama(), plan=plan, **(asked if by == "engine" else {})).settings
     for other, default in CHOICES.items():
-        value = getattr(settings, other)
+        value = value_of(settings, other)
         assert (value == default) is (other == name), f"{other}={value!r}"
 
 
@@ -64,10 +82,10 @@ def made(directory: Path, **changes: Any) -> mt.Trainer:
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_trainer_plans_only_where_nothing_was_decided(name: str, tmp_path: Path) -> None:
-    mt.init(machine=MACHINE, **{name: CHOICES[name]})
+    mt.init(machine=MACHINE, **asking(name))
     trainer = made(tmp_path)
     assert trainer.engine.settings.plan is None
-    assert getattr(trainer.engine.settings, name) == CHOICES[name]
+    assert value_of(trainer.engine.settings, name) == CHOICES[name]
 
 
 def test_a_trainer_takes_the_default_that_was_asked_for_over_its_plan(tmp_path: Path) -> None:
@@ -136,7 +154,7 @@ def test_a_model_of_one_block_names_what_it_cannot_use(said: pytest.LogCaptureFi
 
 def test_settings_against_a_plan_are_named(said: pytest.LogCaptureFixture) -> None:
     plan = decided()
-    engine_of(small.llama(), plan=plan, policy="store", resident=["*"], window=3)
+    engine_of(small.llama(), plan=plan, policy="store", resident=["lm_head"], window=3)
     assert warned(said) == [], "they are what the plan has"
     engine_of(small.llama(), plan=plan, policy="offload", slots=3, length=9, machine="rtx4090-64gb")
     lines = warned(said)
@@ -231,3 +249,49 @@ def test_a_chunk_and_a_window_that_do_not_hold_are_named(said: pytest.LogCapture
     for _ in range(2):
         engine.window([task, task, task])
     assert warned(said) == ["window=2 does not hold for engine.window(), which runs all 3 tasks together"]
+
+
+# ---- what is for debugging stands apart
+
+
+def test_debug_is_checked_and_completed_by_overrides() -> None:
+    for wrong in ({"slots": 0}, {"slots": 2.5}, {"grad_slots": True}, {"lanes": "fast"}, {"kernels": "fast"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(SettingsError, match=rf"^{name} must be .*{value!r}"):
+            mt.Debug(**wrong)
+    for wrong in ({"slots": 2}, None, "threads"):
+        with pytest.raises(SettingsError, match=r"debug must be a megatrain\.Debug"):
+            mt.init(debug=wrong)
+    mt.init(debug=mt.Debug(lanes="sync", slots=1))
+    debug = engine_of(small.llama(), debug=mt.Debug(slots=2)).settings.debug
+    assert (debug.lanes, debug.slots, debug.given) == ("sync", 2, {"lanes", "slots"})
+    assert repr(debug) == "Debug(lanes='sync', slots=2)"
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_old_names_still_work_and_warn_where_they_are_used(name: str) -> None:
+    value = {"slots": 1, "grad_slots": 1, "lanes": "sync", "kernels": "reference", "pin": False}[name]
+    for make in (
+        lambda **old: mt.Settings(**old),
+        lambda **old: mt.Settings().override(**old),
+        lambda **old: mt.init(**old),
+        lambda **old: mt.Engine(small.llama(), device="cpu", **old).settings,
+    ):
+        with pytest.warns(FutureWarning, match=rf"{name}=\.\.\. is now debug=megatrain\.Debug\({name}=") as caught:
+            settings = make(**{name: value})
+        assert [warning.filename for warning in caught] == [__file__], "one warning, at the caller"
+        assert getattr(settings.debug, name) == value
+        assert settings.debug.given == {name}
+        settings_module.store(mt.Settings())
+    with pytest.warns(FutureWarning, match=rf"settings\.{name} is now settings\.debug\.{name}"):
+        assert getattr(settings, name) == value
+    with pytest.raises(AttributeError, match="slotz"):
+        settings.slotz  # noqa: B018
+
+
+def test_old_and_new_names_together() -> None:
+    with pytest.warns(FutureWarning):
+        settings = mt.init(slots=2, grad_slots=1, debug=mt.Debug(lanes="sync"))
+    assert settings.debug.chosen() == {"slots": 2, "grad_slots": 1, "lanes": "sync"}
+    with pytest.warns(FutureWarning), pytest.raises(SettingsError, match="slots must be"):
+        mt.Engine(small.llama(), device="cpu", slots=0)

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
 from megatrain.engine.session import Engine
+from megatrain.settings import Debug
 
 ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_GRAD_NORM = 1.0
@@ -52,7 +53,7 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
     model = small_llama()
     plain = copy.deepcopy(model)
 
-    engine = Engine(model, device=device, precision=precision, slots=SLOTS)
+    engine = Engine(model, device=device, precision=precision, debug=Debug(slots=SLOTS))
     where = torch.device(engine.device)
     batches = text_batches(tokenizer, steps, where)
     console.print(f"A small random Llama, {steps} steps on {where}: first in plain PyTorch, then streamed.")

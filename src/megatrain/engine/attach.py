@@ -105,7 +105,7 @@ class Attachment:
         """Lanes and their threads."""
         closing = self.closing
         with Deferred():
-            self.lanes = lanes = cuda.choose(self.settings.lanes, self.device)
+            self.lanes = lanes = cuda.choose(self.settings.debug.lanes, self.device)
             closing.add(lambda: lanes.close(patience=closing.patience))
         if not isinstance(self.lanes, SyncLanes):
             closing.add(lambda: process.let_go(closing))
@@ -129,8 +129,8 @@ class Attachment:
         transfers = {name: Transfer(device, inventory.cores()) for name, lane in LANES.items() if lane.link}
         # Loose parameters are read where they are used: no slot is for them.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
-        fetcher = Fetcher(fetched, settings.slots, device, lanes, transfers, counters)
-        drain = Drain(slabs, settings.grad_slots, device, lanes, transfers["d2h"], counters)
+        fetcher = Fetcher(fetched, settings.debug.slots, device, lanes, transfers, counters)
+        drain = Drain(slabs, settings.debug.grad_slots, device, lanes, transfers["d2h"], counters)
         leaving = Leaving(slabs, device, lanes, transfers["leave"], counters)
         for slab in slabs:
             slab.grad.several = settings.plan is not None and settings.plan.run.accumulation > 1

@@ -28,7 +28,7 @@ class Placement:
         self._settings = settings
         self._device = device
         self.ram = HostMemory(
-            pin=device.type == "cuda" and settings.pin,
+            pin=device.type == "cuda" and settings.debug.pin,
             threads=inventory.cores(),
             guard=partial(_require_ram, settings.max_ram_gb),
         )
@@ -52,7 +52,7 @@ class Placement:
 
     def kernels(self) -> dict[str, Kernel]:
         """What updates the state of each tier."""
-        if self._settings.kernels == "reference":
+        if self._settings.debug.kernels == "reference":
             return {"ram": reference_kernel, "vram": reference_kernel}
         native = native_kernel(inventory.update_threads())
         resident = bool(self._settings.resident) and self._device.type == "cuda"
@@ -83,8 +83,8 @@ def announce_unavailable(settings: Settings, device: torch.device) -> None:
     """Settings that an engine cannot use, here or in this version, are named; so is what loses precision."""
     if settings.offload_dir is not None:
         warn(f"offload_dir={settings.offload_dir!r} has no effect yet: there is no disk tier, all state stays in RAM")
-    if device.type == "cpu" and "pin" in settings.given:
-        warn(f"pin={settings.pin} has no effect on the CPU")
+    if device.type == "cpu" and "pin" in settings.debug.given:
+        warn(f"pin={settings.debug.pin} has no effect on the CPU")
     if settings.moment_width != "fp32":
         announce(
             f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "

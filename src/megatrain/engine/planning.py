@@ -106,9 +106,9 @@ def follow(settings: Settings) -> Settings:
         )
     announce(f"the plan:\n{decided.table()}")
     _warn_unplanned(settings, decided)
-    followed = settings.override(**decided.settings() | settings.chosen())
+    followed = Settings(**decided.settings()).override(**settings.chosen())
     if other := followed.differing(decided.settings()):
-        warn(f"{_shown(vars(followed), other)} overrides the plan: memory and time will not be as planned")
+        warn(f"{_shown(other, other)} overrides the plan: memory and time will not be as planned")
     return followed
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from megatrain import generators
 from megatrain.engine.planning import plan_for_trainer
 from megatrain.errors import NotEnoughMemory, NothingToStream
-from megatrain.geometry import PLANNED
+from megatrain.geometry import PLANNED, PLANNED_SLOTS
 from megatrain.hardware import inventory
 from megatrain.model.shapes import describe
 from megatrain.planner import Plan
@@ -94,7 +94,7 @@ def _evaluates(trainer: Any) -> bool:
 
 
 def _wanted(settings: Settings, device: torch.device) -> bool:
-    decided = settings.given & set(PLANNED)
+    decided = (settings.given | settings.debug.given) & {*PLANNED, *PLANNED_SLOTS}
     # Without a GPU there is one tier, and nothing to decide.
     return not decided and (device.type == "cuda" or settings.machine is not None)
 

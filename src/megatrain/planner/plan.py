@@ -10,11 +10,12 @@ from itertools import groupby
 from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import LANES, PLANNED, POLICIES, windows_of
+from megatrain.geometry import LANES, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner.memory import GIB, ROLES, TIERS
 from megatrain.planner.run import Run, current_names
 from megatrain.planner.simulate import StepEstimate
+from megatrain.settings import Debug
 
 FORMAT = 2
 PLACED = ("resident", "held_weights", "held_gradients", "on_disk")
@@ -95,7 +96,8 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """The plan as settings of an engine."""
-        return {name: getattr(self, name) for name in PLANNED} | {"policy": dict(self.policy)}
+        slots = Debug(**{name: getattr(self, name) for name in PLANNED_SLOTS})
+        return {name: getattr(self, name) for name in PLANNED} | {"policy": dict(self.policy), "debug": slots}
 
     def total(self, tier: str) -> int:
         """Bytes of a tier at the peak."""

@@ -228,7 +228,7 @@ def test_nothing_is_saved_between_two_steps(tmp_path: Path, build: Any) -> None:
 def test_a_step_that_was_half_done_is_not_saved(tmp_path: Path) -> None:
     """Its norm is known only on the update lane, after `step()` has returned."""
     model = small.llama()
-    engine = mt.Engine(model, device="cpu", lanes="threads")
+    engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
     optimizer = engine.optimizer(lr=1e-2)
     step(model, optimizer, 0)
     optimizer.step()

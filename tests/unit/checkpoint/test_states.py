@@ -148,7 +148,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 
 def test_loading_while_gradients_and_updates_are_pending(tmp_path: Path) -> None:
-    model, engine, optimizer = attached(lanes="threads")
+    model, engine, optimizer = attached(debug=mt.Debug(lanes="threads"))
     before = everything(model)
     engine.save(tmp_path, optimizer)
     train(model, optimizer, 2)
@@ -159,7 +159,7 @@ def test_loading_while_gradients_and_updates_are_pending(tmp_path: Path) -> None
 
 def test_saving_states_waits_for_the_update(tmp_path: Path) -> None:
     """The update of the last step is still on its lane, and nobody has read the weights yet."""
-    model, engine, optimizer = attached(lanes=ThreadLanes(seed=0, max_delay=2e-2))
+    model, engine, optimizer = attached(debug=mt.Debug(lanes=ThreadLanes(seed=0, max_delay=2e-2)))
     model(**small.batch()).loss.backward()
     optimizer.step()
     states.save_optimizer(model, optimizer, tmp_path)

@@ -50,7 +50,7 @@ def test_layers_share_a_graph_and_policies_agree(said):
     assert [m for m in said.messages if m.startswith("compiled")] == ["compiled LlamaDecoderLayer (1 graphs so far)"]
     assert losses == pytest.approx(eager, rel=1e-5)
     for policy in ("store", "offload"):
-        other = train(llama(), [16, 16], compile=True, policy=policy, slots=2)
+        other = train(llama(), [16, 16], compile=True, policy=policy, debug=mt.Debug(slots=2))
         assert other[0] == losses
         assert all(torch.equal(a, b) for a, b in zip(other[1], weights, strict=True))
 

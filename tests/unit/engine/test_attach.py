@@ -104,7 +104,7 @@ def test_a_step_that_fails_undoes_all_before_it(
     with monkeypatch.context() as patched:
         patched.setattr(attach, "STEPS", (*STEPS[:number], fails, *STEPS[number + 1 :]))
         with pytest.raises(ZeroDivisionError):
-            mt.Engine(model, device="cpu", precision=precision, lanes="threads", compile=True)
+            mt.Engine(model, device="cpu", precision=precision, debug=mt.Debug(lanes="threads"), compile=True)
     assert_untouched(model, before, process)
     with mt.Engine(model, device="cpu") as engine:
         model(**small.batch()).loss.backward()
@@ -137,12 +137,12 @@ def test_ctrl_c_at_any_line_of_it() -> None:
     """A sample of them: every 23rd."""
     model = used_model(num_hidden_layers=2)
     mt.Engine(model, device="cpu").release()  # imports what is imported on first use
-    lines = interrupted_at(None, lambda: mt.Engine(model, device="cpu", lanes="threads"))
+    lines = interrupted_at(None, lambda: mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads")))
     model._megatrain_engine.release()
     before, process = photograph(model), of_process()
     for place in list(lines)[-1::-23]:
         with pytest.raises(KeyboardInterrupt):
-            interrupted_at(place, lambda: mt.Engine(model, device="cpu", lanes="threads"))
+            interrupted_at(place, lambda: mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads")))
         assert same(photograph(model), before), place
     assert_untouched(model, before, process)
 
@@ -150,7 +150,7 @@ def test_ctrl_c_at_any_line_of_it() -> None:
 def test_closing_and_releasing_put_back_what_users_had() -> None:
     model = used_model()
     before, process = photograph(model), of_process()
-    engine = mt.Engine(model, device="cpu", lanes="threads")
+    engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
     assert not model.is_gradient_checkpointing
     assert of_process() != process
     engine.close()
@@ -164,7 +164,7 @@ def test_closing_and_releasing_put_back_what_users_had() -> None:
 
 def test_a_closing_that_was_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     process = of_process()
-    engine = mt.Engine(small.llama(), device="cpu", lanes="threads")
+    engine = mt.Engine(small.llama(), device="cpu", debug=mt.Debug(lanes="threads"))
 
     def interrupted(**_: Any) -> None:
         raise KeyboardInterrupt
@@ -182,7 +182,7 @@ def test_a_closing_that_was_interrupted_can_be_repeated(monkeypatch: pytest.Monk
 def test_an_engine_that_is_dropped_is_undone_in_the_process() -> None:
     gc.collect()
     process = of_process()
-    mt.Engine(small.llama(), device="cpu", lanes="threads")
+    mt.Engine(small.llama(), device="cpu", debug=mt.Debug(lanes="threads"))
     gc.collect()
     assert of_process() == process
 

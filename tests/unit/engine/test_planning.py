@@ -37,7 +37,7 @@ def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) 
     )
     engine = engine_of(small.llama(), plan=plan)
     assert {slab.name for slab in engine.slabs if slab.on_device} == {"model.layers.0", "lm_head"}
-    assert engine.settings.slots == 2
+    assert engine.settings.debug.slots == 2
     assert engine.settings.held_weights == ("model.layers.1",)
     assert engine.window_size(small.batch(2)) == 3
     assert [engine.relief.policies[b.name] for b in engine.blocks if b.name.startswith("model.layers")] == [

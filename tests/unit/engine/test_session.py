@@ -66,12 +66,12 @@ def test_nothing_but_a_summary_is_announced_if_nothing_was_decided(said: pytest.
 
 
 def test_init_is_the_default_and_an_engine_may_override(said: pytest.LogCaptureFixture) -> None:
-    settings = mt.init(slots=5, precision="bf16", device="cpu")
-    assert settings.slots == 5
+    settings = mt.init(debug=mt.Debug(slots=5), precision="bf16", device="cpu")
+    assert settings.debug.slots == 5
     engine = mt.Engine(small.llama(), precision="fp32")
-    assert (engine.settings.slots, engine.precision) == (5, "fp32")
+    assert (engine.settings.debug.slots, engine.precision) == (5, "fp32")
     mt.init(device="cpu")
-    assert mt.Engine(small.llama()).settings.slots == 3, "a second init replaces the first"
+    assert mt.Engine(small.llama()).settings.debug.slots == 3, "a second init replaces the first"
 
 
 # ---- precision
@@ -202,7 +202,7 @@ def test_reading_shows_current_weights(tmp_path: Path, lanes: str) -> None:
     for name, read in readers.items():
         model = small.llama()
         chosen = ThreadLanes(seed=1, max_delay=5e-3) if lanes == "slow" else lanes
-        engine = mt.Engine(model, device="cpu", lanes=chosen)
+        engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes=chosen))
         optimizer = engine.optimizer(lr=1e-2, weight_decay=0.1)
         train_a_step(model, optimizer)
         found = read(model)
@@ -249,7 +249,7 @@ def test_generate_equals_the_plain_model() -> None:
 
 def test_trace_on_the_cpu(tmp_path: Path) -> None:
     model = small.llama()
-    engine = mt.Engine(model, device="cpu", lanes="threads")
+    engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
     optimizer = engine.optimizer()
     train_a_step(model, optimizer)
     with engine.trace() as timeline:
@@ -292,7 +292,7 @@ def test_context_manager() -> None:
 def test_release_gives_back_a_plain_model(tmp_path: Path, lanes: str) -> None:
     model, plain = small.gpt2().eval(), small.gpt2().eval()
     reference = small.gpt2().eval()
-    engine = mt.Engine(model, device="cpu", lanes=lanes)
+    engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes=lanes))
     train_a_step(model, engine.optimizer(lr=1e-2, weight_decay=0.01))
     assert engine.release() is model
     stock = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.01)
@@ -324,7 +324,7 @@ def test_nothing_is_left_when_model_and_engine_are_gone(closed: bool) -> None:
     gc.collect()
     before = set(lane_threads())
     model = small.llama()
-    engine = mt.Engine(model, device="cpu", lanes="threads")
+    engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
     optimizer = engine.optimizer()
     train_a_step(model, optimizer)
     assert len(set(lane_threads()) - before) == 6
@@ -344,7 +344,7 @@ def test_nothing_is_left_when_model_and_engine_are_gone(closed: bool) -> None:
 def test_the_model_keeps_its_engine_alive() -> None:
     """`mt.Engine(model)` without a name for it is enough."""
     model = small.llama()
-    optimizer = mt.Engine(model, device="cpu", lanes="threads").optimizer()
+    optimizer = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads")).optimizer()
     gc.collect()
     train_a_step(model, optimizer)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import errors
-from megatrain.settings import Settings
+from megatrain.settings import Debug, Settings
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -81,7 +81,10 @@ def test_settings_table():
 
 
 def test_every_setting_has_a_row_of_what_entry_points_do_with_it():
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    page, debugging = (ROOT / "docs" / "settings.md").read_text().split("\n## Debugging\n")
+    found = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", debugging, re.MULTILINE))
+    assert found == {field.name: repr(field.default) for field in dataclasses.fields(Debug)}
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
     assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Settings)]
     assert all(len(cells.split(" | ")) == 3 for _, cells in rows)
 

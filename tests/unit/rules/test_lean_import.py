@@ -11,6 +11,7 @@ import megatrain
 
 PUBLIC = [
     "Answer",
+    "Debug",
     "MegaTrainError",
     "Refusal",
     "Run",
