@@ -1,5 +1,5 @@
-"""Where weights, sums and states live, what is held, how micro-batches are cut into windows and what blocks keep for their
-backward, all chosen at random: the bits are those of everything streamed, one micro-batch after the other."""
+"""Where weights, sums and states live, what is held, how micro-batches are cut into windows and what blocks keep for
+their backward, all chosen at random: the bits are those of everything streamed, one micro-batch after the other."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ def nonfinite(parameters: Iterable[tuple[str, StoreTensor]], moments: Iterable[s
     kept = tuple(moments)
     for name, parameter in parameters:
         slab = parameter.slab
-        slab.settle()
         segment = slab.layout.segments[parameter.segment]
-        if not _all_finite(slab.weight[segment.offset : segment.end]):
-            found.append(name)
-        for role, tensor in states_of(parameter, kept).items():
-            if not _all_finite(tensor, scales=role.endswith(".scale")):
-                found.append(f"{name}/{role.split('.')[0]}")
+        with slab.open(reads=("weight", "states")) as state:
+            if not _all_finite(state.weight[segment.offset : segment.end]):
+                found.append(name)
+            for role, tensor in states_of(parameter, kept).items():
+                if not _all_finite(tensor, scales=role.endswith(".scale")):
+                    found.append(f"{name}/{role.split('.')[0]}")
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatrain.compute.addresses import Addresses
 from megatrain.compute.binding import Binding, Bound, call_bound, within_context
 from megatrain.compute.compiled import Compiled, structure_of
 from megatrain.compute.trees import Recipe, containers, entries_of, put_back, take_apart
@@ -278,8 +279,6 @@ def emit(
         (place, {k: v for k, v in entries_of(container).items() if k not in before[place] or v is not before[place][k]})
         for place, container in containers(args, kwargs).items()
     ]
-    storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
     tensors, recipe = take_apart((result, recorded, entries))
     # What aliases a slot would change when the slot is refilled.
-    tensors = [t.clone() if t.untyped_storage().data_ptr() in storages else t for t in tensors]
-    return Emitted(tensors, recipe)
+    return Emitted([*map(Addresses(weights).out_of, tensors)], recipe)

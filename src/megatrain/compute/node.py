@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatrain.compute.addresses import Addresses
 from megatrain.compute.binding import within_context
 from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
 from megatrain.compute.compiled import CannotCompile
@@ -355,8 +356,8 @@ def _without_gradient(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: d
     with flow.weights(block, "inference") as views:
         weights = block.bind(views, leaves=False)
         result = block.call(weights, args, kwargs)
-        storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+        addresses = Addresses(weights)
         tensors, recipe = take_apart(result)
-        if any(t.untyped_storage().data_ptr() in storages for t in tensors):
-            return recipe.rebuild([t.clone() if t.untyped_storage().data_ptr() in storages else t for t in tensors])
-        return result
+        if all(addresses.find(tensor) is None for tensor in tensors):
+            return result
+        return recipe.rebuild([*map(addresses.out_of, tensors)])

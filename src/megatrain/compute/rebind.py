@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatrain.compute.addresses import Addresses
 from megatrain.compute.binding import within_context
 from megatrain.errors import UnsupportedCall
 
@@ -23,9 +24,11 @@ _active: ContextVar[Any] = ContextVar("megatrain_rebinder", default=None)
 @dataclass(frozen=True)
 class _Handle:
     slab: int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    """From the start of the slab."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Rebinder:
     """Saved-tensor hooks for one call of a block."""
 
     def __init__(self, views: Mapping[int, torch.Tensor]) -> None:
-        self._slabs = {view.untyped_storage().data_ptr(): slab for slab, view in views.items()}
+        self._slabs = Addresses(views)
+        self._starts = {slab: view.data_ptr() for slab, view in views.items()}
         self._views: Mapping[int, torch.Tensor] = {}
 
     def packing(self, forward: Callable[[], Any]) -> Any:
@@ -60,12 +64,13 @@ class Rebinder:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if _active.get() is not self:
             return tensor
-        slab = self._slabs.get(tensor.untyped_storage().data_ptr())
+        slab = self._slabs.find(tensor)
         if slab is None:
             # Without its own history: a node that saves what it made would hold itself, and a graph that no backward
             # uses (one that ran out of memory, say) would never be freed.
             return _Kept(tensor.detach(), tensor._version)
-        return _Handle(slab, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        offset = (tensor.data_ptr() - self._starts[slab]) // tensor.element_size()
+        return _Handle(slab, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -79,5 +84,5 @@ class Rebinder:
             return packed.tensor
         if isinstance(packed, torch.Tensor):
             return packed
-        # A slot is a storage of its own, so offsets in it are the same in every slot.
-        return self._views[packed.slab].as_strided(packed.size, packed.stride, packed.offset)
+        view = self._views[packed.slab].view(packed.dtype)
+        return view.as_strided(packed.size, packed.stride, int(view.storage_offset()) + packed.offset)

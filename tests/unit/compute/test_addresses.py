@@ -1,0 +1,80 @@
+"""Slots that are parts of one storage: saved weights are bound to the right one, and what aliases one is copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import Stack, differences, engine_of, inputs, roles
+from torch import Tensor, nn
+
+from megatrain.compute.addresses import Addresses
+from megatrain.compute.rebind import Rebinder
+from megatrain.stream import fetch
+
+
+def test_neighbours_in_one_storage_are_told_apart() -> None:
+    storage = torch.zeros(12)
+    addresses = Addresses({"left": storage[:6], "right": storage[6:]})
+    assert addresses.find(storage[5:6]) == "left"
+    assert addresses.find(storage[6:].view(2, 3).T) == "right"
+    assert addresses.find(torch.zeros(3)) is None
+    assert addresses.find(storage[:0]) is None or storage[:0].data_ptr() == storage.data_ptr()
+
+
+def test_a_saved_weight_is_bound_where_it_came_back() -> None:
+    """Both times in one storage, at other places."""
+    storage = torch.arange(40.0)
+    there, back = {0: storage[:8], 1: storage[8:16]}, {0: storage[24:32], 1: storage[32:40]}
+    rebinder = Rebinder(there)
+    leaves = {slab: view.view(2, 4).T.detach().requires_grad_() for slab, view in there.items()}
+    x = torch.ones(3, 4, requires_grad=True)
+    result = rebinder.packing(lambda: (x @ leaves[0]) * (x @ leaves[1]))
+    storage[24:40] = storage[:16].clone()
+    storage[:24] = torch.nan
+    rebinder.bind(back)
+    (found,) = torch.autograd.grad(result.sum(), [x])
+    weights = [storage[24 + 8 * i : 32 + 8 * i].view(2, 4).T for i in range(2)]
+    plain = torch.ones(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(((plain @ weights[0]) * (plain @ weights[1])).sum(), [plain])
+    assert torch.equal(found, expected)
+
+
+class Leaky(nn.Module):
+    """Returns a view of its own weight beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+        self.shift = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale + self.shift)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "store"])
+def test_all_slots_of_an_engine_in_one_storage(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> list[Any]:
+        model = Stack(layer=Leaky)
+        engine = engine_of(model, policy=policy, held_weights=("layers.1",), precision="bf16")
+        optimizer = engine.optimizer(lr=0.1)
+        losses = []
+        for seed in range(3):
+            loss = model(inputs(seed)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [losses, roles(engine)]
+
+    expected = train()
+    storage, taken = torch.zeros(1 << 20, dtype=torch.uint8), [0]
+
+    def carve(nbytes: int, device: torch.device, *, zeroed: bool = False) -> Tensor:
+        taken[0] += nbytes
+        return storage[taken[0] - nbytes : taken[0]]
+
+    monkeypatch.setattr(fetch, "lasting", carve)
+    assert differences(train(), expected) == []
+    assert taken[0] > 0
