@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatch
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megatrain.optim.rules import AdamW
@@ -13,9 +12,6 @@ from megatrain.telemetry.notices import announce, warn
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
-
-Sizes = Iterable[tuple[str, int]]
-"""Names of blocks, and bytes."""
 
 
 def announce_attached(engine: Engine) -> None:
@@ -36,15 +32,14 @@ def announce_attached(engine: Engine) -> None:
 def summary(engine: Engine) -> str:
     """Bytes per tier as far as they are known before there is an optimizer, and what blocks keep."""
     settings, trained = engine.settings, [slab for slab in engine.slabs if slab.trains]
-    width, resident = settings.moment_width, settings.resident
-    weights = [(slab.name, slab.layout.nbytes) for slab in engine.slabs]
-    gradients = [(slab.name, slab.layout.nbytes) for slab in trained]
-    states = [(slab.name, slab.state_bytes(AdamW.moments, width)) for slab in trained]
-    copies = sum(size for name, size in weights if _named(name, settings.held_weights) and not _named(name, resident))
+    width = settings.moment_width
+    copies = sum(slab.layout.nbytes for slab in engine.slabs if slab.homes.held)
     rows = {
-        "weights": _by_tier(weights, resident) + (f", copies in vram {_size(copies)}" if copies else ""),
-        "gradients": _by_tier(gradients, (*resident, *settings.held_gradients)) + " for one micro-batch",
-        "states": _by_tier(states, resident) + f" with AdamW and {width} moments",
+        "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
+        + (f", copies in vram {_size(copies)}" if copies else ""),
+        "gradients": _by_tier((slab.homes.sums.tier, slab.layout.nbytes) for slab in trained) + " for one micro-batch",
+        "states": _by_tier((slab.homes.states.tier, slab.state_bytes(AdamW.moments, width)) for slab in trained)
+        + f" with AdamW and {width} moments",
     }
     parameters = sized(sum(parameter.numel() for parameter in engine.model.parameters()))
     title = f"{type(engine.model).__name__}: {parameters} parameters"
@@ -57,15 +52,11 @@ def summary(engine: Engine) -> str:
     return "\n".join([title, *[f"{name:<11}{text}" for name, text in rows.items()]])
 
 
-def _by_tier(sizes: Sizes, in_vram: Sequence[str]) -> str:
-    tiers = {"ram": 0, "vram": 0}
-    for name, size in sizes:
-        tiers["vram" if _named(name, in_vram) else "ram"] += size
-    return ", ".join(f"{tier} {_size(size)}" for tier, size in tiers.items() if size) or "none"
-
-
-def _named(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+def _by_tier(sizes: Iterable[tuple[str, int]]) -> str:
+    tiers = Counter({"ram": 0, "vram": 0})
+    for tier, nbytes in sizes:
+        tiers[tier] += nbytes
+    return ", ".join(f"{tier} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes) or "none"
 
 
 def _size(nbytes: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from megatrain.errors import SettingsError
 from megatrain.geometry import LANES, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
+from megatrain.planner import format1
 from megatrain.planner.memory import GIB, ROLES, TIERS
 from megatrain.planner.run import Run, current_names
 from megatrain.planner.simulate import StepEstimate
@@ -112,8 +113,10 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan back. Every field must be there, and no other; what is wrong is named."""
         data = read_object(text, "the plan")
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise SettingsError(f"this is not a plan of format {FORMAT}; make it again.")
+        format = data.pop("format", None) if isinstance(data, dict) else None
+        if format not in (1, FORMAT):
+            raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again.")
+        data = format1.converted(data) if format == 1 else data
         try:
             values = fields_of(cls, data, "it")
             lists = {name: _listed(name, values[name]) for name in (*PLACED, "windows", "lossy", "notes")}
