@@ -12,7 +12,8 @@ from tests.parity import compare, zoo
 from tests.tiny import differences, engine_of, gradients, roles
 
 import megatrain as mt
-from megatrain.compute.head import ChunkedHead, LazyLogits
+from megatrain.compute.head import Head
+from megatrain.compute.logits import LazyLogits
 
 peft = pytest.importorskip("peft")
 
@@ -214,8 +215,8 @@ def test_adapters_switched_off():
 def test_the_head_is_chunked_under_adapters(monkeypatch: pytest.MonkeyPatch):
     """The model that has the loss is inside peft's wrapper."""
     calls: list[int] = []
-    loss = ChunkedHead.loss
-    monkeypatch.setattr(ChunkedHead, "loss", lambda self, *a: calls.append(self.tokens) or loss(self, *a))
+    loss = Head.chunked
+    monkeypatch.setattr(Head, "chunked", lambda self, *a: calls.append(self.tokens) or loss(self, *a))
     model = lora()
     with engine_of(model, head_chunk=7):
         out = model(**zoo.batch("llama", 0))

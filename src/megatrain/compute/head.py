@@ -1,155 +1,80 @@
-"""The head and its loss in chunks of tokens, so that no more than one chunk of logits exists.
+"""The head of a language model, from the hidden state to the gradient, in chunks of tokens.
 
-The output embedding returns `LazyLogits`: not yet computed, but shaped like logits. Pointwise operations on it (a
-softcap, a scale, a cast) are recorded; the model's loss function takes it and runs head, recorded operations and
-cross-entropy chunk by chunk, each chunk differentiated at once; any other use computes the logits whole, as ever.
+    logits     the model calls its output embedding and gets `LazyLogits` (compute/logits.py): nothing is computed
+    loss       the model's loss function, for which `Head.loss` stands in, takes them: head, recorded operations and
+               cross-entropy run chunk by chunk, and each chunk is differentiated at once, while its logits are there
+    backward   the gradients are scaled by the loss's own, and go the way of every block's
+
+So no more than one chunk of logits exists. Where the loss is not taken so (other losses, other shapes, logits that
+somebody has looked at) it is the model's own, on logits computed whole. The first batch is a check: a piece of it goes
+through both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from megatrain.compute import node
 from megatrain.compute.block import Block
+from megatrain.compute.logits import LazyLogits, Pointwise
 from megatrain.compute.replay import Ambient
 from megatrain.errors import UnsupportedCall
 from megatrain.store.gradient import Place
+from megatrain.telemetry.notices import announce
 
-Pointwise = Callable[[torch.Tensor], torch.Tensor]
-
-
-class LazyLogits(torch.Tensor):
-    """Logits that are computed when somebody looks at them."""
-
-    whole: Callable[[], torch.Tensor]
-    hidden: torch.Tensor
-    chain: tuple[Pointwise, ...]
-    _computed: torch.Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls,
-        whole: Callable[[], torch.Tensor],
-        hidden: torch.Tensor,
-        features: int,
-        dtype: torch.dtype,
-        chain: tuple[Pointwise, ...] = (),
-        graph: bool = True,
-    ) -> LazyLogits:
-        shape = (*hidden.shape[:-1], features)
-        logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=graph)
-        logits.whole, logits.hidden, logits.chain, logits._computed = whole, hidden, chain, None
-        return logits
-
-    def compute(self) -> torch.Tensor:
-        """The logits. Kept, so that two uses share them; without the graph that they should have they are not."""
-        if self._computed is not None:
-            return self._computed
-        logits = self.whole()
-        for operation in self.chain:
-            logits = operation(logits)
-        if torch.is_grad_enabled() or not self.requires_grad:
-            self._computed = logits
-        return logits
-
-    def then(self, operation: Pointwise, dtype: torch.dtype | None = None) -> LazyLogits:
-        chain = (*self.chain, operation)
-        return LazyLogits(self.whole, self.hidden, self.shape[-1], dtype or self.dtype, chain, self.requires_grad)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, operations={len(self.chain)})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.compute().detach().__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _only_looks(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if args and isinstance(args[0], LazyLogits) and args[0]._computed is None:
-            recorded = _record(func, args[0], args[1:], kwargs)
-            if recorded is not None:
-                return recorded
-        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Reached by code that bypasses torch functions (C++ extensions, autograd internals).
-        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs or {}))
-        return func(*args, **kwargs)
+CHECKED_TOKENS = 64
+"""Positions of the first batch on which the chunked loss is held against the model's own."""
 
 
-_LOOKS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "get_device", "__len__"}
-_LOOKED_AT = {"shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf", "is_meta"}
-_ADD = ("add", "__add__", "__radd__", "__iadd__")
-_SUB = ("sub", "__sub__", "__isub__")
-_MUL = ("mul", "multiply", "__mul__", "__rmul__", "__imul__")
-_DIV = ("div", "true_divide", "__truediv__", "__itruediv__")
-_BINARY: dict[str, Callable[..., torch.Tensor]] = {
-    name: operation
-    for names, operation in ((_ADD, torch.add), (_SUB, torch.sub), (_MUL, torch.mul), (_DIV, torch.div))
-    for name in names
-}
-_UNARY: dict[str, Pointwise] = {"tanh": torch.tanh, "contiguous": torch.Tensor.contiguous}
+class Head:
+    """The head block of one engine.
 
+    In evaluation logits are computed at once, unless somebody has said that only the loss is wanted (`loss_only`).
+    """
 
-def _only_looks(func: Any) -> bool:
-    """Whether the call asks for the tensor's shape or kind alone."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _LOOKED_AT
-    return name in _LOOKS
+    def __init__(self, flow: node.Flow, block: Block, own_loss: Callable[..., Any], features: int, tokens: int) -> None:
+        self.flow = flow
+        self.block = block
+        self.own_loss = own_loss
+        """The loss function that the model has without an engine."""
+        self.features = features
+        self.tokens = tokens
+        """Tokens per chunk."""
+        self.enabled = True
+        self._checked = False
+        self._wanted = threading.local()
 
+    @contextmanager
+    def wanting(self, loss_only: bool) -> Iterator[None]:
+        """Whether forwards without gradients inside are for their loss alone."""
+        before, self._wanted.loss_only = self.loss_only, loss_only
+        try:
+            yield
+        finally:
+            self._wanted.loss_only = before
 
-def _record(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """A pointwise operation that means the same on every chunk of tokens; None if it is anything else."""
-    name = getattr(func, "__name__", "")
-    if kwargs or (logits.requires_grad and not torch.is_grad_enabled()):
-        return None
-    if name in _BINARY and len(args) == 1 and _is_constant(args[0], logits.shape[-1]):
-        operation, other = _BINARY[name], args[0]
-        other = other.reshape(-1) if isinstance(other, torch.Tensor) and other.ndim > 1 else other
-        return logits.then(lambda chunk: operation(chunk, other))
-    if name in _UNARY and not args:
-        return logits.then(_UNARY[name])
-    if name == "float" and not args:
-        return logits.then(lambda chunk: chunk.float(), torch.float32)
-    if name == "to" and len(args) == 1 and isinstance(args[0], torch.dtype):
-        return logits.then(lambda chunk: chunk.to(args[0]), args[0])
-    if name == "to" and len(args) == 1 and isinstance(args[0], torch.device) and args[0] == logits.device:
-        return logits
-    return None
+    @property
+    def loss_only(self) -> bool:
+        """Whether the calling thread wants the loss alone."""
+        return getattr(self._wanted, "loss_only", False)
 
+    def takes(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call of a block is the head's, and can wait for the loss."""
+        if not self.enabled or block is not self.block or kwargs or len(args) != 1:
+            return False
+        hidden = args[0]
+        if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
+            return False
+        return block.trainable or hidden.requires_grad if torch.is_grad_enabled() else self.loss_only
 
-def _is_constant(other: Any, features: int) -> bool:
-    """A number, or a tensor without gradient that has one value, or one value per logit."""
-    if not isinstance(other, torch.Tensor):
-        return isinstance(other, int | float)
-    per_logit = other.ndim > 0 and other.shape[-1] == other.numel() and other.numel() in (1, features)
-    return not other.requires_grad and (other.ndim == 0 or per_logit)
-
-
-@dataclass
-class ChunkedHead:
-    """The head block, run lazily."""
-
-    flow: node.Flow
-    block: Block
-    features: int
-    tokens: int
-    """Tokens per chunk."""
-
-    def lazy(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
+    def logits(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
         """Logits to be computed; `whole` computes them at once, under the autocast of this moment."""
         ambient = Ambient.capture(self.flow.device)
         graph = torch.is_grad_enabled()
@@ -166,7 +91,22 @@ class ChunkedHead:
 
         return LazyLogits(compute, hidden, self.features, ambient.cast_dtype or hidden.dtype, graph=graph)
 
-    def loss(self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int) -> torch.Tensor:
+    def loss(self, logits: Any, labels: Any, vocab_size: int | None = None, **options: Any) -> Any:
+        """What transformers' causal loss computes, chunk by chunk if the logits are still lazy."""
+        chunked = isinstance(logits, LazyLogits) and not logits.computed and vocab_size == logits.shape[-1]
+        targets = options.get("shift_labels") if options.get("shift_labels") is not None else labels
+        if not chunked or not self.enabled or targets is None or targets.numel() != logits.shape[:-1].numel():
+            return self.own_loss(logits, labels, vocab_size, **options)
+        if not self._checked:
+            self._check(logits, labels, vocab_size, options)
+            if not self.enabled:
+                return self.own_loss(logits, labels, vocab_size, **options)
+        ignore = options.get("ignore_index", -100)
+        shifted = options.get("shift_labels")
+        shifted = _shifted(labels, ignore) if shifted is None else shifted
+        return self.chunked(logits, shifted, options.get("num_items_in_batch"), ignore)
+
+    def chunked(self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int) -> torch.Tensor:
         """Cross-entropy summed over the targets that count, divided by `items` (None: their number)."""
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         targets = targets.reshape(-1).to(hidden.device)
@@ -190,10 +130,45 @@ class ChunkedHead:
                 total += task.chunk(weights, hidden[start : start + self.tokens], start)
         return total
 
+    def _check(self, logits: LazyLogits, labels: Any, vocab_size: int | None, options: dict[str, Any]) -> None:
+        """Once: a piece of the first batch through both; on a mismatch the model's own loss is used, announced."""
+        given = options.get("shift_labels") if labels is None else labels
+        ignore = options.get("ignore_index", -100)
+        if logits.ndim != 3 or given is None or given.shape != logits.shape[:2]:
+            self._checked = True
+            return
+        # A piece in which some labels count: prompts are often masked.
+        counted = (given[:, 1:] != ignore).nonzero()
+        if not len(counted):
+            return
+        self._checked = True
+        row, first = counted[0].tolist()
+        hidden = logits.hidden[row : row + 1, first : first + CHECKED_TOKENS].detach()
+        labels = given[row : row + 1, first : first + CHECKED_TOKENS].to(hidden.device)
+        with torch.no_grad(), self.wanting(loss_only=False):
+            piece = self.block.module(hidden)
+            for operation in logits.chain:
+                piece = operation(piece)
+            own = self.own_loss(piece, labels, vocab_size, ignore_index=ignore)
+            lazy = LazyLogits(lambda: piece, hidden, piece.shape[-1], hidden.dtype, logits.chain)
+            ours = self.chunked(lazy, _shifted(labels, ignore), None, ignore)
+        tolerance = 1e-5 if logits.hidden.dtype == torch.float32 else 1e-2
+        if not torch.isclose(own.float(), ours, rtol=tolerance, atol=tolerance, equal_nan=True):
+            self.enabled = False
+            announce(
+                f"the chunked loss ({ours.item():.6g}) is not this model's own ({own.item():.6g}): "
+                "logits are computed whole"
+            )
+
+
+def _shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The token that follows each."""
+    return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
 
 @dataclass
 class _Task:
-    head: ChunkedHead
+    head: Head
     chain: tuple[Pointwise, ...]
     targets: torch.Tensor
     divisor: Any

@@ -16,10 +16,10 @@ import torch
 from megatrain import process
 from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
+from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
 from megatrain.engine.adopt import Adoption, disable_checkpointing
 from megatrain.engine.headroom import Headroom
-from megatrain.engine.lazyhead import LazyHead
 from megatrain.engine.placement import Placement
 from megatrain.engine.relief import Holds, Policies, Relief
 from megatrain.engine.step import Step
@@ -27,10 +27,11 @@ from megatrain.engine.summary import announce_attached
 from megatrain.engine.surface import Surface
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
-from megatrain.geometry import LANES
+from megatrain.geometry import LANES, chunk_tokens
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import Found
+from megatrain.model.heads import can_be_lazy, output_of, uses
 from megatrain.optim.schedule import Updates
 from megatrain.store.forks import Owner
 from megatrain.store.parameter import Deposit
@@ -60,7 +61,6 @@ class Attachment:
     adoption: Adoption
     headroom: Headroom
     step: Step
-    lazy: LazyHead | None
 
     def __init__(
         self, engine: Engine, found: list[Found], saved: dict[str, torch.dtype], hooks: transformers_hooks.Hooks
@@ -116,7 +116,7 @@ class Attachment:
         self.adoption = Adoption(
             self.model, self.device, self.engine.precision, self.placement.ram, self.placement.homes, self.saved
         )
-        self.adoption.take(self.found, _weakly(self._deposit), self._run, self.releasing)
+        self.adoption.take(self.found, _weakly(self._deposit), self._forward, self.releasing)
         # Parameters outside any block lie in slabs that have a name of their own.
         names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
         self.placement.check(names)
@@ -170,15 +170,19 @@ class Attachment:
         self.step.expect(blocks)
 
     def chunk_head(self) -> None:
-        """Lazy logits, where the model's loss can take them."""
-        self.lazy, loss, chunk = None, self.hooks.causal_loss, self.settings.head_chunk
-        block = LazyHead.fits(self.model, self.adoption.blocks, loss) if chunk != 0 else None
-        if block is not None:
-            self.lazy = LazyHead(self.model, self.step, block, loss, chunk)
-            self.lazy.attach(self.releasing)
-            self.step.unparked.add(block.index)
-        elif chunk:
-            warn(f"head_chunk={chunk} has no effect: logits of {type(self.model).__name__} are computed whole")
+        """Logits wait for the loss if the model is a causal LM whose loss is transformers' own."""
+        model, loss, chunk = self.model, self.hooks.causal_loss, self.settings.head_chunk
+        module: Any = output_of(model) if chunk != 0 and can_be_lazy(model, loss) else None
+        block = next((block for block in self.adoption.blocks if block.module is module), None)
+        if block is None:
+            if chunk:
+                warn(f"head_chunk={chunk} has no effect: logits of {type(model).__name__} are computed whole")
+            return
+        features = module.weight.shape[0]
+        self.step.head = Head(self.step, block, loss, features, chunk or chunk_tokens(features))
+        # The module whose forward calls the loss function: under adapters it is inside the one the user holds.
+        owner = [inner for inner in model.modules() if uses(inner, module, loss)][-1]
+        self.releasing.patch(owner, "_loss_function", self.step.head.loss, yields=True)
 
     def surface(self) -> None:
         """What users call on the model, which knows its engine from here on; and the engine knows its parts."""
@@ -204,10 +208,7 @@ class Attachment:
                 "a new megatrain.Engine(model)."
             )
 
-    def _run(self, block: Block, args: Any, kwargs: Any) -> Any:
-        if self.lazy is not None and self.lazy.takes(block, args, kwargs):
-            self.step.entered()
-            return self.lazy.logits(args[0], lambda: self.step.forward(block, args, kwargs))
+    def _forward(self, block: Block, args: Any, kwargs: Any) -> Any:
         return self.step.forward(block, args, kwargs)
 
     def _begin(self, inputs: Any) -> None:

@@ -65,7 +65,7 @@ class Engine:
         self._attached = parts
         self._placement, self._memory, self._lanes = parts.placement, parts.placement.ram, parts.lanes
         self._adoption, self._step, self._headroom = parts.adoption, parts.step, parts.headroom
-        self._lazy, self.relief, self.slabs = parts.lazy, parts.relief, parts.adoption.slabs
+        self.relief, self.slabs = parts.relief, parts.adoption.slabs
 
     def _displace_closed(self) -> dict[str, torch.dtype]:
         """A closed engine gives the model free. The dtypes that it saves parameters in: masters come back as FP32."""
@@ -185,7 +185,7 @@ class Engine:
 
     def loss_only(self) -> AbstractContextManager[None]:
         """Forwards without gradients inside are for their loss: logits stay uncomputed until somebody looks at them."""
-        return nullcontext() if self._lazy is None else self._lazy.wanting(loss_only=True)
+        return nullcontext() if self._step.head is None else self._step.head.wanting(loss_only=True)
 
     @contextmanager
     def trace(self) -> Iterator[Timeline]:

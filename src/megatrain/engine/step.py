@@ -1,6 +1,8 @@
 """The whole flow of a training step, on one page.
 
     forward    the model calls a block → its weights are in a slot (fetched ahead) → it runs → the slot is released
+    head       returns logits that are not computed yet → the model's loss takes them chunk by chunk, and each chunk is
+               differentiated at once (compute/head.py)
     backward   autograd reaches the block's node → its weights are fetched again → it is recomputed and
                differentiated → its gradients are drained to host memory
     step       the norm is taken, updates are released in forward order on the update lane → at once, the first
@@ -27,6 +29,7 @@ import torch
 
 from megatrain.compute import node
 from megatrain.compute.block import Block, Recorder
+from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
 from megatrain.compute.node import Use
 from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
@@ -101,8 +104,8 @@ class Step:
         self._threads = Threads(self.seats)
         self.revisits = False
         """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
-        self.unparked: set[int] = set()
-        """Blocks at which a window does not wait: the head, whose logits must not pile up."""
+        self.head: Head | None = None
+        """The block whose logits wait for the loss, if the model has one."""
         for slab in slabs:
             slab.grad.keeper = _Keeper(drain, updates)
 
@@ -122,9 +125,11 @@ class Step:
 
     # ---- forward and backward
 
-    def forward(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model calls a block."""
+    def forward(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool = False) -> Any:
+        """The model calls a block. `whole`: logits that were to wait for the loss are looked at."""
         self.entered()
+        if not whole and self.head is not None and self.head.takes(block, args, kwargs):
+            return self.head.logits(args[0], partial(self.forward, block, args, kwargs, whole=True))
         if torch.is_grad_enabled():
             args, kwargs = self._for_training(args, kwargs)
         return node.run(self, block, args, kwargs, self._recorder.active())
@@ -133,7 +138,8 @@ class Step:
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
         """The block's weights on the device, and those of the blocks after it on their way."""
         self._watch()
-        if phase != "inference" and block.index not in self.unparked:
+        # A window does not wait at the head: the logits of its micro-batches must not pile up.
+        if phase != "inference" and (self.head is None or block is not self.head.block):
             park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
         visiting = phase == "inference" and self._threads.visiting()
         with self._lock:

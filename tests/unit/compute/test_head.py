@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import megatrain as mt
-from megatrain.compute.head import ChunkedHead, LazyLogits
+from megatrain.compute.head import Head
+from megatrain.compute.logits import LazyLogits
 from megatrain.errors import UnsupportedCall
 from megatrain.geometry import CHUNK_ELEMENTS, chunk_tokens
 
@@ -76,14 +77,14 @@ def assert_close(left: Any, right: Any, tolerance: float = ROUNDING) -> None:
 def chunked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Chunks of every loss that was computed in chunks with gradients: their number, one entry per loss."""
     calls: list[int] = []
-    loss = ChunkedHead.loss
+    loss = Head.chunked
 
-    def spy(self: ChunkedHead, logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def spy(self: Head, logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             calls.append(-(-logits.hidden.shape[:-1].numel() // self.tokens))
         return loss(self, logits, *args, **kwargs)
 
-    monkeypatch.setattr(ChunkedHead, "loss", spy)
+    monkeypatch.setattr(Head, "chunked", spy)
     return calls
 
 
@@ -678,8 +679,8 @@ def test_a_window_holds_one_chunk():
 
 def test_a_mismatch_is_said_and_the_models_own_loss_is_used(monkeypatch: pytest.MonkeyPatch, said: Any):
     expected = lossy("llama", WHOLE)
-    loss = ChunkedHead.loss
-    monkeypatch.setattr(ChunkedHead, "loss", lambda self, *args: loss(self, *args) * 1.01)
+    loss = Head.chunked
+    monkeypatch.setattr(Head, "chunked", lambda self, *args: loss(self, *args) * 1.01)
     got = lossy("llama", 7)
     assert differences(list(got), list(expected)) == []
     assert sum("is not this model's own" in line for line in said.messages) == 1
@@ -687,8 +688,8 @@ def test_a_mismatch_is_said_and_the_models_own_loss_is_used(monkeypatch: pytest.
 
 def test_the_check_waits_for_labels(monkeypatch: pytest.MonkeyPatch, said: Any):
     """A prompt without labels says nothing: NaN is NaN. The first batch that has labels does."""
-    loss = ChunkedHead.loss
-    monkeypatch.setattr(ChunkedHead, "loss", lambda self, *args: loss(self, *args) * 1.01)
+    loss = Head.chunked
+    monkeypatch.setattr(Head, "chunked", lambda self, *args: loss(self, *args) * 1.01)
     model = build("llama")
     with engine_of(model, head_chunk=7):
         silent = batch(padded=False)
@@ -712,7 +713,7 @@ def test_the_check_runs_once(monkeypatch: pytest.MonkeyPatch):
     model = build("llama")
     with engine_of(model, head_chunk=7) as engine:
         monkeypatch.setattr(
-            engine._lazy, "own_loss", lambda *args, **kwargs: checks.append(1) or own_loss(*args, **kwargs)
+            engine._step.head, "own_loss", lambda *args, **kwargs: checks.append(1) or own_loss(*args, **kwargs)
         )
         for seed in range(3):
             model(**batch(seed)).loss.backward()

@@ -270,7 +270,7 @@ def test_a_head_with_an_adapter_is_not_lazy(tmp_path: Path, adapted: str) -> Non
         model=model, args=small.arguments(tmp_path, eval_strategy="steps", eval_steps=2),
         train_dataset=small.rows(), eval_dataset=small.rows(4),
     )  # fmt: skip
-    assert trainer.engine.settings.plan.run.predictions == (trainer.engine._lazy is None) == (adapted == "lm_head")
+    assert trainer.engine.settings.plan.run.predictions == (trainer.engine._step.head is None) == (adapted == "lm_head")
 
 
 def test_a_second_trainer_on_a_closed_engines_model(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_second_trainer_on_a_closed_engines_model(tmp_path: Path) -> None:
     )  # fmt: skip
     assert not first.engine.settings.plan.run.predictions
     assert not second.engine.settings.plan.run.predictions
-    assert second.engine._lazy is not None
+    assert second.engine._step.head is not None
 
 
 def test_data_that_cannot_be_collated_is_left_to_the_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

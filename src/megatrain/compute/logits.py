@@ -1,0 +1,133 @@
+"""Logits that are not computed yet: the output embedding returns them, and the model's loss takes them chunk by chunk.
+
+They are shaped like logits. Pointwise operations on them (a softcap, a scale, a cast) are recorded for the chunks
+(compute/head.py); any other use computes them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+Pointwise = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LazyLogits(torch.Tensor):
+    """Logits that are computed when somebody looks at them."""
+
+    whole: Callable[[], torch.Tensor]
+    hidden: torch.Tensor
+    chain: tuple[Pointwise, ...]
+    _computed: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        whole: Callable[[], torch.Tensor],
+        hidden: torch.Tensor,
+        features: int,
+        dtype: torch.dtype,
+        chain: tuple[Pointwise, ...] = (),
+        graph: bool = True,
+    ) -> LazyLogits:
+        shape = (*hidden.shape[:-1], features)
+        logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=graph)
+        logits.whole, logits.hidden, logits.chain, logits._computed = whole, hidden, chain, None
+        return logits
+
+    def compute(self) -> torch.Tensor:
+        """The logits. Kept, so that two uses share them; without the graph that they should have they are not."""
+        if self._computed is not None:
+            return self._computed
+        logits = self.whole()
+        for operation in self.chain:
+            logits = operation(logits)
+        if torch.is_grad_enabled() or not self.requires_grad:
+            self._computed = logits
+        return logits
+
+    @property
+    def computed(self) -> bool:
+        return self._computed is not None
+
+    def then(self, operation: Pointwise, dtype: torch.dtype | None = None) -> LazyLogits:
+        chain = (*self.chain, operation)
+        return LazyLogits(self.whole, self.hidden, self.shape[-1], dtype or self.dtype, chain, self.requires_grad)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, operations={len(self.chain)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.compute().detach().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _only_looks(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], LazyLogits) and args[0]._computed is None:
+            recorded = _record(func, args[0], args[1:], kwargs)
+            if recorded is not None:
+                return recorded
+        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Reached by code that bypasses torch functions (C++ extensions, autograd internals).
+        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_LOOKS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "get_device", "__len__"}
+_LOOKED_AT = {"shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf", "is_meta"}
+_ADD = ("add", "__add__", "__radd__", "__iadd__")
+_SUB = ("sub", "__sub__", "__isub__")
+_MUL = ("mul", "multiply", "__mul__", "__rmul__", "__imul__")
+_DIV = ("div", "true_divide", "__truediv__", "__itruediv__")
+_BINARY: dict[str, Callable[..., torch.Tensor]] = {
+    name: operation
+    for names, operation in ((_ADD, torch.add), (_SUB, torch.sub), (_MUL, torch.mul), (_DIV, torch.div))
+    for name in names
+}
+_UNARY: dict[str, Pointwise] = {"tanh": torch.tanh, "contiguous": torch.Tensor.contiguous}
+
+
+def _only_looks(func: Any) -> bool:
+    """Whether the call asks for the tensor's shape or kind alone."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _LOOKED_AT
+    return name in _LOOKS
+
+
+def _record(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
+    """A pointwise operation that means the same on every chunk of tokens; None if it is anything else."""
+    name = getattr(func, "__name__", "")
+    if kwargs or (logits.requires_grad and not torch.is_grad_enabled()):
+        return None
+    if name in _BINARY and len(args) == 1 and _is_constant(args[0], logits.shape[-1]):
+        operation, other = _BINARY[name], args[0]
+        other = other.reshape(-1) if isinstance(other, torch.Tensor) and other.ndim > 1 else other
+        return logits.then(lambda chunk: operation(chunk, other))
+    if name in _UNARY and not args:
+        return logits.then(_UNARY[name])
+    if name == "float" and not args:
+        return logits.then(lambda chunk: chunk.float(), torch.float32)
+    if name == "to" and len(args) == 1 and isinstance(args[0], torch.dtype):
+        return logits.then(lambda chunk: chunk.to(args[0]), args[0])
+    if name == "to" and len(args) == 1 and isinstance(args[0], torch.device) and args[0] == logits.device:
+        return logits
+    return None
+
+
+def _is_constant(other: Any, features: int) -> bool:
+    """A number, or a tensor without gradient that has one value, or one value per logit."""
+    if not isinstance(other, torch.Tensor):
+        return isinstance(other, int | float)
+    per_logit = other.ndim > 0 and other.shape[-1] == other.numel() and other.numel() in (1, features)
+    return not other.requires_grad and (other.ndim == 0 or per_logit)
