@@ -46,7 +46,7 @@ def summary(engine: Engine) -> str:
     if engine.blocks:
         policies = Counter(engine.relief.policies[block.name] for block in engine.blocks)
         rows["policy"] = ", ".join(f"{count} {policy}" for policy, count in policies.items())
-        rows["window"] = f"{settings.window or 'as many as fit'} of a step's micro-batches"
+        rows["window"] = f"{settings.window} micro-batches" if settings.window else "as many micro-batches as fit"
         title += f" in {len(engine.blocks)} blocks" + (", compiled," if settings.compile else "")
     title += f" on {engine.device}, {engine.precision}"
     return "\n".join([title, *[f"{name:<11}{text}" for name, text in rows.items()]])

@@ -45,7 +45,7 @@ def test_it_says_where_everything_is(said: pytest.LogCaptureFixture) -> None:
     )
     assert found["gradients"] == f"ram {mib(everything - head - first)}, vram {mib(head + first)} for one micro-batch"
     assert found["policy"] == f"{len(engine.blocks) - 1} recompute, 1 store"
-    assert found["window"] == "4 of a step's micro-batches"
+    assert found["window"] == "4 micro-batches"
     states = {True: 0, False: 0}
     for slab in engine.slabs:
         states[slab.name == "lm_head"] += slab.state_bytes(AdamW.moments, "8bit")
