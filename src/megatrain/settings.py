@@ -104,7 +104,7 @@ class Settings(_Choices, metaclass=_HadDebug):
     """How the optimizer's moments are kept: False (FP32), True (= "4bit"), "bf16", "8bit" or "4bit", which lose
     precision; or "lossless", which keeps FP32 in memory and compresses it on disk."""
     plan: Any = "auto"
-    """A `Plan` of `megatrain.plan`: decides `resident`, holds, `policy`, `window` and slots where they are not set here.
+    """A `Plan` of `megatrain.plan`: decides `resident`, holds, `policy`, `window` and slots where they are not set.
     "auto": a Trainer on a GPU makes one; an engine without a Trainer has none. None: no plan, all blocks stream."""
     machine: Any = None
     """What a Trainer plans with: a description (a name of `Machine.shipped()`, a path, a `Machine`); None: measured."""
