@@ -174,17 +174,19 @@ def _environment() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
+_tell: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+"""What was configured at run time too; not every PyTorch tells."""
+
+
 def _configure(settings: str) -> None:
     if not settings:
         # It is kept when nothing is said of it.
         torch._C._accelerator_setAllocatorSettings(GROWING.replace("True", "False"))
-    torch._C._accelerator_setAllocatorSettings(settings)
+    if settings or _tell is not None:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
-# Not every PyTorch tells what was set at run time.
-_segments: Shared[str, None] = Shared(
-    getattr(torch._C, "_accelerator_getAllocatorSettings", _environment), _configure, lambda *_: GROWING
-)
+_segments: Shared[str, None] = Shared(_tell or _environment, _configure, lambda *_: GROWING)
 
 
 # ---- dynamo

@@ -58,6 +58,7 @@ class Undo:
                 entry()
             except Exception as error:
                 failed = failed or error
-            self._entries.remove(entry)
+            if self._entries and self._entries[-1] is entry:
+                self._entries.pop()
         if failed is not None:
             raise failed
