@@ -76,11 +76,11 @@ class State:
             return self.elements16 * 2 + self.elements32 * 4
         return self.elements16 * (6 if single else 4) + self.elements32 * 4
 
-    def in_vram(self, micro_batches: int) -> int:
-        """Its gradient sum in VRAM: FP32, or a single gradient as it is; of a tied slab two parts, the first FP32."""
+    def in_vram(self, windows: int) -> int:
+        """Its gradient sum in VRAM: rounded if the step has one window, else FP32; of a tied slab two parts, merged."""
         if self.tied:
             return (self.elements16 + self.elements32) * 8
-        return self.elements16 * (2 if micro_batches == 1 else 4) + self.elements32 * 4
+        return self.elements16 * (2 if windows == 1 else 4) + self.elements32 * 4
 
 
 def slab_bytes(slab: SlabShape, run: Run) -> tuple[int, int]:
@@ -158,7 +158,7 @@ class Ledger:
         self._weights = self._role(lambda state: state.weights)
         self._residuals = self._role(lambda state: state.residuals)
         self._moments = self._role(lambda state: state.moments)
-        self._sums = self._role(lambda state: state.in_vram(run.accumulation))
+        self._sums = [self._role(lambda state, n=n: state.in_vram(n)) for n in (1, 2)]  # type: ignore[misc]
         kinds = ((1, False), (2, False), (2, True))
         self._gradients = [self._role(lambda state, k=k: state.in_ram(*k)) for k in kinds]  # type: ignore[misc]
         self._layer_slabs, self._rest_slabs = self._slabs(lambda slab: True)
@@ -210,9 +210,9 @@ class Ledger:
         host = [self._after(role, layers, ~resident) for role in (self._weights, self._residuals, self._moments)]
         held = self._before(self._weights, chosen.held, chosen.rest != STREAMED) - device[0]
         weights = device[0] + held + self._slots(chosen)
-        in_vram = self._before(self._sums, chosen.summed, chosen.rest != STREAMED)
-        passing, leaving, staging = self._rings(chosen)
         streamed = chosen.rest == STREAMED
+        in_vram = np.choose(windows.several, [self._before(sums, chosen.summed, ~streamed) for sums in self._sums])
+        passing, leaving, staging = self._rings(chosen, windows)
         kinds = [self._after(role, chosen.summed, streamed) for role in self._gradients]
         in_ram = np.choose(windows.several * 1 + windows.single, kinds) + leaving + staging * windows.single
         on_device, parked = self._activations(chosen)
@@ -307,10 +307,11 @@ class Ledger:
         found: Ints = looked_up(self._slot_bytes, nbytes, chosen.rest == STREAMED, chosen.held, chosen.slots)[0]
         return found
 
-    def _rings(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
+    def _rings(self, chosen: Decisions, windows: Windows) -> tuple[Ints, Ints, Ints]:
         """Gradients on their way: slots in VRAM, buffers in RAM for sums that leave it, and staging of single ones."""
         found = looked_up(self._ring_bytes, self._passing, chosen.rest, chosen.layers, chosen.summed)
-        return np.where(chosen.grad_slots > 1, found[1], found[0]) + found[2], found[3], found[4]
+        slots = np.where(chosen.grad_slots > 1, found[1], found[0])
+        return slots + np.where(windows.several, found[2], found[3]), found[4], found[5]
 
     def _passing(self, rest: int, layers: int, summed: int) -> tuple[int, ...]:
         none: Slabs = Counter()
@@ -329,10 +330,13 @@ class Ledger:
             for ring in _rings(others)
             if any(slab in held for slab, _ in ring)
         )
-        # A sum is rounded before it is copied; a single gradient goes as it lies, but for one that was merged.
-        rounded = leaving if several or any(self.states[i].tied for i in self.rest) else 0
+        # A sum is rounded before it is copied. In a step of one window it is, when the window has passed the block, but
+        # for parts that are merged; until then it is FP32.
+        here = self._layer_trained[0] - self._layer_trained[summed] + (none if rest == STREAMED else self._rest_trained)
+        sums = sum(4 * _largest(ring)[1] for ring in _rings(here) if several and ring[0][0][2] < 4)
+        merged = leaving if any(self.states[i].tied for i in self.rest) else 0
         staging = STAGING * max((nbytes for nbytes, _, _ in streamed), default=0)
-        return *slots, rounded, leaving, staging
+        return *slots, leaving, merged + sums, leaving, staging
 
     def _slabs(self, wanted: Callable[[SlabShape], bool]) -> tuple[list[Slabs], Slabs]:
         """Slabs of the layers from each on, and of all other blocks."""

@@ -126,6 +126,13 @@ class Part:
                 self.buffer = None
         return self.flat
 
+    def round(self) -> None:
+        """Keep a complete sum in the gradient dtype, on the device, in the order of compute's stream."""
+        if self.summed and self.sum is not None:
+            self.landing.view(self.dtype).copy_(self.flat)
+            self._gradient.homes.sums.free(self.sum)
+            self.sum, self.summed = None, False
+
     def clear(self) -> None:
         self.present.clear()
         self.summed = False

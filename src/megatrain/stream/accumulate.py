@@ -77,9 +77,13 @@ class WindowSums:
         self._add(slab, place, gradients)
         self._given.setdefault(key, set()).add(seat)
         self._release(key)
-        if key in self._open and not slab.shared and not self._held.get(key) and self._turns.live() <= self._given[key]:
-            # Nobody is to come: it travels while the next block is computed, not only when that one needs the slot.
+        if slab.shared or self._held.get(key) or not self._turns.live() <= self._given[key]:
+            return
+        # Nobody is to come: it travels while the next block is computed, not only when that one needs the slot.
+        if key in self._open:
             self._send(key)
+        elif self._whole:
+            self._drain.round_in_place(slab, slab.grad.part(place))
 
     def holds(self, slab: Slab) -> bool:
         """Whether something of a slab's gradient has not left yet, or may still come."""
