@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -211,12 +211,8 @@ def _raised(users: dict[str, Any], graphs: list[int]) -> dict[str, Any]:
 
 
 _dynamo: Shared[dict[str, Any], int] = Shared(_limits, _set_limits, _raised)
-
-
-@cache
-def _per_thread() -> bool:
-    """Whether dynamo's settings are those of a thread; before PyTorch 2.12 all threads share them."""
-    return torch.__version__ >= "2.12"
+PER_THREAD = torch.__version__ >= "2.12"
+"""Whether dynamo's settings are those of a thread; before, all threads share them."""
 
 
 @contextmanager
@@ -225,7 +221,7 @@ def compile_limits(graphs: int) -> Iterator[None]:
 
     Code that the user compiles has its own limits, unless another thread compiles it meanwhile, before PyTorch 2.12.
     """
-    if _per_thread():
+    if PER_THREAD:
         with torch._dynamo.config.patch(_raised(_limits(), [graphs])):
             yield
         return

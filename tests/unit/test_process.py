@@ -111,7 +111,7 @@ def dynamo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """Blocks compiled for every shape anew, without a C compiler; how many graphs they were compiled to."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(process, "_per_thread", lambda: request.param)
+    monkeypatch.setattr(process, "PER_THREAD", request.param)
     plain = torch.compile
     monkeypatch.setattr(compiled.torch, "compile", lambda function: plain(function, backend="eager", dynamic=False))
     with torch._dynamo.config.patch(recompile_limit=LIMIT):
@@ -186,12 +186,10 @@ def test_blocks_that_are_compiled_too_often_raise_in_any_thread(
 @pytest.mark.parametrize("per_thread", [True, False])
 def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever ends first, in both threads."""
-    if per_thread:
-        monkeypatch.setattr(process, "_per_thread", lambda: True)
-    else:
+    monkeypatch.setattr(process, "PER_THREAD", per_thread)
+    if not per_thread:
         # Dynamo's settings before they became a thread's own.
         everywhere = process._limits()
-        monkeypatch.setattr(process, "_per_thread", lambda: False)
         monkeypatch.setattr(process, "_limits", lambda: dict(everywhere))
         monkeypatch.setattr(process, "_dynamo", process.Shared(process._limits, everywhere.update, process._raised))
     entered, ended = threading.Event(), threading.Event()
@@ -207,7 +205,7 @@ def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch
     with process.compile_limits(40):
         thread.start()
         entered.wait(5)
-        assert process._limits()["recompile_limit"] == 40 if per_thread else 50
+        assert process._limits()["recompile_limit"] == (40 if per_thread else 50)
     ended.set()
     thread.join()
     assert found == [before]

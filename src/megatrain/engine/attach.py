@@ -157,7 +157,7 @@ class Attachment:
 
     def take_memory(self) -> None:
         """All that a plan has of the GPU."""
-        self.relief.take(self.quiesce)
+        self.relief.take(self.lanes.quiesce)
 
     def prepare_blocks(self) -> None:
         """How blocks run: not checkpointed, compiled if that was asked for, and expected in registration order."""
@@ -198,9 +198,6 @@ class Attachment:
 
     # ---- what the parts call
 
-    def quiesce(self) -> None:
-        self.lanes.quiesce()
-
     def check_open(self) -> None:
         if self.closed:
             raise EngineClosed(
@@ -216,7 +213,7 @@ class Attachment:
         self.step.begin_pass()
 
     def _stepped(self, steps: int) -> None:
-        self.relief.stepped(steps, self.quiesce)
+        self.relief.stepped(steps, self.lanes.quiesce)
         self.placement.watch.stepped()
 
     def _deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:

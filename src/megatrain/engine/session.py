@@ -181,7 +181,7 @@ class Engine:
 
     def quiesce(self) -> None:
         """Wait until every lane has done what it was given: nothing of it uses or asks for memory then."""
-        self._attached.quiesce()
+        self._lanes.quiesce()
 
     def loss_only(self) -> AbstractContextManager[None]:
         """Forwards without gradients inside are for their loss: logits stay uncomputed until somebody looks at them."""

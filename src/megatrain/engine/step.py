@@ -346,9 +346,6 @@ class Step:
                 "the next step; save after step()."
             )
 
-    def close(self) -> None:
-        self.seats.close()
-
     def settle(self) -> None:
         """Wait until all submitted work on the store is done."""
         for slab in self.slabs:
