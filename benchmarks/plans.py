@@ -50,7 +50,8 @@ disk reads 3.7 and writes 2.1 GB/s. Experts reach two thirds of the rate of dens
 products, as one layer of Qwen3-30B-A3B does on the H200. GiB everywhere.
 The disk tier is planned as designed, ahead of the engine, which does not have it yet.
 
-A cell is: tokens per second (TFLOP/s) · bottleneck · VRAM / RAM (/ disk) · blocks resident in VRAM, window.
+A cell is: tokens per second (TFLOP/s) · bottleneck · VRAM / RAM (/ disk) · blocks resident in VRAM + those whose
+weights are held there, window (the first and the others, if they differ).
 """
 
 
@@ -94,8 +95,8 @@ def hundred(shape: ModelShape) -> list[str]:
     lines += explained(plan(shape, **kept, precision="fp32"))
     lines += ["", "The same with `bf16=True`: BF16 products, the FP32 master still exact:", ""]
     lines += explained(plan(shape, **kept, precision="bf16"))
-    lines += ["", "With FP32 states, compiled, 16 micro-batches of 4 × 2048 tokens; nothing is lossy:", ""]
-    lines += explained(plan(shape, **{**asked, "batch": 4, "accumulation": 16, "compile": True}))
+    lines += ["", "With FP32 states, compiled, 16 micro-batches of 2 × 2048 tokens; nothing is lossy:", ""]
+    lines += explained(plan(shape, **{**asked, "batch": 2, "accumulation": 16, "compile": True}))
     lines += ["", "On a machine that is too small, the refusal:", "", "```"]
     try:
         plan(shape, **{**asked, "machine": "h100-512gb", "accumulation": 16})

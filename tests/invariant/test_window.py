@@ -576,7 +576,7 @@ def logged(trainer: Any) -> list[Any]:
 def test_the_window_setting_never_changes_a_trainers_bits(tmp_path: Path, bf16: bool):
     """With dropout: seeds go with the micro-batch."""
     results = []
-    for window in (1, 2, 3, 4, None):
+    for window in (1, 2, 3, 4, (2, 1), [1, 2], None):
         mt.init(window=window)
         trainer = run_trainer(mt.Trainer, tmp_path, model=small.gpt2(), bf16=bf16)
         results.append((logged(trainer), roles(trainer.engine), torch.get_rng_state()))
@@ -595,7 +595,10 @@ def test_the_window_setting_is_obeyed(tmp_path: Path, monkeypatch: pytest.Monkey
         return window(self, tasks, whole=whole)
 
     monkeypatch.setattr(mt.Engine, "window", spy)
-    for setting, expected in ((1, [1, 1, 1, 1]), (3, [3, 1]), (4, [4]), (None, [4])):
+    obeyed: list[tuple[Any, list[int]]] = [
+        (1, [1, 1, 1, 1]), (3, [3, 1]), (4, [4]), (None, [4]), ((2, 1), [2, 1, 1]), ([1, 2], [1, 2, 1]), ((9, 1), [4]),
+    ]  # fmt: skip
+    for setting, expected in obeyed:
         sizes.clear()
         mt.init(window=setting)
         run_trainer(mt.Trainer, tmp_path, max_steps=1).engine.close()
@@ -627,7 +630,7 @@ def test_the_remainder_of_an_epoch(tmp_path: Path):
     """Ten rows in steps of four: 4, 4, 2, twice."""
     stock = run_trainer(transformers.Trainer, tmp_path, data=padded(10), max_steps=-1, num_train_epochs=2)
     results = []
-    for window in (1, 3, None):
+    for window in (1, (3, 1), None):
         mt.init(window=window)
         ours = run_trainer(mt.Trainer, tmp_path, data=padded(10), max_steps=-1, num_train_epochs=2)
         assert ours.state.global_step == 6

@@ -57,6 +57,14 @@ def test_what_was_given_is_known_and_kept() -> None:
     assert mt.Settings().given == frozenset()
 
 
+def test_windows_may_differ() -> None:
+    for sizes in (3, (2, 1), [4, 1]):
+        assert mt.Settings(window=sizes).window == sizes
+    for wrong in (0, True, "2", (), [2, 0], [2, True], (1.5,), {2: 1}):
+        with pytest.raises(SettingsError, match="window must be a number of micro-batches, a list of"):
+            mt.Settings(window=wrong)  # type: ignore[arg-type]
+
+
 def test_init_knows_what_it_was_given() -> None:
     assert mt.init().given == frozenset()
     assert mt.init(None, 80).given == {"offload_dir", "max_vram_gb"}

@@ -17,7 +17,7 @@ from megatrain.model import shapes
 from megatrain.model.trace import _Live as Live
 from megatrain.optim.rules import RULES
 from megatrain.planner import activations
-from megatrain.planner.decision import RESIDENT, Decision
+from megatrain.planner.decision import HELD, RESIDENT, Decision
 from megatrain.planner.memory import GIB, Ledger, slab_bytes, state_of
 from megatrain.planner.run import Run
 from megatrain.store import layout
@@ -316,3 +316,45 @@ def test_a_plan_counts_what_the_kernel_takes():
     ram = ledger.account(Decision()).ram
     state, pinned = sum(ram[:5]), ram[0] + ram[3] + ram[4]
     assert ram[5] - PROCESS_BYTES == kernel_bytes(state, pinned)
+
+
+def test_what_is_held():
+    """Weights: a copy in VRAM of their bytes. Sums: 4 bytes per parameter there, none in RAM but two on their way."""
+    shape, run = shape_of("llama2-7b"), Run(accumulation=4)
+    ledger = Ledger(shape, run)
+    none, weights, sums = (
+        ledger.account(Decision(held=held, summed=summed, rest=RESIDENT)) for held, summed in ((0, 0), (32, 0), (0, 32))
+    )
+    layer = ledger.states[1].weights
+    assert weights.vram[0] - none.vram[0] == (32 - 3) * layer, "less three slots"
+    assert weights.ram == none.ram
+    # Windows of one micro-batch: in RAM a gradient of 2 bytes, a sum of 4 and two staged ones; in VRAM two slots of 6.
+    # What leaves passes two buffers of 2 bytes in either.
+    assert sums.vram[3] - none.vram[3] == 2 * 32 * layer + 2 * layer - 2 * 3 * layer
+    assert none.ram[3] - sums.ram[3] == 3 * 32 * layer + 2 * layer - 2 * layer
+    assert sums.ram[:3] == none.ram[:3]
+
+
+@pytest.mark.parametrize(
+    ("run", "window", "per_parameter"),
+    [
+        (Run(), 1, 2),
+        (Run(accumulation=4), 4, 2),
+        (Run(accumulation=4), 2, 4),
+        (Run(accumulation=4, precision="fp32"), 4, 4),
+    ],
+)
+def test_sums_in_vram(run, window, per_parameter):
+    """Rounded once they are complete, in a step of one window; FP32 between windows, and while they grow."""
+    shape = shape_of("llama2-7b")
+    ledger = Ledger(shape, run)
+    found = ledger.account(Decision(rest=RESIDENT, layers=32, window=window)).vram[3]
+    growing = sum(4 * (ledger.states[i].weights // run.itemsize) for i in (0, 1, -2))
+    assert 0 <= found - per_parameter * shape.parameters <= growing * (per_parameter < 4 < run.itemsize + 4) + 2e6
+
+
+def test_an_fp32_sum_in_ram_is_not_needed_where_it_is_held():
+    """12 bytes per parameter instead of 18 when micro-batches come one by one."""
+    shape = shape_of("llama2-7b")
+    account = Ledger(shape, Run(accumulation=4)).account(Decision(rest=HELD, held=32, summed=32))
+    assert sum(account.ram[:4]) / shape.parameters == pytest.approx(12, rel=0.02)

@@ -230,3 +230,21 @@ def test_what_is_asked_is_checked():
         plan(dense_shape(8, 8), machine="h200-128gb", predictions="no")
     with pytest.raises(SettingsError, match="a Machine, not int"):
         plan(dense_shape(8, 8), machine=5)
+
+
+def test_micro_batches_one_by_one_where_weights_and_sums_stay_in_vram():
+    """7B on an H200: every graph kept, no sum travels between micro-batches, and the first layers are resident."""
+    found = plan(shape_of("qwen2.5-7b"), machine="h200-128gb", batch=4, accumulation=16, compile=True)
+    assert found.windows == (1,) * 16
+    assert found.policies["store"] == 28
+    assert {*found.resident, *found.held_gradients} >= {f"model.layers.{i}" for i in range(28)}
+    layers = [name for name in found.resident if "layers" in name]
+    assert layers == [f"model.layers.{i}" for i in range(len(layers))]
+    assert found.step.busy["d2h"] == 0 < found.step.busy["leave"]
+
+
+def test_a_large_model_fits_with_few_bytes_per_parameter():
+    """Sums of one window are rounded once it has passed a block."""
+    small = {"batch": 1, "length": 4096, "accumulation": 8, "compile": True, "optimizer_compression": "4bit"}
+    assert plan(shape_of("qwen3-32b"), machine="h200-128gb", **small).windows == (8,)
+    assert plan(moe(), machine="h200-1.5tb", batch=1, accumulation=16, compile=True).resident

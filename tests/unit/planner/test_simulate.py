@@ -9,7 +9,7 @@ from tests.unit.planner.made_up import machines, runs, shape_of, shapes
 
 from megatrain.hardware.machine import Machine
 from megatrain.planner.cost import Costs
-from megatrain.planner.decision import Decision
+from megatrain.planner.decision import HELD, Decision
 from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
 from megatrain.planner.simulate import Simulator
@@ -115,3 +115,25 @@ def test_no_step_beats_its_bound(shape, machine, run, data):
         assert more.seconds <= step.seconds * (1 + 1e-9)
     more = simulated.step(dataclasses.replace(decision, slots=decision.slots + 1, grad_slots=2))
     assert more.seconds <= step.seconds * (1 + 1e-9)
+
+
+def test_a_larger_first_window_hides_updates():
+    """Everything held: all updates run under the forward of the first window."""
+    run = Run(micro_batch=2, accumulation=8, compile=True)
+    simulated = simulator(shape_of("qwen2.5-7b"), H200, run)
+    held = Decision(rest=HELD, held=28, summed=28, stored=28)
+    steps = [simulated.step(dataclasses.replace(held, first=first)) for first in (1, 2, 4)]
+    assert steps[0].seconds > steps[1].seconds > steps[2].seconds
+    assert steps[0].waited["update"] > steps[2].waited["update"]
+    first = steps[0].busy
+    assert (first["h2d"], first["d2h"]) == (0, 0)
+    whole = simulated.step(Decision(window=8, stored=28)).busy
+    assert first["hold"] == pytest.approx(whole["h2d"] / 2, rel=0.2)
+
+
+def test_late_blocks_are_best_updated_by_the_cpu():
+    """Seven resident layers: the first ones, so that the forward starts while the CPU updates the others."""
+    simulated = simulator(shape_of("qwen2.5-7b"), H200, Run(micro_batch=4))
+    none, some = (simulated.step(Decision(layers=layers)) for layers in (0, 7))
+    update = simulated.costs.pieces[1].update
+    assert none.seconds - some.seconds > 0.9 * 7 * update
