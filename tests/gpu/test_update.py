@@ -11,6 +11,7 @@ from megatrain.optim.update import Operands, reference_kernel
 from megatrain.store.formats import FORMATS
 from megatrain.store.moments import Piece
 from megatrain.store.random import seed_of
+from megatrain.stream import add
 
 pytest.importorskip("triton")
 
@@ -169,3 +170,16 @@ def test_more_elements_than_32_bits_count():
     reference_kernel(state.operands(state.tensors, 1, 1.0, tail))
     for name, tensor in state.tensors.items():
         assert same_bits(tensor, whole[name][-tensor.numel() :].cpu()), name
+
+
+@pytest.mark.parametrize("numel", [1 << 16, (1 << 20) + 4096 + 17])
+def test_a_bf16_gradient_is_added_as_pytorch_adds_it(numel):
+    generator = torch.Generator("cuda").manual_seed(0)
+    total = torch.randn(numel, device="cuda", generator=generator) * 100
+    values = torch.randn(numel, device="cuda", generator=generator).bfloat16()
+    values[:4] = torch.tensor([torch.inf, -0.0, torch.nan, 1e-40], device="cuda").bfloat16()
+    total[1:5] = torch.tensor([-0.0, 1.0, 1e-42, torch.inf], device="cuda")
+    expected = total.clone().add_(values)
+    assert add._fused_kernel() is not None
+    add.add_to(total, values)
+    assert torch.equal(total.view(torch.int32), expected.view(torch.int32))

@@ -27,6 +27,7 @@ from megatrain.compute.logits import LazyLogits, Pointwise
 from megatrain.compute.replay import Ambient
 from megatrain.errors import UnsupportedCall
 from megatrain.store.gradient import Place
+from megatrain.stream.add import add_to
 from megatrain.telemetry.notices import announce
 
 CHECKED_TOKENS = 64
@@ -231,7 +232,10 @@ def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, i
     for place, gradient in gradients.items():
         if gradient is not None:
             previous = sums.get(place)
-            sums[place] = gradient.float() if previous is None else previous.add_(gradient)
+            if previous is None:
+                sums[place] = gradient.float()
+            else:
+                add_to(previous, gradient)
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

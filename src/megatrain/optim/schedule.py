@@ -180,22 +180,15 @@ class Updates:
         outcome = early.outcome if early is not None else Outcome()
         started = early.started if early is not None else {}
         gradients = {slab.index: slab.grad.snapshot() for slab in self._slabs if slab.grad.present}
-        waits: list[Wait] = []
-        landing = []
-        for slab in self._slabs:
-            if slab.index in started:
-                # They took their own sums, and say whether they moved anything.
-                waits.append(Wait("update", slab.orders["weight"].written))
-            elif slab.index in gradients and slab.grad.on_device:
-                gradients[slab.index], measured = self._measured(slab, gradients[slab.index])
-                waits.append(Wait("measured", measured))
-            elif slab.index in gradients:
-                landing.append(gradients[slab.index].order)
+        # What has started took its own sum, and says whether it moved anything.
+        waits = [Wait("update", slab.orders["weight"].written) for slab in self._slabs if slab.index in started]
+        others = [slab for slab in self._slabs if slab.index in gradients and slab.index not in started]
+        waits += self._measure([slab for slab in others if slab.grad.on_device], gradients)
         outcome.ticket = self._lanes.submit(
             "update",
             "norm",
             lambda: self._decide(outcome, gradients, max_norm, early),
-            reads=landing,
+            reads=[gradients[slab.index].order for slab in others if not slab.grad.on_device],
             after=waits,
             label="norm",
         )
@@ -241,15 +234,19 @@ class Updates:
         self._early = None
         return early
 
-    def _measured(self, slab: Slab, gradient: Snapshot) -> tuple[Snapshot, Ticket]:
-        """With the norm of a sum that lies on the device, taken there."""
-        found = torch.zeros((), dtype=torch.float64, pin_memory=gradient.flat.is_cuda)
+    def _measure(self, slabs: Sequence[Slab], gradients: dict[int, Snapshot]) -> list[Wait]:
+        """Norms of sums that lie on the device, taken there, all in one piece of work; what the norm waits for."""
+        if not slabs:
+            return []
+        chosen = [gradients[slab.index] for slab in slabs]
+        found = torch.zeros(len(slabs), dtype=torch.float64, pin_memory=chosen[0].flat.is_cuda)
+        gradients |= {slab.index: replace(gradients[slab.index], square_sum=found[i]) for i, slab in enumerate(slabs)}
 
         def measure() -> None:
-            found.copy_(gradient_square_sum(gradient), non_blocking=True)
+            found.copy_(torch.stack([gradient_square_sum(gradient) for gradient in chosen]), non_blocking=True)
 
-        ticket = self._lanes.submit("vram", "measure", measure, reads=[gradient.order], label=f"norm of {slab.name}")
-        return replace(gradient, square_sum=found), ticket
+        reads = [gradient.order for gradient in chosen]
+        return [Wait("measured", self._lanes.submit("vram", "measure", measure, reads=reads, label="norms"))]
 
     def _submit(
         self,

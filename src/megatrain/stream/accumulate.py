@@ -16,7 +16,8 @@ import torch
 from megatrain.store.gradient import OUTSIDE, Part, Place
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Wait
-from megatrain.stream.drain import Drain, Gradients, add_each
+from megatrain.stream.add import add_each
+from megatrain.stream.drain import Drain, Gradients
 from megatrain.stream.gradslots import GradSlot
 from megatrain.stream.transfer import Transfer
 
@@ -121,7 +122,7 @@ class WindowSums:
         # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         with torch.no_grad():
-            add_each(slab, entry.total, rounded, entry.present)
+            add_each(slab.layout, entry.total, rounded, entry.present)
         entry.present.update(gradients)
         entry.added += 1
 

@@ -17,6 +17,7 @@ from megatrain.store.gradient import Gradient, Part, Place, add_segments
 from megatrain.store.memory import Buffer
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
+from megatrain.stream.add import add_each
 from megatrain.stream.gradslots import GradRings, GradSlot
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.norm import square_sum
@@ -96,7 +97,7 @@ class Drain:
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         # The update, or what takes the sum to it, may still read what the step before left there.
         with self.lanes.compute(writes=[part.order]), torch.no_grad():
-            add_each(slab, part.accumulator(gradients.keys()), rounded, part.present)
+            add_each(slab.layout, part.accumulator(gradients.keys()), rounded, part.present)
         part.present.update(gradients)
         part.square_sum = None
 
@@ -200,12 +201,3 @@ class Drain:
     def _count(self, flat: torch.Tensor) -> None:
         self.counters.drains += 1
         self.counters.bytes_d2h += flat.numel() * flat.element_size()
-
-
-def add_each(slab: Slab, total: torch.Tensor, gradients: Gradients, present: set[int]) -> None:
-    """Add gradients to a flat sum, by segment; those that it does not have yet are copied, so that a negative zero
-    stays one."""
-    for known, into in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-        chosen = [index for index in gradients if (index in present) == known]
-        if chosen:
-            into([slab.layout.view(total, i) for i in chosen], [gradients[i] for i in chosen])

@@ -76,7 +76,7 @@ def _piecewise(gradient: Snapshot | Apart) -> torch.Tensor:
     """Of parts that are apart or absent: some whole chunks at a time, since there may be no room for a copy of all."""
     numel = gradient.layout.numel
     if numel == 0:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=gradient.parts[0][0].device)
     room = torch.empty(min(_PIECE, numel), dtype=torch.float32, device=gradient.parts[0][0].device)
     sums = []
     for start in range(0, numel, _PIECE):

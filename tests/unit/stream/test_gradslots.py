@@ -10,6 +10,7 @@ from tests import small
 from tests.tiny import differences, engine_of
 
 from megatrain.model import shapes
+from megatrain.planner.decision import STREAMED
 from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
 
@@ -37,10 +38,10 @@ def train(model: Any, engine: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "embed", "layers", "layers.1", "mlp", "head"])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slots", [1, 2])
 def test_rings_are_what_the_plan_counts(frozen: str, slots: int) -> None:
     model = llama(frozen)
-    planned = Ledger(shapes.describe(model), Run(precision="fp32"))._grad_slots(slots)
+    planned = Ledger(shapes.describe(model), Run(precision="fp32"))._passing(STREAMED, 0, 0)[slots - 1]
     engine = engine_of(model, grad_slots=slots)
     train(model, engine, engine.optimizer(lr=1e-2))
     assert slot_bytes(engine) == planned

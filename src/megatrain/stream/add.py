@@ -1,0 +1,66 @@
+"""Sums in FP32 of gradients in the gradient dtype, on the device."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from megatrain.store.layout import Layout
+from megatrain.telemetry.notices import announce
+
+WORTH = 1 << 16
+"""Elements from which on a kernel of our own pays."""
+
+
+def add_to(total: torch.Tensor, values: torch.Tensor) -> None:
+    """`total += values`, in one pass over memory on the GPU where that is possible."""
+    if _fits(total, values) and (kernel := _fused_kernel()) is not None:
+        kernel(total, values)
+    else:
+        total.add_(values)
+
+
+def add_each(
+    layout: Layout, total: torch.Tensor, gradients: Mapping[int, torch.Tensor], known: AbstractSet[int]
+) -> None:
+    """Add gradients to a flat sum, by segment; those that it does not have yet are copied, so that a negative zero
+    stays one."""
+    adding = {index: layout.view(total, index) for index in gradients if index in known}
+    alone = [i for i in adding if _fits(adding[i], gradients[i])]
+    for index in alone:
+        add_to(adding.pop(index), gradients[index])
+    # The rest at once: a call for each of a layer's dozen would keep the host busier than the GPU.
+    if adding:
+        torch._foreach_add_([*adding.values()], [gradients[i] for i in adding])
+    fresh = [index for index in gradients if index not in known]
+    if fresh:
+        torch._foreach_copy_([layout.view(total, i) for i in fresh], [gradients[i] for i in fresh])
+
+
+def _fits(total: torch.Tensor, values: torch.Tensor) -> bool:
+    return (
+        total.is_cuda
+        and total.numel() >= WORTH
+        and (total.dtype, values.dtype) == (torch.float32, torch.bfloat16)
+        and total.is_contiguous()
+        and values.is_contiguous()
+    )
+
+
+@functools.cache
+def _fused_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """One pass, where Triton works; PyTorch's own addition gives the same bits, more slowly."""
+    try:
+        module = importlib.import_module("megatrain.stream.add_triton")
+        module.fused_add(torch.zeros(WORTH, device="cuda"), torch.zeros(WORTH, device="cuda", dtype=torch.bfloat16))
+    except torch.OutOfMemoryError:
+        raise  # that says nothing of Triton
+    except Exception as reason:
+        announce(f"Triton cannot be used here ({type(reason).__name__}): sums of gradients take longer on the GPU")
+        return None
+    kernel: Callable[[torch.Tensor, torch.Tensor], None] = module.fused_add
+    return kernel
