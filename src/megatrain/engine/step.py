@@ -9,8 +9,10 @@
                blocks of the next forward are fetched, each as soon as its own update is done (without clipping, and
                in a backward that is known to be the last, updates start there)
 
-Compute is the user's thread. Everything else runs on lanes (stream/lanes.py) and is ordered by tickets: a slab
-remembers its last write, its last read and its last gradient, a slot the compute that used it.
+What stays on the device skips the copies: weights that are resident or held, and sums that are added to in place.
+
+Compute is the user's thread. Everything else runs on lanes (stream/lanes.py). A job says what it reads and writes, and
+waits for whoever uses that memory (store/ticket.py).
 
 Other threads may run the model meanwhile. One lock guards slots, gradients and counts, never compute. A thread that
 only evaluates is a visitor, which keeps its own record of what comes next. A Ctrl-C in a section that changes several
