@@ -1,7 +1,7 @@
 """A Trainer's step that runs out of memory: taken back and done again with less, or ended with a checkpoint.
 
 A step that is done again gives the bits that it would have given: gradients are dropped, random numbers start where
-they started, and what changes is only how much blocks keep for their backward (engine/relief.py).
+they started, and what changes is only how much is kept on the GPU: graphs, then holds (engine/relief.py).
 """
 
 from __future__ import annotations
