@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tests import small
 from tests.parity import zoo
-from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
+from tests.tiny import WIDTH, Stack, backward, differences, engine_of, gradients, inputs, roles
 
 import megatrain as mt
 from megatrain.errors import SettingsError
@@ -79,6 +80,67 @@ def test_nor_under_delays(placement: str, clip: float | None) -> None:
         lanes = ThreadLanes(seed=seed, max_delay=3e-4)
         got = train(PLACEMENTS[placement], lanes, clip=clip, precision="bf16", slots=2, grad_slots=1 + seed % 2)
         assert differences(got, expected) == [], seed
+
+
+def scaled_between(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
+    """What a factor has rounded, or not, is what further gradients are added to."""
+    for k in range(3):
+        optimizer.scale_gradients(0.3)
+        backward(model, 3 * step + k)
+
+
+def scaled_and_written(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
+    """Micro-batches skip layers, so that sums are complete only at the end of the window."""
+    engine.window([partial(backward, model, 3 * step + k, skip=(k,)) for k in range(3)], whole=True)
+    optimizer.scale_gradients(0.3)
+    model.layers[1].scale.grad.mul_(0.7)
+
+
+def not_the_whole(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
+    """A window that was said to be the whole step, and is not."""
+    backward(model, 50 + step)
+    engine.window([partial(backward, model, 3 * step + k) for k in range(3)], whole=True)
+    backward(model, 60 + step)
+
+
+def passed_twice(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
+    """Every micro-batch comes back to all blocks."""
+
+    def task(seed: int) -> None:
+        backward(model, seed)
+        backward(model, seed + 20)
+
+    engine.window([partial(task, 3 * step + k) for k in range(3)], whole=True)
+
+
+def dropped_and_set(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
+    backward(model, step)
+    model.layers[0].scale.grad = None
+    backward(model, step + 9, skip=(1,))
+    model.layers[2].shift.grad = torch.ones(WIDTH)
+    backward(model, step + 19)
+    if step == 1:
+        optimizer.zero_grad()
+    with optimizer.final_backward():
+        backward(model, step + 39, skip=(0,))
+
+
+@pytest.mark.parametrize("placement", ["resident", "held gradients", "all kinds"])
+@pytest.mark.parametrize("gather", [scaled_between, scaled_and_written, not_the_whole, passed_twice, dropped_and_set])
+def test_nor_does_it_where_sums_are_rounded_or_dropped_on_the_way(gather: Any, placement: str) -> None:
+    def run(placement: dict[str, tuple[str, ...]]) -> list[Any]:
+        model = Stack()
+        engine = engine_of(model, precision="bf16", **placement)
+        optimizer = engine.optimizer(lr=0.1)
+        seen: list[Any] = []
+        for step in range(3):
+            gather(model, engine, optimizer, step)
+            seen += [gradients(model), engine.grad_norm()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, roles(engine)]
+
+    assert differences(run(PLACEMENTS[placement]), run({})) == []
 
 
 @pytest.mark.parametrize("compression", [False, "bf16", "8bit", "4bit"])

@@ -82,6 +82,8 @@ class Part:
         """FP32 sum of a BF16 slab; allocated when a second gradient lands in one step, kept for later steps."""
         self.summed = False
         """Whether the gradient is in `sum` (else in `buffer`)."""
+        self.single = True
+        """Whether it is one gradient or a rounded sum: values of the gradient dtype, whichever buffer they are in."""
         self.square_sum: torch.Tensor | None = None
         """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
         self.order = Order("gradient")
@@ -114,17 +116,28 @@ class Part:
     def accumulator(self, indices: AbstractSet[int]) -> torch.Tensor:
         """Where gradients of these parameters are added, if they are there, or copied. For a sum on the device, whose
         stream orders this call: an FP32 sum takes the place of what has landed, no second buffer stays."""
-        several = self._gradient.several = self._gradient.several or bool(self.present & indices)
-        if self.dtype == torch.float32 or not (self.summed or several):
-            return self.flat
-        if not self.summed:
-            landed, self.summed = self.buffer, True
-            if self.present and landed is not None:
-                self.flat.copy_(landed.view(self.dtype))
-            if landed is not None:
-                self._gradient.homes.sums.free(landed)
-                self.buffer = None
+        self._gradient.several = self._gradient.several or bool(self.present & indices)
+        if self._gradient.several:
+            self._widen()
+        self.single = self.single and not self.present
         return self.flat
+
+    def _widen(self) -> None:
+        if self.dtype == torch.float32 or self.summed:
+            return
+        landed = self.buffer
+        if landed is not None and not self.present:
+            self._free_landing()
+        # If there is no memory for it, nothing has changed.
+        total = self.sum_buffer.view(torch.float32)
+        if landed is not None and self.present:
+            total.copy_(landed.view(self.dtype))
+            self._free_landing()
+        self.summed = True
+
+    def _free_landing(self) -> None:
+        self._gradient.homes.sums.free(self.buffer)
+        self.buffer = None
 
     def round(self) -> None:
         """Keep a complete sum in the gradient dtype, on the device, in the order of compute's stream."""
@@ -132,10 +145,24 @@ class Part:
             self.landing.view(self.dtype).copy_(self.flat)
             self._gradient.homes.sums.free(self.sum)
             self.sum, self.summed = None, False
+        self.single = True
+
+    def multiply(self, factor: float) -> None:
+        """By a factor, in the dtype of what it is: a single gradient is rounded again, a sum of several is not."""
+        if not self.single:
+            self._widen()
+        self.flat.mul_(factor)
+        if self.single and self.summed:
+            for piece in self.flat.split(ADDED):
+                piece.copy_(piece.to(self.dtype))
+
+    def now_sum(self) -> None:
+        """The FP32 buffer holds a sum of several from now on."""
+        self.summed, self.single, self.square_sum = True, False, None
 
     def clear(self) -> None:
         self.present.clear()
-        self.summed = False
+        self.summed, self.single = False, True
         self.square_sum = None
 
     def give_back(self) -> None:
@@ -235,7 +262,7 @@ class Gradient:
         part = self.writable_part()
         self.changed()
         if self.scale != 1.0:
-            part.flat.mul_(self.scale)
+            part.multiply(self.scale)
             self.scale = 1.0
         return part.flat
 

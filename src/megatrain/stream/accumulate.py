@@ -22,19 +22,27 @@ from megatrain.stream.gradslots import GradSlot
 from megatrain.stream.transfer import Transfer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Sum:
+    """A sum that lies on the device for longer than the window: nothing of it is sent."""
+
     slab: Slab
     part: Part
+    fresh: bool
+    """Whether nothing of this step had landed before."""
+    added: int = 0
+
+
+@dataclass(kw_only=True)
+class _Passing(_Sum):
+    """A sum that passes a slot."""
+
     slot: GradSlot
     total: torch.Tensor
     """FP32, on the device."""
     rounded: torch.Tensor
     """Room for the total in the gradient dtype."""
     present: set[int]
-    fresh: bool
-    """Whether nothing of this step had landed before."""
-    added: int = 0
 
 
 class Turns(Protocol):
@@ -62,8 +70,6 @@ class WindowSums:
         self._whole = whole
         """Whether this window is the whole step: its sums may then be rounded before they travel."""
         self._open: dict[tuple[int, Place], _Sum] = {}
-        self._in_place: dict[int, Slab] = {}
-        """Slabs whose sums lie on the device for longer than the window: nothing of them is sent."""
         self.revisited = False
         """Whether a micro-batch gave twice to one place: the order is then not that of one after the other."""
 
@@ -78,21 +84,15 @@ class WindowSums:
         self._add(slab, place, gradients)
         self._given.setdefault(key, set()).add(seat)
         self._release(key)
-        if slab.shared or self._held.get(key) or not self._turns.live() <= self._given[key]:
-            return
-        # Nobody is to come: it travels while the next block is computed, not only when that one needs the slot.
-        if key in self._open:
+        if key in self._open and not slab.shared and not self._held.get(key) and self._turns.live() <= self._given[key]:
+            # Nobody is to come: it travels while the next block is computed, not only when that one needs the slot.
             self._send(key)
-        elif self._whole:
-            self._drain.round_in_place(slab, slab.grad.part(place))
 
     def holds(self, slab: Slab) -> bool:
         """Whether something of a slab's gradient has not left yet, or may still come."""
-        open_or_held = [*self._open, *[key for key, kept in self._held.items() if kept]]
-        if slab.index in self._in_place:
-            # A window does not wait at the head: the first micro-batch gives before the others have come there.
-            open_or_held += [key for key, given in self._given.items() if not self._turns.live() <= given]
-        return any(index == slab.index for index, _ in open_or_held)
+        return any(
+            index == slab.index for index, _ in [*self._open, *[key for key, kept in self._held.items() if kept]]
+        )
 
     def left(self) -> None:
         """A micro-batch has finished: what waited for it need not any more."""
@@ -111,48 +111,50 @@ class WindowSums:
             self._given.setdefault(key, set()).add(seat)
 
     def _add(self, slab: Slab, place: Place, gradients: Gradients) -> None:
-        if slab.grad.on_device:
-            self._drain.add_in_place(slab, slab.grad.part(place), gradients)
-            self._in_place[slab.index] = slab
-            return
         key = (slab.index, place)
         if key not in self._open:
             self._open[key] = self._begin(slab, place)
         entry = self._open[key]
+        entry.added += 1
+        if not isinstance(entry, _Passing):
+            self._drain.add_in_place(slab, entry.part, gradients)
+            return
         # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         with torch.no_grad():
             add_each(slab.layout, entry.total, rounded, entry.present)
         entry.present.update(gradients)
-        entry.added += 1
 
     def close(self) -> None:
         """Send all sums home."""
         for key in list(self._open):
             self._send(key)
-        for slab in self._in_place.values():
-            self._sent(slab)
 
     def _begin(self, slab: Slab, place: Place) -> _Sum:
-        slot = self._drain.rings.next(slab)
+        slot = None if slab.grad.on_device else self._drain.rings.next(slab)
         # The micro-batches have moved on from the other places: what they summed travels while this one is computed.
         for key, other in list(self._open.items()):
-            if key[1] != place or other.slot is slot:
+            if key[1] != place or (isinstance(other, _Passing) and other.slot is slot):
                 self._send(key)
+        part = slab.grad.part(place)
+        if part.present and self._given.get((slab.index, place)):
+            # It came back to a place that the window had left: from now on its sum stays FP32 until it is used.
+            slab.shared = True
+        if slot is None:
+            return _Sum(slab=slab, part=part, fresh=not part.present)
         # The copy that last drained this slot must have read it before compute writes it again.
         self._drain.lanes.order(slot.order.before_writing())
         total, rounded = self._drain.rings.sum_view(slot, slab)
         total.zero_()
-        part = slab.grad.part(place)
-        entry = _Sum(slab, part, slot, total, rounded, set(part.present), fresh=not part.present)
+        entry = _Passing(
+            slab=slab, part=part, fresh=not part.present, slot=slot, total=total, rounded=rounded,
+            present=set(part.present),
+        )  # fmt: skip
         if part.present:
-            if self._given.get((slab.index, place)):
-                # It came back to a place that the window had left: from now on its sum stays FP32 until it is used.
-                slab.shared = True
             self._resume(entry)
         return entry
 
-    def _resume(self, entry: _Sum) -> None:
+    def _resume(self, entry: _Passing) -> None:
         """Bring back what an earlier window or micro-batch of this step summed up."""
         part, lanes = entry.part, self._drain.lanes
         source = part.sum_buffer if part.summed else part.landing
@@ -177,12 +179,16 @@ class WindowSums:
         # Rounded only if nothing can follow: the window is the step, and every micro-batch has given to this place.
         everybody = self._turns.live() <= self._given.get(key, set())
         complete = entry.fresh and (entry.added == 1 or (self._whole and not slab.shared)) and everybody
-        if part.dtype == torch.float32 or complete:
+        if not isinstance(entry, _Passing):
+            if complete and self._whole:
+                self._drain.round_in_place(slab, part)
+        elif part.dtype == torch.float32 or complete:
             entry.rounded.copy_(entry.total)
             self._drain.land(slab, part, entry.slot, entry.rounded)
+            part.present.update(entry.present)
         else:
             self._drain.land_sum(slab, part, entry.slot, entry.total)
-        part.present.update(entry.present)
+            part.present.update(entry.present)
         # What is held for an earlier micro-batch is still to be added.
         if not self._held.get(key):
             self._sent(slab)

@@ -134,7 +134,7 @@ class Drain:
             writes=[part.order],
             label=slab.name,
         )
-        part.summed, part.square_sum = True, None
+        part.now_sum()
         self._count(flat)
 
     def merge(self, gradient: Gradient) -> None:
@@ -166,7 +166,7 @@ class Drain:
             writes=[first.order],
             label=gradient.name,
         )
-        first.summed, first.square_sum = True, None
+        first.now_sum()
         for part in others:
             first.present |= part.present
             part.clear()
@@ -195,7 +195,7 @@ class Drain:
             label=slab.name,
         )
         self.lanes.submit("update", "add", add, reads=[staging.order], writes=[part.order], label=slab.name)
-        part.summed, part.square_sum = True, None
+        part.now_sum()
         self._count(flat)
 
     def _count(self, flat: torch.Tensor) -> None:
