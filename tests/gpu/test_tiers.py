@@ -52,8 +52,8 @@ def assert_same(left, right):
         assert torch.equal(value, right[key]) if isinstance(value, torch.Tensor) else value == right[key], key
 
 
-QUICK = {("bf16", 0.5, True), ("bf16", None, False), ("fp32", None, True), ("bf16-sr", 0.5, False)}
-"""Every value of every setting once at least; the other combinations are slow tests."""
+QUICK = {("bf16-sr", 0.5, True)}
+"""The others are slow tests; homes chosen at random (below) have them all but this."""
 ALL = [(precision, clip, windows) for precision in ("bf16", "fp32", "bf16-sr") for clip in (0.5, None)
        for windows in (False, True)]  # fmt: skip
 

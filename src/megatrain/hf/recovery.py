@@ -70,7 +70,7 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
     beginning.restore()
     _free(engine)
     warn(
-        f"{said}: the step was taken back and is done again with less kept for the backward, which changes no bit of "
+        f"{said}: the step was taken back and is done again with less kept on the GPU, which changes no bit of "
         "the result but takes longer; use fewer tokens at a time if this goes on"
     )
     with engine.relief.lean():

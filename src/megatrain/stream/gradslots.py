@@ -42,7 +42,7 @@ class GradRings:
         self._trained: list[tuple[list[GradSlot], int]] = []
         # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others. What
         # is updated on the device is summed there as well, and passes none.
-        passing = [s for s in slabs if s.updates != "vram"]
+        passing = [s for s in slabs if not s.on_device]
         groups = [
             members
             for trains in (True, False)

@@ -52,13 +52,13 @@ class Leaving:
         self._lanes, self._transfer, self._counters = lanes, transfer, counters
         self._rings: dict[int, list[_Way]] = {}
         """By slab; whose turn it is comes first."""
-        for members in by_size([s for s in slabs if s.updates != "vram"], lambda slab: slab.layout.nbytes):
+        for members in by_size([s for s in slabs if not s.on_device], lambda slab: slab.layout.nbytes):
             ring = [_Way(members[0].layout.nbytes, device) for _ in range(min(LEAVING, len(members)))]
             self._rings |= {slab.index: ring for slab in members}
 
     def bring(self, slab: Slab, gradient: Snapshot) -> Snapshot:
         """The gradient where the slab is updated; submitted, if it has to travel."""
-        if not slab.grad.on_device or slab.updates == "vram":
+        if not slab.grad.on_device or slab.on_device:
             return gradient
         slab.require_owner()
         ring = self._rings[slab.index]
