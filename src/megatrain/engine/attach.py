@@ -152,7 +152,7 @@ class Attachment:
             watch=watch.check,
             stepped=self._stepped,
         )
-        self.relief.holds = Holds(slabs, fetcher)
+        self.relief.holds = Holds(slabs, fetcher, leaving)
         self.closing.add(self.step.seats.close)
 
     def take_memory(self) -> None:

@@ -20,6 +20,7 @@ from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
 from megatrain.store.slab import Slab
 from megatrain.stream.fetch import Fetcher
+from megatrain.stream.leave import Leaving
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
 """Policy → the next one, which takes less of the device."""
@@ -66,20 +67,25 @@ class Policies:
 class Holds:
     """What the GPU holds for longer than one use, of slabs whose states are in RAM."""
 
-    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher) -> None:
-        self._slabs, self._fetcher = slabs, fetcher
+    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, leaving: Leaving) -> None:
+        self._slabs, self._fetcher, self._leaving = slabs, fetcher, leaving
 
     def __bool__(self) -> bool:
-        return self._fetcher.holding or any(slab.grad.on_device and not slab.on_device for slab in self._slabs)
+        return self._fetcher.holding or bool(self._sums)
+
+    @property
+    def _sums(self) -> list[Slab]:
+        return [slab for slab in self._slabs if slab.held_sum]
 
     def let_go(self) -> None:
         """Weights and sums stream from now on; gradients that there are now are dropped."""
         with self._fetcher.lock, Deferred():
+            sums = self._sums
+            for slab in sums:
+                slab.grad.clear()
+                slab.grad.move_home(slab.homes.states)
+            self._leaving.let_go(sums)
             self._fetcher.let_go()
-            for slab in self._slabs:
-                if slab.grad.on_device and not slab.on_device:
-                    slab.grad.clear()
-                    slab.grad.move_home(slab.homes.states)
 
 
 class Relief:

@@ -233,7 +233,7 @@ class Step:
         self._sums = sums = WindowSums(self._drain, self._resume, whole, self.seats, self._given)
         try:
             results = self.seats.run([partial(self._begun, task) for task in tasks], seeds, sums.left)
-            with self._lock:
+            with self._lock, Deferred():
                 sums.close()
         except BaseException:
             # Some sums have left already, some replaced what was there: only none at all is a clean state.

@@ -176,10 +176,13 @@ class Updates:
         for slab in self._slabs:
             slab.require_owner()
         self.check()
+        gradients = {slab.index: slab.grad.snapshot() for slab in self._slabs if slab.grad.present}
+        for slab in self._slabs:
+            if slab.index in gradients:
+                self._leaving.make_room(slab, gradients[slab.index])
         early = self._claim(rules, owner)
         outcome = early.outcome if early is not None else Outcome()
         started = early.started if early is not None else {}
-        gradients = {slab.index: slab.grad.snapshot() for slab in self._slabs if slab.grad.present}
         # What has started took its own sum, and says whether it moved anything.
         waits = [Wait("update", slab.orders["weight"].written) for slab in self._slabs if slab.index in started]
         others = [slab for slab in self._slabs if slab.index in gradients and slab.index not in started]

@@ -30,7 +30,7 @@ class Memory(Protocol):
         """Zeroed memory; `transferred` if the device copies from or to it."""
 
     def free(self, buffer: Any) -> None:
-        """Give a buffer of this tier back; the caller has waited for all work on it."""
+        """Give a buffer of this tier back; the caller has waited for all work on it (on the device: its stream has)."""
 
 
 @dataclass

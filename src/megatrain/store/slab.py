@@ -106,6 +106,11 @@ class Slab:
         return TIERS[self.homes.weight.tier].on_device
 
     @property
+    def held_sum(self) -> bool:
+        """Whether its gradient is summed on the device and travels to the states."""
+        return self.grad.on_device and not self.on_device
+
+    @property
     def updates(self) -> str:
         """The lane that updates it: where its states are."""
         return TIERS[self.homes.states.tier].updates

@@ -6,7 +6,6 @@ the whole rule: a job says what it reads and what it writes (`Lanes.submit`), an
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
@@ -17,6 +16,10 @@ class Ticket(Protocol):
     lane: str
     """Where the work was submitted: a lane's name, "compute", or nothing for work that never was."""
 
+    @property
+    def queue(self) -> Hashable:
+        """Work of one queue is done in the order of its tickets: a lane's, or what one thread gives one stream."""
+
     def wait(self) -> None:
         """Block the calling thread until the work is finished; raise if it failed."""
 
@@ -25,7 +28,7 @@ class Ticket(Protocol):
 
 
 class _Done:
-    lane = ""
+    lane = queue = ""
 
     def wait(self) -> None:
         return None
@@ -51,7 +54,7 @@ class Order:
         self.name = name
         self.written: Ticket = DONE
         self._readers: dict[Hashable, Ticket] = {}
-        """The last of each lane, which is in order itself; compute has a stream for each thread."""
+        """The last of each queue, which is in order itself."""
 
     def before_reading(self) -> list[Wait]:
         return [] if self.written is DONE else [Wait(f"{self.name} written", self.written)]
@@ -62,7 +65,7 @@ class Order:
     def read(self, ticket: Ticket) -> None:
         """The work of this ticket reads it."""
         if ticket is not DONE:
-            self._readers[(ticket.lane, threading.get_ident()) if ticket.lane == "compute" else ticket.lane] = ticket
+            self._readers[ticket.queue] = ticket
 
     def write(self, ticket: Ticket) -> None:
         """The work of this ticket, which waits for everybody before it, writes it."""

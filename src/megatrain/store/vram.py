@@ -61,5 +61,8 @@ class DeviceMemory:
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        # PyTorch takes the bytes back when nobody has the buffer any more.
+        # PyTorch takes the bytes back when nobody has the buffer any more, for whoever asks next on any stream, or for
+        # the driver. It knows of one stream that used them: that one comes after the current one, which did.
+        if self.device.type == "cuda":
+            _home(self.device).wait_stream(torch.cuda.current_stream(self.device))
         self.held -= buffer.nbytes

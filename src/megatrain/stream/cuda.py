@@ -55,7 +55,10 @@ class _Marked:
         self._device = device
         self.event = torch.cuda.Event()
         # Not the current device's: the user may be on another GPU.
-        self.event.record(torch.cuda.current_stream(device))
+        stream = torch.cuda.current_stream(device)
+        self.event.record(stream)
+        # Threads that share a stream may note their marks in another order than they set them.
+        self.queue = (threading.get_ident(), stream.cuda_stream)
 
     def wait(self) -> None:
         self.event.synchronize()

@@ -55,6 +55,10 @@ class Ring:
         self.device = device
         self.slots = [Slot(nbytes, device) for _ in range(slots)]
 
+    def fits(self, slab: Slab) -> bool:
+        """Whether the slab is of like size."""
+        return slab.layout.nbytes <= self.nbytes <= 2 * slab.layout.nbytes
+
     def find(self, slab: Slab) -> Slot | None:
         return next((slot for slot in self.slots if slot.holds(slab)), None)
 
@@ -113,12 +117,15 @@ class Fetcher:
         self._rings: dict[int, Ring] = {}
         travelling = [slab for slab in slabs if not slab.on_device]
         self._held = {slab.index: slab for slab in travelling if slab.homes.held}
-        self._rings |= {index: Ring(slab.layout.nbytes, 1, device) for index, slab in self._held.items()}
+        for slab in self._held.values():
+            self._share([slab])
         self._share([slab for slab in travelling if not slab.homes.held])
 
     def _share(self, slabs: Sequence[Slab]) -> None:
         for members in by_size(slabs, lambda slab: slab.layout.nbytes):
             ring = Ring(members[0].layout.nbytes, weight_slots(self._slots, len(members)), self._device)
+            for slot in ring.slots:
+                self._after_compute(slot)
             self._rings |= {slab.index: ring for slab in members}
 
     @property
@@ -127,14 +134,19 @@ class Fetcher:
         return bool(self._held)
 
     def let_go(self) -> None:
-        """Give the memory of held weights back: from now on they stream."""
+        """Give the memory of held weights back: from now on they stream, through the rings that there are."""
         with self.lock:
+            # A thread that evaluates may read them.
+            self._left.wait_for(lambda: not any(slot.pins for i in self._held for slot in self._rings[i].slots))
             held, self._held = [*self._held.values()], {}
             for slab in held:
                 for slot in self._rings.pop(slab.index).slots:
                     slot.order.until_writable()
                 slab.homes.held = False
-            self._share(held)
+            rings = [*self._rings.values()]
+            fitting = {slab.index: [ring for ring in rings if ring.fits(slab)] for slab in held}
+            self._rings |= {index: found[0] for index, found in fitting.items() if found}
+            self._share([slab for slab in held if not fitting[slab.index]])
 
     def slot_bytes(self) -> int:
         return sum(slot.buffer.numel() for ring in set(self._rings.values()) for slot in ring.slots)
@@ -226,13 +238,16 @@ class Fetcher:
             if slab.index in self._held:
                 self.prefetch([slab], keep=())
 
+    def _after_compute(self, slot: Slot) -> None:
+        """Before the first copy into it: compute so far may have used these bytes for something that is gone."""
+        slot.order.read(self._lanes.mark())
+
     def _fill(self, slab: Slab, keep: set[int]) -> Slot:
         ring = self._rings[slab.index]
         slot = ring.victim(keep)
         if slot is None:
             slot = ring.grow()
-            # After compute so far: it may have used these bytes for something that is gone.
-            slot.order.read(self._lanes.mark())
+            self._after_compute(slot)
             self._counters.grown_slots += 1
         view = slot.view(slab)
         # Claimed only once the copy is on its way: if submitting fails, the slot must not seem to hold the slab.

@@ -180,6 +180,10 @@ class HostTicket:
         self._finished = threading.Event()
         self._error: LaneFailed | None = None
 
+    @property
+    def queue(self) -> str:
+        return self.lane
+
     def wait(self) -> None:
         if not self._finished.is_set():
             self._worker.owner.require("wait for what its lanes do")

@@ -6,14 +6,14 @@ where one that waits for an update to free its place holds up no other copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from megatrain.geometry import LEAVING, by_size
 from megatrain.store.gradient import Snapshot
-from megatrain.store.memory import Buffer
+from megatrain.store.memory import Buffer, Memory
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
 from megatrain.store.vram import lasting
@@ -42,6 +42,12 @@ class _Way:
             self._buffer = slab.homes.states.allocate(self._nbytes, transferred=True)
         return self._buffer.bytes[: slab.layout.nbytes].view(slab.layout.dtype), self._buffer.pinned
 
+    def let_go(self, memory: Memory) -> None:
+        self.order.until_writable()
+        if self._buffer is not None:
+            memory.free(self._buffer)
+        self._slot = self._buffer = None
+
 
 class Leaving:
     """Brings gradients to the tier of their slab's states."""
@@ -56,9 +62,22 @@ class Leaving:
             ring = [_Way(members[0].layout.nbytes, device) for _ in range(min(LEAVING, len(members)))]
             self._rings |= {slab.index: ring for slab in members}
 
+    def make_room(self, slab: Slab, gradient: Snapshot) -> None:
+        """Take what `bring` needs. It may not be there, so this comes before anything of a step is submitted."""
+        for way in self._rings[slab.index] if slab.held_sum else ():
+            way.buffer(slab)
+            if gradient.flat.dtype != slab.layout.dtype:
+                way.slot(slab)
+
+    def let_go(self, slabs: Iterable[Slab]) -> None:
+        """Give back the room of slabs whose sums are no longer held."""
+        for slab in slabs:
+            for way in self._rings[slab.index]:
+                way.let_go(slab.homes.states)
+
     def bring(self, slab: Slab, gradient: Snapshot) -> Snapshot:
         """The gradient where the slab is updated; submitted, if it has to travel."""
-        if not slab.grad.on_device or slab.on_device:
+        if not slab.held_sum:
             return gradient
         slab.require_owner()
         ring = self._rings[slab.index]

@@ -1,5 +1,7 @@
 """The ring of slots: what is there is not copied again, what is stale is, and nothing evicts what is needed."""
 
+import threading
+
 import pytest
 import torch
 
@@ -16,11 +18,11 @@ CPU = torch.device("cpu")
 PAGE = 1024
 
 
-def slabs_of(*pages):
+def slabs_of(*pages, held=()):
     memory = HostMemory(pin=False, threads=1)
-    homes = Homes.together(memory)
     slabs = []
     for index, count in enumerate(pages):
+        homes = Homes(memory, memory, memory, held=index in held)
         slab = Slab(index, f"slab{index}", lay_out([("w", torch.Size([count * PAGE]))], torch.float32), homes)
         slab.weight.fill_(float(index + 1))
         slabs.append(slab)
@@ -28,8 +30,8 @@ def slabs_of(*pages):
 
 
 class Bench:
-    def __init__(self, *pages, slots=3, lanes=None):
-        self.slabs = slabs_of(*pages)
+    def __init__(self, *pages, slots=3, lanes=None, held=()):
+        self.slabs = slabs_of(*pages, held=held)
         self.counters = Counters()
         self.lanes = lanes or SyncLanes()
         self.transfers = {"h2d": Transfer(CPU, 1), "hold": Transfer(CPU, 1)}
@@ -204,3 +206,32 @@ def test_a_fetch_waits_for_the_update_and_an_update_can_wait_for_the_fetch():
         slab.version += 1
         assert bench.use(0) == [float(value)]
     bench.lanes.close()
+
+
+def test_what_was_held_shares_the_rings_that_there_are():
+    bench = Bench(4, 3, 8, 4, 1, 1, slots=2, held=(1, 2, 4, 5))
+    kib = PAGE * 4
+    assert bench.sizes() == [(kib, 1), (kib, 1), (3 * kib, 1), (4 * kib, 2), (8 * kib, 1)]
+    assert bench.use(0, 1, 2, 3, 4, 5) == [1, 2, 3, 4, 5, 6]
+    bench.fetcher.let_go()
+    assert not bench.fetcher.holding
+    assert bench.sizes() == [(kib, 2), (4 * kib, 2), (8 * kib, 1)]
+    assert [bench.use(index) for index in range(6)] == [[1], [2], [3], [4], [5], [6]]
+
+
+def test_what_is_held_is_given_back_when_the_last_thread_that_reads_it_has_left():
+    bench = Bench(1, 1, held=(0, 1))
+    lease = bench.acquire(0)
+    happened = []
+
+    def let_go():
+        bench.fetcher.let_go()
+        happened.append("let go")
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    thread.join(0.05)
+    happened.append("released")
+    bench.fetcher.release(lease)
+    thread.join()
+    assert happened == ["released", "let go"]

@@ -15,7 +15,7 @@ from megatrain.stream.lanes import SyncLanes
 
 
 class Mark:
-    lane = "compute"
+    lane = queue = "compute"
 
     def __init__(self, time: int) -> None:
         self.time = time

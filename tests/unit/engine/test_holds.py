@@ -1,0 +1,103 @@
+"""Holds give way when memory runs out: their memory is there for others then, and the bits stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import Stack, backward, differences, engine_of, gradients, roles
+
+import megatrain as mt
+from megatrain.stream import leave
+from megatrain.stream.lanes import ThreadLanes
+
+HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
+
+
+def made(depth: int = 6, **settings: Any) -> tuple[Any, mt.Engine, Any]:
+    model = Stack(depth)
+    engine = engine_of(model, precision="bf16", slots=2, **settings)
+    return model, engine, engine.optimizer(lr=0.1, max_grad_norm=0.5)
+
+
+def ran_out(model: Any, seed: int) -> None:
+    """A backward that gets half way."""
+
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    hook = model.layers[2].scale.register_hook(full)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(model, seed)
+    hook.remove()
+
+
+@pytest.mark.parametrize("held", [HELD, dict.fromkeys(HELD, ("layers.[1-3]", "entry"))])
+@pytest.mark.parametrize("lanes", ["sync", "threads"])
+def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lanes: str) -> None:
+    def run(short: bool, **settings: Any) -> tuple[mt.Engine, list[Any]]:
+        chosen: Any = ThreadLanes(seed=3, max_delay=3e-4) if lanes == "threads" else "sync"
+        model, engine, optimizer = made(lanes=chosen, **settings)
+        seen: list[Any] = []
+        for step in range(4):
+            backward(model, 3 * step)
+            if short and step == 2:
+                ran_out(model, 3 * step + 1)
+                optimizer.zero_grad()
+                assert engine.relief.holds
+                with engine.relief.lean():
+                    backward(model, 3 * step)
+                assert not engine.relief.holds
+            backward(model, 3 * step + 1)
+            seen.append(gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine, [*seen, roles(engine)]
+
+    streamed, expected = run(short=False)
+    engine, got = run(short=True, **held)
+    assert differences(got, expected) == []
+    assert engine._placement.vram.held == 0
+    assert engine._step._fetcher.slot_bytes() == streamed._step._fetcher.slot_bytes(), "no ring beside those there are"
+    ways = {id(way): way for ring in engine.relief.holds._leaving._rings.values() for way in ring}
+    assert all(way._slot is None and way._buffer is None for way in ways.values())
+    assert engine._memory.held <= streamed._memory.held
+
+
+def test_a_step_without_room_for_gradients_to_leave_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine, optimizer = made(3, **HELD)
+    expected, its, other = made(3)
+    for stack in (model, expected):
+        backward(stack, 0)
+        backward(stack, 1)
+    calls = iter(range(100))
+    real = leave.lasting
+
+    def full(*args: Any) -> torch.Tensor:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*args)
+
+    monkeypatch.setattr(leave, "lasting", full)
+    before = [slab.version for slab in engine.slabs]
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert [slab.version for slab in engine.slabs] == before
+    optimizer.step()
+    other.step()
+    assert differences(roles(engine), roles(its)) == []
+
+
+def test_a_sum_that_finds_no_memory_leaves_what_had_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine, _ = made(3, held_gradients=("*",))
+    backward(model, 0)
+    before = gradients(model)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(engine._placement.vram, "allocate", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(model, 1)
+    assert differences(gradients(model), before) == []
