@@ -69,6 +69,8 @@ def test_marks_are_of_the_engines_device(monkeypatch: Any) -> None:
             events.append(("record", stream))
 
     class Stream:
+        cuda_stream = 0
+
         def __init__(self, device: Any) -> None:
             self.device = device
 
