@@ -355,8 +355,12 @@ class Step:
         self._lanes.check()
 
     def _ahead(self, predictor: Predictor) -> list[Slab]:
-        """Slabs of the uses that are expected next, nearest first."""
-        return [slab for use in predictor.upcoming(self._fetcher.depth) for slab in self._slabs_of(use)]
+        """Slabs of the uses that are expected next, nearest first; those for which nothing travels do not count."""
+
+        def fetched(use: Hashable) -> bool:
+            return any(self._fetcher.travels(slab) for slab in self._slabs_of(use))
+
+        return [slab for use in predictor.upcoming(self._fetcher.depth, fetched) for slab in self._slabs_of(use)]
 
     def _slabs_of(self, use: Hashable) -> list[Slab]:
         assert isinstance(use, tuple)

@@ -148,6 +148,10 @@ class Fetcher:
             self._rings |= {index: found[0] for index, found in fitting.items() if found}
             self._share([slab for slab in held if not fitting[slab.index]])
 
+    def travels(self, slab: Slab) -> bool:
+        """Whether it is fetched for its next use: neither resident nor held already."""
+        return not slab.on_device and (slab.index not in self._held or self._rings[slab.index].find(slab) is None)
+
     def slot_bytes(self) -> int:
         return sum(slot.buffer.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 BOUNDARY: Hashable = "step"
 """The use that an optimizer step leaves in the record: weights beyond it are not final yet."""
@@ -29,18 +29,25 @@ class Predictor:
         for use in uses:
             self.record(use)
 
-    def upcoming(self, count: int) -> list[Hashable]:
-        """The next different uses as far as they are known, not beyond a step boundary.
+    def upcoming(self, count: int, wanted: Callable[[Hashable], bool] = lambda _: True) -> list[Hashable]:
+        """The next different uses that are wanted, as far as they are known, not beyond a step boundary.
 
         A use that repeats (every micro-batch of a window uses a block) is no other use.
         """
         context = self._last
         found: list[Hashable] = []
-        for _ in range(LOOKAHEAD * count):
+        passed: set[Hashable] = set()
+        looks = LOOKAHEAD * count
+        while looks and len(found) < count:
+            looks -= 1
             following = self._after.get(context)
-            if following is None or following == BOUNDARY or len(found) == count:
+            if following is None or following == BOUNDARY:
                 break
-            if following != context[1] and following not in found:
-                found.append(following)
+            if following != context[1] and following not in passed:
+                passed.add(following)
+                if wanted(following):
+                    found.append(following)
+                else:
+                    looks += LOOKAHEAD
             context = (context[1], following)
         return found

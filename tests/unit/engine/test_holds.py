@@ -101,3 +101,21 @@ def test_a_sum_that_finds_no_memory_leaves_what_had_landed(monkeypatch: pytest.M
     with pytest.raises(torch.OutOfMemoryError):
         backward(model, 1)
     assert differences(gradients(model), before) == []
+
+
+@pytest.mark.parametrize("kind", ["resident", "held_weights"])
+def test_blocks_of_which_nothing_travels_are_looked_past(kind: str) -> None:
+    model, engine, optimizer = made(6, **{kind: ("entry", "layers.[0-3]")})
+    fetcher, last = engine._step._fetcher, engine.blocks[5].slabs[0]
+    there: list[bool] = []
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    hook = model.layers[0].register_forward_pre_hook(
+        lambda *_: there.append(fetcher._rings[last.index].find(last) is not None)
+    )
+    backward(model, 3)
+    hook.remove()
+    assert engine.blocks[5].name == "layers.4"
+    assert there == [True], "while the first layer is computed"

@@ -54,3 +54,18 @@ def test_uses_that_repeat_are_one():
     """Four micro-batches at every block: the next two blocks are what is needed, not the same block again."""
     step = [*"aaaabbbbccccdddd", BOUNDARY]
     assert after(*step, *step, *"aa", count=2) == ["b", "c"]
+
+
+def test_uses_that_are_not_wanted_do_not_count():
+    predictor = Predictor()
+    predictor.expect([*range(40)])
+    predictor.record(BOUNDARY)
+    predictor.expect([0, 1])
+    assert predictor.upcoming(3, lambda use: use >= 20 and use % 5 == 0) == [20, 25, 30]
+    assert predictor.upcoming(3, lambda use: use == 39) == [39]
+
+
+def test_a_circle_of_unwanted_uses_ends():
+    predictor = Predictor()
+    predictor.expect([1, 2, 3] * 3)
+    assert predictor.upcoming(2, lambda _: False) == []
