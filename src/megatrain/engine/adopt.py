@@ -64,6 +64,8 @@ class Adoption:
                     owners.setdefault(id(parameter), []).append((module, key))
         for item in found:
             self._move(item, owners, deposit)
+            # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
+            self.memory.trim()
             if not item.loose:
                 self._wrap(item, run, undo)
         for module in self.model.modules():
@@ -74,8 +76,6 @@ class Adoption:
                 # It would point its parameters at a buffer of its own, which cuDNN likes; weights in the store stay.
                 undo.patch(module, "flatten_parameters", _keep_where_they_are)
             undo.patch(module, "_apply", _refuse_to_move(module, self.device))
-        # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
-        self.memory.trim()
 
     def keep(self) -> None:
         """The engine is attached: from now on masters may hold more than the dtype that parameters came in."""
