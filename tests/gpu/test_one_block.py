@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ class Recurrent(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden * self.scale).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("resident", [(), ("Recurrent",)], ids=["all on the GPU", "most in RAM"])
-def test_equals_plain_pytorch(resident: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"resident": ("Recurrent",)}], ids=["all on the GPU", "most in RAM"])
+def test_equals_plain_pytorch(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Naming what stays on the GPU (the scale on the root) leaves the rest in RAM."""
     # cuDNN computes an LSTM in TF32 unless told otherwise, and another way if its weights are not in one piece.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -38,8 +39,8 @@ def test_equals_plain_pytorch(resident: tuple[str, ...], monkeypatch: pytest.Mon
     model = Recurrent()
     plain = deepcopy(model).cuda()
     batches = [torch.randint(0, 101, (4, 16)) for _ in range(3)]
-    with mt.Engine(model, device="cuda", precision="fp32", resident=resident) as engine:
-        assert all(slab.on_device for slab in engine.slabs) == (not resident)
+    with mt.Engine(model, device="cuda", precision="fp32", **settings) as engine:
+        assert all(slab.on_device for slab in engine.slabs) == (not settings)
         ours = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
         theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
         for ids in batches:

@@ -90,7 +90,7 @@ def drawn(seed):
         "held_weights": tuple(block for block, kind in kinds.items() if kind in ("held", "weights")),
         "held_gradients": tuple(block for block, kind in kinds.items() if kind in ("held", "gradients")),
         "policy": {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS},
-        "slots": source.randint(1, 4),
+        "debug": mt.Debug(slots=source.randint(1, 4)),
         "windows": source.random() < 0.5,
     }
 
