@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -121,9 +122,33 @@ class Windows:
         """Whether the step has several windows and one of them is a single micro-batch."""
 
 
-def looked_up(
-    known: dict[tuple[int, ...], tuple[Any, ...]], function: Callable[..., tuple[Any, ...]], *columns: Any
-) -> Any:
+Table = dict[tuple[int, ...], tuple[Any, ...]]
+
+
+def tables(shape: object, itemsize: int, several: bool) -> tuple[Table, Table]:
+    """What has been looked up of a model's weight slots and gradient rings, which depend on no more of a run."""
+    return _tables(_Same(shape), itemsize, several)
+
+
+class _Same:
+    """Stands for one object: comparing the content of a model's shape would take as long as what is kept for it."""
+
+    def __init__(self, of: object) -> None:
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.of is self.of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+
+@lru_cache(maxsize=16)
+def _tables(shape: _Same, itemsize: int, several: bool) -> tuple[Table, Table]:
+    return {}, {}
+
+
+def looked_up(known: Table, function: Callable[..., tuple[Any, ...]], *columns: Any) -> Any:
     """A function of small numbers for many decisions: results × decisions, each computed once."""
     keys = np.zeros(len(columns[0]), np.int64)
     for column in columns:

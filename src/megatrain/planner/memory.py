@@ -19,6 +19,7 @@ import numpy as np
 from megatrain.geometry import LEAVING, WIDTHS, by_size, grad_slots, padded_slab, weight_slots
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
+from megatrain.planner import decision as choices
 from megatrain.planner.activations import (
     BLAS_BYTES,
     evaluation_bytes,
@@ -163,8 +164,8 @@ class Ledger:
         self._gradients = [self._role(lambda state, k=k: state.in_ram(*k)) for k in kinds]  # type: ignore[misc]
         self._layer_slabs, self._rest_slabs = self._slabs(lambda slab: True)
         self._layer_trained, self._rest_trained = self._slabs(lambda slab: slab.trains)
-        self._slot_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._ring_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        # A refusal tries many runs of one model, and rings depend on little of a run.
+        self._slot_bytes, self._ring_bytes = choices.tables(shape, run.itemsize, run.accumulation > 1)
         self._disk_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     # ---- which blocks

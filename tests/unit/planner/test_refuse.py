@@ -141,17 +141,17 @@ def test_the_machine_that_is_named_is_enough():
 def test_a_refusal_is_quick_for_a_hundred_layers():
     asked = {"batch": 64, "length": 32768, "accumulation": 192, "evaluation": 131072}
     for limits in ({}, {"max_vram_gb": 3, "max_ram_gb": 3}):
-        began = time.process_time()
+        began = time.thread_time()
         assert refusal(dense_shape(64, 100), {"machine": "gh200", **asked, **limits}) is not None
-        assert time.process_time() - began < 2
+        assert time.thread_time() - began < 2
 
 
 @pytest.mark.parametrize("name", ["batch", "length", "evaluation"])
 def test_numbers_without_sense_are_refused_as_quickly(name):
     asked = {"machine": "h200-1.5tb", name: 10**30}
-    began = time.process_time()
+    began = time.thread_time()
     suggestion = refusal(dense_shape(8, 8), asked).suggestions[0]
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 2
     plan(dense_shape(8, 8), **asked | suggestion.changes)
 
 

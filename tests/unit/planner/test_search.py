@@ -78,9 +78,9 @@ def test_a_hundred_layers_take_less_than_two_seconds(accumulation):
     shape = dense_shape(64, 100)
     for name, limits in (("h200-1.5tb", {}), ("h100-512gb", {"offload_dir": "/disk"}), ("gh200", {})):
         # Of this process: other work on the machine must not count.
-        began = time.process_time()
+        began = time.thread_time()
         solved(shape, Machine.load(name), Run(micro_batch=2, accumulation=accumulation), **limits)
-        assert time.process_time() - began < 2
+        assert time.thread_time() - began < 2
 
 
 def test_planning_leaves_cuda_alone():
