@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests import small
-from tqdm import tqdm
+from tqdm import auto, tqdm
 
 import megatrain as mt
 from megatrain import files
@@ -49,7 +49,8 @@ def live(life: Callable[[], None], operations: int, delay: float) -> None:
         os.close(reader)
         code = 1
         # The lock of progress bars is shared with forks: killed while it has it, a life would stop all later ones.
-        tqdm.set_lock(threading.RLock())
+        for bar in (tqdm, auto.tqdm):
+            bar.set_lock(threading.RLock())
         try:
             with files.watching(lambda operation, path: os.write(writer, b".") and None):
                 life()
