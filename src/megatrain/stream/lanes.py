@@ -51,9 +51,6 @@ class Lanes:
     def __getitem__(self, name: str) -> Lane:
         return self._by_name[name]
 
-    def __setitem__(self, name: str, lane: Lane) -> None:
-        self._by_name[name] = lane
-
     def submit(
         self,
         lane: str,

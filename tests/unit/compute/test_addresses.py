@@ -1,4 +1,4 @@
-"""Slots that are parts of one storage: saved weights are bound to the right one, and what aliases one is copied."""
+"""Slots that are parts of one storage: saved weights are bound to the right one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.tiny import Stack, differences, engine_of, inputs, roles
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain.compute.addresses import Addresses
 from megatrain.compute.rebind import Rebinder
@@ -20,7 +20,6 @@ def test_neighbours_in_one_storage_are_told_apart() -> None:
     assert addresses.find(storage[5:6]) == "left"
     assert addresses.find(storage[6:].view(2, 3).T) == "right"
     assert addresses.find(torch.zeros(3)) is None
-    assert addresses.find(storage[:0]) is None or storage[:0].data_ptr() == storage.data_ptr()
 
 
 def test_a_saved_weight_is_bound_where_it_came_back() -> None:
@@ -41,22 +40,10 @@ def test_a_saved_weight_is_bound_where_it_came_back() -> None:
     assert torch.equal(found, expected)
 
 
-class Leaky(nn.Module):
-    """Returns a view of its own weight beside its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(8))
-        self.shift = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x * self.scale + self.shift)
-
-
 @pytest.mark.parametrize("policy", ["recompute", "store"])
 def test_all_slots_of_an_engine_in_one_storage(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> list[Any]:
-        model = Stack(layer=Leaky)
+        model = Stack()
         engine = engine_of(model, policy=policy, held_weights=("layers.1",), precision="bf16")
         optimizer = engine.optimizer(lr=0.1)
         losses = []

@@ -40,7 +40,7 @@ class LateLane:
 
 def made():
     lanes = SyncLanes()
-    lanes["h2d"] = LateLane()
+    lanes._by_name["h2d"] = LateLane()
     memory = HostMemory(pin=False, threads=1)
     return Activations(CPU, lanes, Transfer(CPU, 1), Transfer(CPU, 1), memory), lanes["h2d"]
 
