@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -201,12 +202,16 @@ def with_trainer(
 ) -> tuple[mt.Plan, mt.Engine, list[float], list[float]]:
     """The same of a run of `megatrain.Trainer`, which plans by itself with what the process can have."""
     ends: list[float] = []
+    timelines: list[Any] = []
+    traced = ExitStack()
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
             ends.append(time.perf_counter())
             if len(ends) == 2:
                 ram["stepped"] = resident_ram()
+            if args.trace and len(ends) == args.steps + 2:
+                timelines.append(traced.enter_context(trainer.engine.trace()))
 
     mt.init(
         machine=machine,
@@ -215,7 +220,7 @@ def with_trainer(
         optimizer_compression=args.compression or False,
         length=args.length,
     )
-    steps = args.steps + 2
+    steps = args.steps + 2 + bool(args.trace)
     rows = [row for batch in _batches(model, args, args.micro * steps) for row in batch]
     with tempfile.TemporaryDirectory() as directory:
         trainer = mt.Trainer(
@@ -241,6 +246,10 @@ def with_trainer(
         plan = trainer.engine.settings.plan
         ram["attached"] = resident_ram()
         trainer.train()
+    traced.close()
+    for timeline in timelines:
+        timeline.save(args.trace)
+        ends.pop()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     return plan, trainer.engine, losses, [after - before for before, after in pairwise(ends[1:])]
 
@@ -293,6 +302,7 @@ def main() -> None:
     parser.add_argument("--max-ram-gb", type=float)
     parser.add_argument("--compression")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--trace", type=Path, help="with --trainer: one more step, whose timeline is written here")
     parser.add_argument("--refresh", action="store_true", help="measure the machine again")
     args = parser.parse_args()
     if args.rows is None:

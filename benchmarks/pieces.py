@@ -1,12 +1,12 @@
 """Pieces that the planner's constants come from, each by itself: one line per measurement.
 
-    PYTHONPATH=src python -m benchmarks.pieces threads attention fp32     # on a GPU
+    PYTHONPATH=src python -m benchmarks.pieces threads attention fp32 head     # on a GPU
     PYTHONPATH=src python -m benchmarks.pieces sums turns                 # on the CPU
 
 threads: GPU memory that a thread takes outside PyTorch's allocator (`hardware/machine.py`); attention: its rate by
 length and head dimension (`planner/cost.py`); fp32: what an FP32 layer keeps and needs (`planner/activations.py`);
-sums: BF16 gradients added to an FP32 sum at once and in pieces (`store/slab.py`); turns: what a micro-batch's turn in a
-window takes (`compute/window.py`).
+head: a chunked head with its loss and gradients (`planner/cost.py`); sums: BF16 gradients added to an FP32 sum at once
+and in pieces (`store/slab.py`); turns: what a micro-batch's turn in a window takes (`compute/window.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import SHAPES
+from megatrain.compute.loss import cross_entropy
 from megatrain.compute.window import Seats, park
 from megatrain.model.shapes import describe
 from megatrain.planner.activations import graph_bytes, layer_bytes
 from megatrain.planner.run import Run
 from megatrain.store.gradient import ADDED
+from megatrain.stream.add import add_to
 
 MIB = 1 << 20
 
@@ -113,6 +115,32 @@ def fp32() -> None:
               f"peaks {above / MIB:.0f} above ({planned[1]:.0f})")  # fmt: skip
 
 
+def head() -> None:
+    import triton.testing
+
+    for tokens, hidden, vocabulary in ((8192, 3584, 152_064), (4096, 5120, 152_064), (8192, 2048, 128_256)):
+        weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(vocabulary, (tokens,), device="cuda")
+        total = torch.zeros_like(weight, dtype=torch.float32)
+
+        def chunks(size: int, losses: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...]) -> None:
+            weight, states, targets, total = parts
+            for piece, wanted in zip(states.split(size), targets.split(size), strict=True):
+                loss = losses(torch.nn.functional.linear(piece, weight), wanted, -100) / len(states)
+                add_to(total, torch.autograd.grad(loss, (states, weight))[1])
+
+        def own(logits: torch.Tensor, wanted: torch.Tensor, ignored: int) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(logits.float(), wanted, ignore_index=ignored, reduction="sum")
+
+        for elements in (1 << 27, 1 << 28, 1 << 29):
+            size = elements // vocabulary // 64 * 64
+            for name, losses in (("fused", cross_entropy), ("PyTorch's own", own)):
+                parts = (weight, states, targets, total)
+                seconds = triton.testing.do_bench(lambda: chunks(size, losses, parts), 50, 200, return_mode="median")  # noqa: B023
+                print(f"head: {tokens} x {hidden} x {vocabulary}, chunks of {size}, {name}: {seconds:.1f} ms")
+
+
 def sums() -> None:
     numel = 116_500_000
     total, values = torch.zeros(numel), torch.randn(numel).bfloat16()
@@ -155,6 +183,8 @@ def _best(work: Callable[[], object]) -> float:
     return min(found)
 
 
+PIECES = {piece.__name__: piece for piece in (threads, attention, fp32, head, sums, turns)}
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        {"threads": threads, "attention": attention, "fp32": fp32, "sums": sums, "turns": turns}[name]()
+        PIECES[name]()

@@ -131,7 +131,7 @@ def grad_slots(slots: int, slabs: int) -> int:
 
 # ---- a step
 
-CHUNK_ELEMENTS = 1 << 27
+CHUNK_ELEMENTS = 1 << 28
 """Logits in a chunk of the head. A constant: a chunk changes the last bits of a sum, so no memory cap may choose it."""
 MOST_MICRO_BATCHES = 64
 """A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""

@@ -24,6 +24,7 @@ from torch.nn import functional
 from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.logits import LazyLogits, Pointwise
+from megatrain.compute.loss import cross_entropy
 from megatrain.compute.replay import Ambient
 from megatrain.errors import UnsupportedCall
 from megatrain.store.gradient import Place
@@ -181,8 +182,7 @@ class _Task:
         for operation in self.chain:
             logits = operation(logits)
         targets = self.targets[start : start + hidden.shape[0]]
-        loss = functional.cross_entropy(logits.float(), targets, ignore_index=self.ignore_index, reduction="sum")
-        mean: torch.Tensor = loss / self.divisor
+        mean: torch.Tensor = cross_entropy(logits, targets, self.ignore_index) / self.divisor
         return mean
 
 
@@ -243,5 +243,5 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     rounded = torch.empty_like(gradient, dtype=dtype)
     rows = max(1, (1 << 24) // max(1, gradient[0].numel()))
     for source, target in zip(gradient.split(rows), rounded.split(rows), strict=True):
-        target.copy_(source * scale)
+        torch.mul(source, scale, out=target)
     return rounded

@@ -114,6 +114,8 @@ class ModelShape:
     """The attention that transformers chose: "sdpa", "eager"..."""
     logits: str = "chunked"
     """What training has of them: "none", a "chunked" head's, or all of them "whole" (model/heads.py)."""
+    softcap: bool = False
+    """Whether they are bounded by a hyperbolic tangent."""
     positions: int = 0
     """Tokens in the longest sequence that its config names; 0: it names none."""
     guessed: tuple[str, ...] = ()
@@ -167,6 +169,7 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         precision=natural_precision(loaded),
         attention=_attention(model),
         logits=kind_of_logits(model, [item.module for item in found], hooks.load().causal_loss),
+        softcap=bool(getattr(text, "final_logit_softcapping", None)),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         guessed=tuple(sorted(guessed)),
     )

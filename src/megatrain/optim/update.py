@@ -7,13 +7,13 @@ They agree bit for bit.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.native import library as native
+from megatrain.native.kernels import triton_kernel
 from megatrain.optim.rules import AdamW, Rule
 from megatrain.store.formats import FP32, round_to_bf16
 from megatrain.store.gradient import Snapshot
@@ -21,7 +21,6 @@ from megatrain.store.moments import Piece
 from megatrain.store.random import Draws, seed_of
 from megatrain.store.slab import Slab, Span
 from megatrain.store.split import join, split
-from megatrain.telemetry.notices import announce
 
 PIECE = 1 << 20
 """Elements that the reference handles at once, so that its temporaries stay small."""
@@ -114,14 +113,9 @@ def native_kernel(threads: int) -> Kernel:
 
 def device_kernel() -> Kernel:
     """For state in GPU memory: the fused kernel, or PyTorch's own operations where Triton does not work."""
-    try:
-        module = importlib.import_module("megatrain.optim.update_triton")
-        _try_out(module.triton_kernel)
-    except Exception as reason:
-        announce(f"Triton cannot be used here ({type(reason).__name__}): updates in GPU memory take longer")
-        return reference_kernel
-    kernel: Kernel = module.triton_kernel
-    return kernel
+    module = "megatrain.optim.update_triton"
+    kernel: Kernel | None = triton_kernel(module, "triton_kernel", _try_out, "updates take longer")
+    return kernel or reference_kernel
 
 
 def _try_out(kernel: Kernel) -> None:

@@ -14,8 +14,8 @@ from megatrain.model.trace import Grows
 from megatrain.planner.run import Run
 
 LOGIT_BYTES = 13
-"""Peak of one chunk, per logit: log-softmax, its gradient and the gradient of its input in FP32, 3 × 4 bytes. Measured
-12.3 (1.67 GiB with 126.5M logits, less 0.2 GiB of weight gradients)."""
+"""Peak of one chunk on the CPU, per logit: log-softmax, its gradient and the gradient of its input in FP32, 3 × 4
+bytes. Measured 12.3 (1.67 GiB with 126.5M logits, less 0.2 GiB of weight gradients)."""
 BLAS_BYTES = 32 << 20
 """cuBLAS takes a workspace of this size for every thread that computes (Hopper; less on older GPUs)."""
 
@@ -179,7 +179,12 @@ def logits_bytes(shape: ModelShape, run: Run) -> int:
     return run.micro_tokens * shape.vocab_size * (4 + 2 * run.itemsize) if whole_logits(shape, run) else 0
 
 
-def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool) -> int:
+def logit_bytes(shape: ModelShape, run: Run, gpu: bool) -> int:
+    """Peak of one chunk, per logit; on the GPU the logits and their gradient (compute/loss.py), and a soft cap's."""
+    return (3 if shape.softcap else 2) * run.itemsize if gpu else LOGIT_BYTES
+
+
+def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool, gpu: bool) -> int:
     """Peak of head and loss: one chunk of logits, the head's gradient in FP32, and copies of it as chunks make them.
 
     From the second chunk on two of the gradient stand side by side: the FP32 sum and, once the logits are gone, that
@@ -192,21 +197,23 @@ def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool) -> 
     if whole_logits(shape, run):
         return max((5 + run.itemsize) * first, (first + numel) * run.itemsize) + 2 * input_bytes(block, run)
     second = min(run.micro_tokens - chunk, chunk) * vocabulary
-    peak = max(LOGIT_BYTES * first, first * run.itemsize + numel * run.itemsize, numel * (4 + run.itemsize))
+    each = logit_bytes(shape, run, gpu)
+    peak = max(each * first, first * run.itemsize + numel * run.itemsize, numel * (4 + run.itemsize))
     if second:
-        peak = max(peak, numel * 4 + max(LOGIT_BYTES * second, (numel + second) * run.itemsize))
+        peak = max(peak, numel * 4 + max(each * second, (numel + second) * run.itemsize))
     # The gradient of its input, and that times the scale of the loss.
     return peak + 2 * input_bytes(block, run)
 
 
-def evaluation_bytes(shape: ModelShape, run: Run, attention: str) -> int:
+def evaluation_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> int:
     """Peak of an evaluation batch beside weights: logits as they are, in FP32, and their log-softmax; or a layer."""
     if not run.evaluation:
         return 0
     widest = max((block.hidden_size for block in shape.blocks), default=0)
     vocabulary = max(1, shape.vocab_size)
     tokens = run.evaluation if run.predictions else head_chunk(shape, run, run.evaluation)
-    head = tokens * vocabulary * (run.itemsize + 8) + 4 * run.evaluation * widest * run.itemsize
+    each = logit_bytes(shape, run, gpu) if gpu and not run.predictions else run.itemsize + 8
+    head = tokens * vocabulary * each + 4 * run.evaluation * widest * run.itemsize
     return max([head, *(_forward_bytes(block, run, attention) for block in shape.blocks)])
 
 
@@ -222,7 +229,7 @@ def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     return run.evaluation * ((3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores)
 
 
-def workspace_bytes(shape: ModelShape, run: Run, attention: str) -> list[int]:
+def workspace_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> list[int]:
     """The highest peak of any block, by how many layers, from the first, have kept their graphs."""
     head_trains = any(slab.trains for block in shape.blocks if block.kind == "head" for slab in block.slabs)
     head_trains = head_trains or any(b.kind == "head" and b.tied for b in shape.blocks)
@@ -230,7 +237,7 @@ def workspace_bytes(shape: ModelShape, run: Run, attention: str) -> list[int]:
     known: dict[tuple[object, ...], tuple[int, int]] = {}
     for block in shape.blocks:
         if block.kind == "head":
-            others.append(head_bytes(shape, block, run, head_trains))
+            others.append(head_bytes(shape, block, run, head_trains, gpu))
         elif block.kind != "layer":
             others.append(embedding_bytes(block, run))
         else:

@@ -43,9 +43,9 @@ TRAFFIC = {
 """Compiled → forward and backward. Fitted to what `benchmarks/layers.py` measured of five dense shapes beyond products,
 attention and one pass over the weights (two in the backward): within 3%. Rows of experts are from one shape
 (Qwen3-30B-A3B)."""
-LOGIT_TRAFFIC = 78
-"""Bytes moved per logit of the head. Head and loss of 8k tokens (H 3584, V 152064) take 77 ms: 37 for the products, 16
-for sums of weight gradients (next line), the rest is this."""
+LOGIT_TRAFFIC = {False: 78, True: 8}
+"""On the GPU → bytes moved per logit of the head. Our loss reads and writes six; PyTorch's own moves 78. Head and loss
+of 8k tokens (H 3584, V 152064) take 47 ms in five chunks, and took 77 in ten with PyTorch's own."""
 CHUNK_TRAFFIC = 12
 """Bytes moved per weight of the head and chunk: its gradient is written, read and added to the FP32 sum."""
 ATTENTION_HALF = (800, 54)
@@ -233,7 +233,7 @@ class Costs:
         tokens, vocabulary = self.run.micro_tokens, max(1, self.shape.vocab_size)
         weights = block.hidden_size * vocabulary
         chunks = -(-tokens // head_chunk(self.shape, self.run, tokens))
-        moved = tokens * vocabulary * LOGIT_TRAFFIC + chunks * weights * CHUNK_TRAFFIC
+        moved = tokens * vocabulary * LOGIT_TRAFFIC[self.machine.gpu is not None] + chunks * weights * CHUNK_TRAFFIC
         return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self._hbm
 
     def _update(self, block: BlockShape) -> float:

@@ -153,8 +153,8 @@ class Ledger:
         self._graphs = _sums([graph_bytes(block, run, self.attention) for block in blocks])
         self._beside = min(MOST, mask_bytes(shape, run, self.attention) + logits_bytes(shape, run))
         """Of every micro-batch, whatever the policy: a mask, and logits if they are computed whole."""
-        self._evaluation = min(MOST, evaluation_bytes(shape, run, self.attention))
-        self._work = np.array([min(MOST, peak) for peak in workspace_bytes(shape, run, self.attention)])
+        self._evaluation = min(MOST, evaluation_bytes(shape, run, self.attention, gpu))
+        self._work = np.array([min(MOST, peak) for peak in workspace_bytes(shape, run, self.attention, gpu)])
         """Layers that keep their graphs → the highest peak of any block."""
         self._weights = self._role(lambda state: state.weights)
         self._residuals = self._role(lambda state: state.residuals)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 
+from megatrain.native.kernels import triton_kernel
 from megatrain.store.layout import Layout
-from megatrain.telemetry.notices import announce
 
 WORTH = 1 << 16
 """Elements from which on a kernel of our own pays."""
@@ -54,13 +54,8 @@ def _fits(total: torch.Tensor, values: torch.Tensor) -> bool:
 @functools.cache
 def _fused_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """One pass, where Triton works; PyTorch's own addition gives the same bits, more slowly."""
-    try:
-        module = importlib.import_module("megatrain.stream.add_triton")
-        module.fused_add(torch.zeros(WORTH, device="cuda"), torch.zeros(WORTH, device="cuda", dtype=torch.bfloat16))
-    except torch.OutOfMemoryError:
-        raise  # that says nothing of Triton
-    except Exception as reason:
-        announce(f"Triton cannot be used here ({type(reason).__name__}): sums of gradients take longer on the GPU")
-        return None
-    kernel: Callable[[torch.Tensor, torch.Tensor], None] = module.fused_add
-    return kernel
+
+    def try_out(kernel: Any) -> None:
+        kernel(torch.zeros(WORTH, device="cuda"), torch.zeros(WORTH, device="cuda", dtype=torch.bfloat16))
+
+    return triton_kernel("megatrain.stream.add_triton", "fused_add", try_out, "sums of gradients take longer")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from megatrain.native import library as native
+from megatrain.native.kernels import triton_kernel
 from megatrain.store.gradient import Apart, Snapshot, sum_of_parts
-from megatrain.telemetry.notices import announce
 
 CHUNK = 1 << 16
 _BATCH = 256
@@ -142,13 +142,8 @@ def _halve(values: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _fused_kernel() -> Callable[..., torch.Tensor] | None:
     """Two kernels instead of forty, where Triton works; PyTorch's own operations give the same bits, more slowly."""
-    try:
-        module = importlib.import_module("megatrain.stream.norm_triton")
-        module.fused_square_sum(torch.zeros(3 * CHUNK, device="cuda"))
-    except torch.OutOfMemoryError:
-        raise  # that says nothing of Triton
-    except Exception as reason:
-        announce(f"Triton cannot be used here ({type(reason).__name__}): gradient norms take longer on the GPU")
-        return None
-    kernel: Callable[..., torch.Tensor] = module.fused_square_sum
-    return kernel
+
+    def try_out(kernel: Any) -> None:
+        kernel(torch.zeros(3 * CHUNK, device="cuda"))
+
+    return triton_kernel("megatrain.stream.norm_triton", "fused_square_sum", try_out, "gradient norms take longer")

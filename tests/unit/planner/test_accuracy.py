@@ -7,13 +7,16 @@ others: the same configurations on other machines, and configurations that nothi
 """
 
 import json
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from tests.unit.planner.made_up import shape_of
 
 from megatrain.hardware.machine import PROCESS_BYTES, Machine
+from megatrain.planner import activations, cost
 from megatrain.planner.asked import run_of
 from megatrain.planner.decision import Decision
 from megatrain.planner.search import Search
@@ -24,6 +27,8 @@ OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_com
 TAKEN_AHEAD = list(RUNS)[2:]
 """Runs in which VRAM of a plan was taken when the engine attached, so that what is held here is that steps fit in it;
 `test_memory.py` holds tensors alone."""
+OLD_HEAD = list(RUNS)[:6]
+"""Runs with PyTorch's own cross-entropy, and chunks of half as many logits."""
 FITTED_RUN = "533b65e"
 """Its ten rows gave the seconds around calls, fetches and parked inputs, and the RAM of the process."""
 FITTED_ROWS = [{"length": 128}, {"precision": "fp32"}, {"length": 32768}]
@@ -46,9 +51,14 @@ def planned(commit, number):
     machine = Machine.from_json(json.dumps(RUNS[commit]["machine"]), commit)
     options = {name: row[name] for name in OPTIONS if name in row}
     shape = shape_of(row["shape"], row.get("layers"))
+    old = commit in OLD_HEAD
+    options["head_chunk"] = (1 << 27) // shape.vocab_size // 64 * 64 if old else None
     run, limits = run_of(shape.precision, batch=row.get("batch", 4), length=row.get("length", 2048), **options)
-    search, decision = Search(shape, machine, run, **limits), Decision(**row["decision"])
-    return search.simulator.step(decision).seconds, search.ledger.account(decision)
+    traffic = patch.dict(cost.LOGIT_TRAFFIC, {True: cost.LOGIT_TRAFFIC[False]})
+    memory = patch.object(activations, "logit_bytes", lambda *_: activations.LOGIT_BYTES)
+    with traffic if old else nullcontext(), memory if old else nullcontext():
+        search, decision = Search(shape, machine, run, **limits), Decision(**row["decision"])
+        return search.simulator.step(decision).seconds, search.ledger.account(decision)
 
 
 def configuration(commit, number):

@@ -151,7 +151,7 @@ def test_logits_that_are_whole_are_planned(loss, dtype):
     model = small.llama(vocab_size=20_000, hidden_size=16, num_hidden_layers=1, max_position_embeddings=128).to(dtype)
     run = Run(micro_batch=2, length=128, head_chunk=0, precision="fp32" if dtype == torch.float32 else "bf16")
     shape = shapes.describe(model)
-    planned = activations.logits_bytes(shape, run) + activations.workspace_bytes(shape, run, "sdpa")[0]
+    planned = activations.logits_bytes(shape, run) + activations.workspace_bytes(shape, run, "sdpa", gpu=False)[0]
     ids = torch.randint(1, 20_000, (2, 128), generator=torch.Generator().manual_seed(0))
     with mt.Engine(model, device="cpu", head_chunk=0):
         loss(model, ids).backward()
@@ -185,7 +185,7 @@ def test_every_kind_of_layer_is_looked_at():
     layers = [block for block in shape.blocks if block.kind == "layer"]
     peaks = [activations.layer_bytes(block, run, "sdpa", stored=False) for block in layers]
     assert peaks[1] > 2 * peaks[0]
-    assert activations.workspace_bytes(shape, run, "sdpa")[0] == max(peaks)
+    assert activations.workspace_bytes(shape, run, "sdpa", gpu=False)[0] == max(peaks)
 
 
 def test_layers_without_attention_have_no_masks_and_no_scores():
@@ -219,7 +219,7 @@ def test_logits_of_models_that_write_their_loss_out_are_whole(family, logits):
     shape, run = shapes.describe(config), Run(length=512)
     assert shape.logits == logits
     assert (activations.logits_bytes(shape, run) > 0) == (logits == "whole")
-    peak = activations.workspace_bytes(shape, replace(run, micro_batch=64), "sdpa")[0]
+    peak = activations.workspace_bytes(shape, replace(run, micro_batch=64), "sdpa", gpu=True)[0]
     assert logits == "chunked" or peak >= 7 * 64 * 512 * shape.vocab_size
 
 

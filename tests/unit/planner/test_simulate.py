@@ -62,8 +62,11 @@ def test_a_layer_takes_what_was_measured(name, compiled, forward, both):
     assert (piece.forward + piece.backward) * 1e3 == pytest.approx(both, rel=0.06)
 
 
-def test_the_head_takes_what_was_measured():
-    assert Costs(shape_of("qwen2.5-7b"), H200, Run(micro_batch=4)).pieces[-1].forward == pytest.approx(0.077, rel=0.03)
+@pytest.mark.parametrize(("shape", "micro_batch", "seconds"), [("qwen2.5-7b", 4, 0.0492), ("qwen2.5-14b", 2, 0.0367)])
+def test_the_head_takes_what_was_measured(shape, micro_batch, seconds):
+    """In steps of `benchmarks.accuracy --trace`."""
+    head = Costs(shape_of(shape), H200, Run(micro_batch=micro_batch)).pieces[-1]
+    assert head.forward == pytest.approx(seconds, rel=0.1)
 
 
 def test_lanes_were_as_busy():

@@ -13,7 +13,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"hf", "engine", "checkpoint", "optim", "data", "planner", "model", "hardware", "native"},
     "hf": {"engine", "checkpoint", "optim", "planner", "model", "hardware", "data"},
     "engine": {"compute", "optim", "checkpoint", "stream", "store", "planner", "model", "hardware"},
-    "compute": {"stream", "store"},
+    "compute": {"stream", "store", "native"},
     "optim": {"stream", "store", "native"},
     "checkpoint": {"stream", "store", "native"},
     "stream": {"store", "native"},

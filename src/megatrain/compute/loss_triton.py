@@ -1,0 +1,73 @@
+"""Cross-entropy on the GPU, a program per token: logits are read in their own dtype and never copied to FP32.
+
+PyTorch's own operations move 78 bytes per BF16 logit, forward and backward; these move 6.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 8192
+
+
+@triton.jit
+def _losses(logits, targets, losses, norms, vocabulary, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * vocabulary
+    # Of what has been read so far: the largest logit, and per lane the sum of exponentials relative to it.
+    largest = tl.full((), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(largest, tl.max(values))
+        # As long as all are minus infinity, there is nothing to be relative to.
+        base = tl.where(above == float("-inf"), 0.0, above)
+        sums = sums * tl.exp(largest - base) + tl.exp(values - base)
+        largest = above
+    norm = tl.log(tl.sum(sums)) + largest
+    target = tl.load(targets + token)
+    chosen = tl.load(row + tl.maximum(target, 0)).to(tl.float32)
+    tl.store(losses + token, tl.where(target < 0, 0.0, norm - chosen))
+    tl.store(norms + token, norm)
+
+
+@triton.jit
+def _gradient(logits, targets, norms, scales, gradient, vocabulary, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < vocabulary
+    target = tl.load(targets + token)
+    norm, scale = tl.load(norms + token), tl.load(scales + token)
+    values = tl.load(logits + token * vocabulary + at, mask=there, other=0.0).to(tl.float32)
+    found = (tl.exp(values - norm) - tl.where(at == target, 1.0, 0.0)) * scale
+    found = tl.where(target < 0, 0.0, found)
+    tl.store(gradient + token * vocabulary + at, found.to(gradient.dtype.element_ty), mask=there)
+
+
+class Kernels:
+    """Of contiguous logits, tokens × vocabulary; a target below zero does not count."""
+
+    @staticmethod
+    def losses(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per token the loss and the logarithm of the sum of exponentials, in FP32."""
+        tokens, vocabulary = logits.shape
+        losses, norms = (torch.empty(tokens, device=logits.device) for _ in range(2))
+        with torch.cuda.device(logits.device):
+            _losses[(tokens,)](logits, targets, losses, norms, vocabulary, BLOCK=BLOCK, num_warps=16)
+        return losses, norms
+
+    @staticmethod
+    def gradient(
+        logits: torch.Tensor, targets: torch.Tensor, norms: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the losses times `scales`, in the logits' dtype."""
+        tokens, vocabulary = logits.shape
+        gradient = torch.empty_like(logits)
+        grid = (tokens, triton.cdiv(vocabulary, BLOCK))
+        with torch.cuda.device(logits.device):
+            _gradient[grid](logits, targets, norms, scales.contiguous(), gradient, vocabulary, BLOCK=BLOCK, num_warps=8)
+        return gradient

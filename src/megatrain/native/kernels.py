@@ -1,0 +1,24 @@
+"""Kernels of our own on the GPU, where Triton works."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatrain.telemetry.notices import announce
+
+
+def triton_kernel(module: str, name: str, try_out: Callable[[Any], object], slower: str) -> Any | None:
+    """A function of a module that imports Triton, tried out once; None, announced, where it does not work."""
+    try:
+        kernel = getattr(importlib.import_module(module), name)
+        try_out(kernel)
+    except torch.OutOfMemoryError:
+        raise  # that says nothing of Triton
+    except Exception as reason:
+        announce(f"Triton cannot be used here ({type(reason).__name__}): {slower} on the GPU")
+        return None
+    return kernel

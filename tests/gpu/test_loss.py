@@ -1,0 +1,86 @@
+"""On the GPU: the fused cross-entropy is PyTorch's own, up to the rounding of FP32."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from megatrain.compute import loss
+
+IGNORED = -100
+INFINITY = float("inf")
+
+
+def both(logits, targets, scale=0.37):
+    """Loss and gradient of the fused kernels, and of PyTorch's operations in FP64."""
+    assert loss._fused_kernels() is not None
+    found = []
+    for one in (logits.clone().requires_grad_(), logits.double().requires_grad_()):
+        if one.dtype == torch.float64:
+            total = functional.cross_entropy(one, targets, ignore_index=IGNORED, reduction="sum")
+        else:
+            total = loss.cross_entropy(one, targets, IGNORED)
+            assert total.grad_fn.next_functions[0][0].name() == "_RowsBackward"
+        (gradient,) = torch.autograd.grad(total * scale, one)
+        found.append((total.detach(), gradient))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [2, 97, 8192, 8193, 152_064])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_close_to_exact(dtype, vocabulary, tokens):
+    generator = torch.Generator("cuda").manual_seed(vocabulary + tokens)
+    logits = (6 * torch.randn(tokens, vocabulary, device="cuda", generator=generator)).to(dtype)
+    targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
+    targets[3::4] = IGNORED
+    (ours, ours_by), (exact, exact_by) = both(logits, targets)
+    # An exponential and a sum in FP32, per token; the gradient is rounded once to its dtype. Where a target is almost
+    # certain, one is subtracted from almost one: some units in the last place of FP32 are left.
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=2e-6)
+    spacing = torch.finfo(dtype).eps / 2
+    assert ours_by.dtype == dtype
+    least = max(4 * torch.finfo(torch.float32).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    torch.testing.assert_close(ours_by.double(), exact_by, rtol=spacing + 2e-5, atol=least)
+    assert not ours_by[3::4].any()
+
+
+def test_infinities_and_nan():
+    logits = torch.zeros(5, 20_000, device="cuda")
+    targets = torch.arange(5, device="cuda")
+    logits[0, 9000:] = -INFINITY
+    logits[1, :9000] = -INFINITY  # the whole first block, the target among it
+    logits[2, 12_345] = INFINITY
+    logits[3, 17] = float("nan")
+    logits[4] = -INFINITY
+    ours = torch.stack([loss.cross_entropy(logits[i : i + 1], targets[i : i + 1], IGNORED) for i in range(5)])
+    own = functional.cross_entropy(logits, targets, reduction="none")
+    assert ours.isfinite().tolist() == own.isfinite().tolist() == [True, False, False, False, False]
+    assert ours.isnan().tolist() == own.isnan().tolist()
+    torch.testing.assert_close(ours, own, equal_nan=True)
+
+
+def test_every_run_has_the_same_bits():
+    logits = torch.randn(300, 50_000, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(50_000, (300,), device="cuda")
+    (first, first_by), _ = both(logits, targets)
+    (second, second_by), _ = both(logits, targets)
+    assert torch.equal(first, second)
+    assert torch.equal(first_by, second_by)
+
+
+@pytest.mark.parametrize("label", [97, -1])
+def test_a_label_outside_the_vocabulary_is_an_error(label):
+    """As with PyTorch's own, an assertion on the device: it ends the process's use of CUDA."""
+    script = (
+        "import torch; from megatrain.compute.loss import cross_entropy\n"
+        f"cross_entropy(torch.zeros(2, 97, device='cuda'), torch.tensor([3, {label}], device='cuda'), -100)\n"
+        "torch.cuda.synchronize()"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert "a label is neither" in ended.stderr or "device-side assert" in ended.stderr
