@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatrain.native import renames
+from megatrain.native import library as native
 from megatrain.telemetry.notices import warn
 
 AnyPath = str | os.PathLike[str]
@@ -172,7 +172,7 @@ def replace_directory(fresh: AnyPath, target: AnyPath, aside: AnyPath) -> None:
     """
     try:
         before("exchange", target)
-        renames.exchange(fresh, target)
+        native.exchange(fresh, target)
     except OSError as error:
         if error.errno not in CANNOT_EXCHANGE:
             raise

@@ -8,6 +8,7 @@ the source tree. A library of another ABI version is an error, never a reason to
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -25,6 +26,8 @@ ABI_VERSION = 4
 
 FILE_NAME = "libmegatrain.so"
 PATH_VARIABLE = "MEGATRAIN_NATIVE"
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
 
 _HOW_TO_BUILD = (
     "Build it in the source tree with `cmake -S . -B build && cmake --build build` (or `make native`), "
@@ -37,7 +40,7 @@ def touch(address: int, nbytes: int, threads: int) -> None:
 
     Nobody else may write to the range meanwhile. `threads` is capped by the CPUs this process may use.
     """
-    _check(load().mt_touch(address, _size(nbytes), threads), f"touching {nbytes} bytes")
+    check(load().mt_touch(address, _size(nbytes), threads), f"touching {nbytes} bytes")
 
 
 def trim() -> None:
@@ -55,20 +58,30 @@ def prepare_protect() -> None:
 def protect(address: int, nbytes: int) -> None:
     """Make whole pages of this process's memory read-only; a write to them is a segmentation fault."""
     if _mprotect()(address, _size(nbytes), mmap.PROT_READ) != 0:
-        _check(ctypes.get_errno(), f"protecting {nbytes} bytes")
+        check(ctypes.get_errno(), f"protecting {nbytes} bytes")
 
 
 @functools.cache
 def _mprotect() -> Any:
     function = ctypes.CDLL(None, use_errno=True).mprotect
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
     return function
+
+
+def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> None:
+    """Let two names change places in one step. OSError where the kernel or the file system cannot do that."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, "the C library has no renameat2", os.fspath(first))
+    rename.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    if rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(first), None, os.fspath(second))
 
 
 def copy(dst: int, src: int, nbytes: int, threads: int) -> None:
     """Copy between two ranges of host memory that do not overlap, in parallel."""
-    _check(load().mt_copy(dst, src, _size(nbytes), threads), f"copying {nbytes} bytes")
+    check(load().mt_copy(dst, src, _size(nbytes), threads), f"copying {nbytes} bytes")
 
 
 def cpu_quota(root: str = "") -> int:
@@ -94,6 +107,25 @@ class _Update(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("scalars", ctypes.c_float * 12),
     ]
+
+
+_ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_SIZE_OUT = ctypes.POINTER(ctypes.c_size_t)
+_ARGUMENTS: dict[str, list[Any]] = {
+    "mt_touch": [_ADDRESS, _SIZE, _NUMBER],
+    "mt_copy": [_ADDRESS, _ADDRESS, _SIZE, _NUMBER],
+    "mt_cpu_quota": [ctypes.c_char_p],
+    "mt_update": [ctypes.POINTER(_Update), _NUMBER],
+    "mt_touch_streams": [ctypes.POINTER(_Update), _NUMBER],
+    "mt_square_sums": [_ADDRESS, _NUMBER, _SIZE, _SIZE, _ADDRESS, _NUMBER],
+    "mt_isa_count": [],
+    "mt_isa_name": [_NUMBER],
+    "mt_isa_use": [_NUMBER],
+    "mt_lossless_bound": [_SIZE, _NUMBER, _SIZE_OUT],
+    "mt_lossless_encode": [_ADDRESS, _SIZE, _NUMBER, _ADDRESS, _SIZE, _SIZE_OUT, _NUMBER],
+    "mt_lossless_decode": [_ADDRESS, _SIZE, _ADDRESS, _SIZE, _NUMBER, _NUMBER, _SIZE_OUT],
+}
+"""Of csrc/megatrain.h and csrc/lossless.h."""
 
 
 def update(
@@ -135,7 +167,7 @@ def update(
         packed.moments[number] = payload.data_ptr()
         packed.scales[number] = None if scale is None else scale.data_ptr()
     function = load().mt_update if arithmetic else load().mt_touch_streams
-    _check(function(ctypes.byref(packed), threads), f"updating {weight.numel()} parameters")
+    check(function(ctypes.byref(packed), threads), f"updating {weight.numel()} parameters")
 
 
 def square_sums(values: torch.Tensor, partials: torch.Tensor, *, chunk: int, rounded: bool, threads: int) -> None:
@@ -154,7 +186,7 @@ def square_sums(values: torch.Tensor, partials: torch.Tensor, *, chunk: int, rou
         raise ValueError(f"{partials.numel()} sums are no room for {values.numel()} elements in chunks of {chunk}")
     kind = 1 if values.dtype == torch.bfloat16 else (2 if rounded else 0)
     code = load().mt_square_sums(values.data_ptr(), kind, values.numel(), chunk, partials.data_ptr(), threads)
-    _check(code, f"adding the squares of {values.numel()} elements")
+    check(code, f"adding the squares of {values.numel()} elements")
 
 
 def isas() -> list[str]:
@@ -165,7 +197,7 @@ def isas() -> list[str]:
 
 def use_isa(name: str) -> None:
     """Make later updates use one of `isas()`. All of them give the same bits; for tests and benchmarks."""
-    _check(load().mt_isa_use(isas().index(name)), f"choosing {name}")
+    check(load().mt_isa_use(isas().index(name)), f"choosing {name}")
 
 
 @functools.cache
@@ -176,27 +208,17 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeLibraryMissing(f"The native library {path} cannot be loaded: {error}. {_HOW_TO_BUILD}") from error
-    _check_abi(library, path)
-    library.mt_touch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.mt_touch.restype = ctypes.c_int
-    library.mt_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.mt_copy.restype = ctypes.c_int
-    library.mt_cpu_quota.argtypes = [ctypes.c_char_p]
-    library.mt_cpu_quota.restype = ctypes.c_int
-    library.mt_update.argtypes = [ctypes.POINTER(_Update), ctypes.c_int]
-    library.mt_update.restype = ctypes.c_int
-    library.mt_touch_streams.argtypes = [ctypes.POINTER(_Update), ctypes.c_int]
-    library.mt_touch_streams.restype = ctypes.c_int
-    library.mt_square_sums.argtypes = [
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
-    ]  # fmt: skip
-    library.mt_square_sums.restype = ctypes.c_int
-    library.mt_isa_count.argtypes = []
-    library.mt_isa_count.restype = ctypes.c_int
-    library.mt_isa_name.argtypes = [ctypes.c_int]
+    try:
+        found = library.mt_abi_version()
+    except AttributeError as error:
+        raise NativeLibraryMissing(f"{path} is not MegaTrain's native library. {_HOW_TO_BUILD}") from error
+    if found != ABI_VERSION:
+        why = f"The native library {path} has ABI version {found}, this megatrain needs {ABI_VERSION}."
+        raise NativeLibraryMissing(f"{why} {_HOW_TO_BUILD}")
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
     library.mt_isa_name.restype = ctypes.c_char_p
-    library.mt_isa_use.argtypes = [ctypes.c_int]
-    library.mt_isa_use.restype = ctypes.c_int
     return library
 
 
@@ -212,8 +234,7 @@ def find() -> Path:
 
 def search_paths() -> list[Path]:
     """Where the library may be, in the order it is looked for."""
-    explicit = os.environ.get(PATH_VARIABLE)
-    if explicit:
+    if explicit := os.environ.get(PATH_VARIABLE):
         return [Path(explicit)]
     here = Path(__file__).resolve().parent
     paths = [here / FILE_NAME]
@@ -223,19 +244,6 @@ def search_paths() -> list[Path]:
     return paths
 
 
-def _check_abi(library: ctypes.CDLL, path: Path) -> None:
-    try:
-        version = library.mt_abi_version
-    except AttributeError as error:
-        raise NativeLibraryMissing(f"{path} is not MegaTrain's native library. {_HOW_TO_BUILD}") from error
-    version.argtypes = []
-    version.restype = ctypes.c_int
-    found = version()
-    if found != ABI_VERSION:
-        why = f"The native library {path} has ABI version {found}, this megatrain needs {ABI_VERSION}."
-        raise NativeLibraryMissing(f"{why} {_HOW_TO_BUILD}")
-
-
 def _size(nbytes: int) -> int:
     # ctypes would wrap a negative number around to almost 2**64.
     if nbytes < 0:
@@ -243,6 +251,7 @@ def _size(nbytes: int) -> int:
     return nbytes
 
 
-def _check(code: int, doing: str) -> None:
+def check(code: int, doing: str) -> None:
+    """Raise the OSError of an error code; 0 is none."""
     if code != 0:
         raise OSError(code, f"{os.strerror(code)} while {doing}")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
-import os
+from collections.abc import Container
 
 import torch
 
@@ -20,6 +19,8 @@ CHUNK = 1 << 16
 
 _DTYPES = {torch.float32: 1, torch.bfloat16: 2}
 """The values of mt_lossless_dtype in csrc/lossless.h."""
+_CODABLE = "only flat FP32 or BF16 tensors in host memory can be coded"
+_ENCODING = "an encoding is a flat uint8 tensor in host memory"
 
 
 def encode(source: torch.Tensor, threads: int, room: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,12 +29,12 @@ def encode(source: torch.Tensor, threads: int, room: torch.Tensor | None = None)
     Without a room there is a new one, whose pages have to be faulted in as they are written; its pages behind the
     encoding are never touched. A `clone` of the result has a storage of its own size.
     """
-    _check_flat(source)
+    _check_flat(source, _DTYPES, _CODABLE)
     if room is None:
         room = torch.empty(bound(source.numel(), source.itemsize), dtype=torch.uint8)
-    _check_bytes(room)
+    _check_flat(room, (torch.uint8,), _ENCODING)
     used = ctypes.c_size_t()
-    code = _functions().mt_lossless_encode(
+    code = library.load().mt_lossless_encode(
         source.data_ptr(),
         source.numel(),
         _DTYPES[source.dtype],
@@ -42,7 +43,7 @@ def encode(source: torch.Tensor, threads: int, room: torch.Tensor | None = None)
         ctypes.byref(used),
         threads,
     )
-    _check(code, f"encoding {source.numel()} elements")
+    library.check(code, f"encoding {source.numel()} elements")
     return room[: used.value]
 
 
@@ -52,10 +53,10 @@ def decode(encoded: torch.Tensor, out: torch.Tensor, threads: int) -> None:
     Any bytes may be given: those that are no encoding, or a damaged one, are a CheckpointError. Then the chunks that
     are sound have been decoded, and what the others hold in `out` is arbitrary.
     """
-    _check_flat(out)
-    _check_bytes(encoded)
+    _check_flat(out, _DTYPES, _CODABLE)
+    _check_flat(encoded, (torch.uint8,), _ENCODING)
     chunk = ctypes.c_size_t()
-    code = _functions().mt_lossless_decode(
+    code = library.load().mt_lossless_decode(
         # An empty tensor has no address, but no bytes are what they are: too few.
         encoded.data_ptr() or ctypes.byref(chunk),
         encoded.numel(),
@@ -71,7 +72,7 @@ def decode(encoded: torch.Tensor, out: torch.Tensor, threads: int) -> None:
         )
     if code == errno.EBADMSG:
         raise CheckpointError(f"The encoded state of {out.numel()} elements is damaged: {_place(chunk.value, out)}.")
-    _check(code, f"decoding {out.numel()} elements")
+    library.check(code, f"decoding {out.numel()} elements")
 
 
 def bound(numel: int, itemsize: int) -> int:
@@ -80,23 +81,9 @@ def bound(numel: int, itemsize: int) -> int:
     if itemsize not in dtypes or numel < 0:
         raise ValueError(f"only elements of 2 or 4 bytes can be encoded, not {numel} of {itemsize}")
     nbytes = ctypes.c_size_t()
-    code = _functions().mt_lossless_bound(numel, dtypes[itemsize], ctypes.byref(nbytes))
-    _check(code, f"sizing the encoding of {numel} elements")
+    code = library.load().mt_lossless_bound(numel, dtypes[itemsize], ctypes.byref(nbytes))
+    library.check(code, f"sizing the encoding of {numel} elements")
     return nbytes.value
-
-
-@functools.cache
-def _functions() -> ctypes.CDLL:
-    """The library with the signatures of csrc/lossless.h."""
-    loaded = library.load()
-    size, size_out = ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
-    address, number = ctypes.c_void_p, ctypes.c_int
-    loaded.mt_lossless_bound.argtypes = [size, number, size_out]
-    loaded.mt_lossless_encode.argtypes = [address, size, number, address, size, size_out, number]
-    loaded.mt_lossless_decode.argtypes = [address, size, address, size, number, number, size_out]
-    for function in (loaded.mt_lossless_bound, loaded.mt_lossless_encode, loaded.mt_lossless_decode):
-        function.restype = number
-    return loaded
 
 
 def _place(chunk: int, out: torch.Tensor) -> str:
@@ -106,25 +93,9 @@ def _place(chunk: int, out: torch.Tensor) -> str:
     return f"chunk {chunk} of {-(-out.numel() // CHUNK)}, elements {first} to {last}, is the first that is wrong"
 
 
-def _check_flat(tensor: torch.Tensor) -> None:
-    if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or not _is_flat(tensor):
-        raise ValueError(f"only flat FP32 or BF16 tensors in host memory can be coded, not {_described(tensor)}")
-
-
-def _check_bytes(tensor: torch.Tensor) -> None:
-    if tensor.dtype is not torch.uint8 or tensor.device.type != "cpu" or not _is_flat(tensor):
-        raise ValueError(f"an encoding is a flat uint8 tensor in host memory, not {_described(tensor)}")
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 1 and tensor.is_contiguous()
-
-
-def _described(tensor: torch.Tensor) -> str:
-    strided = "" if tensor.is_contiguous() else "strided "
-    return f"a {strided}{tensor.dtype} tensor of shape {list(tensor.shape)} on {tensor.device}"
-
-
-def _check(code: int, doing: str) -> None:
-    if code != 0:
-        raise OSError(code, f"{os.strerror(code)} while {doing}")
+def _check_flat(tensor: torch.Tensor, dtypes: Container[torch.dtype], rule: str) -> None:
+    if tensor.dtype not in dtypes or tensor.device.type != "cpu" or tensor.ndim != 1 or not tensor.is_contiguous():
+        strided = "" if tensor.is_contiguous() else "strided "
+        raise ValueError(
+            f"{rule}, not a {strided}{tensor.dtype} tensor of shape {list(tensor.shape)} on {tensor.device}"
+        )

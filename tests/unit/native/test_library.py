@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain import native
 from megatrain.errors import NativeLibraryMissing
 from megatrain.native import library
 
@@ -40,7 +39,7 @@ def test_touch_faults_in_every_page(threads):
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     assert resident_pages(mapping, nbytes) == 0
-    native.touch(address, nbytes, threads)
+    library.touch(address, nbytes, threads)
     assert resident_pages(mapping, nbytes) == nbytes // PAGE
     assert mapping[:] == bytes(nbytes)
 
@@ -50,7 +49,7 @@ def test_touch_faults_in_every_page(threads):
 def test_touch_keeps_contents(offset, nbytes, threads):
     data = torch.randint(0, 256, (5 * MIB + 2 * PAGE,), dtype=torch.uint8)
     before = data.clone()
-    native.touch(data.data_ptr() + offset, nbytes, threads)
+    library.touch(data.data_ptr() + offset, nbytes, threads)
     assert torch.equal(data, before)
 
 
@@ -66,27 +65,27 @@ def test_copy_moves_exactly_the_range(nbytes, shift_dst, shift_src, threads):
     dst = torch.full((nbytes + 200,), 7, dtype=torch.uint8)
     expected = dst.clone()
     expected[shift_dst : shift_dst + nbytes] = src[shift_src : shift_src + nbytes]
-    native.copy(dst.data_ptr() + shift_dst, src.data_ptr() + shift_src, nbytes, threads)
+    library.copy(dst.data_ptr() + shift_dst, src.data_ptr() + shift_src, nbytes, threads)
     assert torch.equal(dst, expected)
 
 
 def test_refusals_are_os_errors():
     data = torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(OSError, match="Invalid argument"):
-        native.touch(data.data_ptr(), 8, 0)
+        library.touch(data.data_ptr(), 8, 0)
     with pytest.raises(OSError, match="Bad address"):
-        native.touch(0, 8, 1)
+        library.touch(0, 8, 1)
     with pytest.raises(OSError, match="Bad address"):
-        native.copy(data.data_ptr(), 0, 8, 1)
+        library.copy(data.data_ptr(), 0, 8, 1)
     with pytest.raises(ValueError, match="negative"):
-        native.copy(data.data_ptr(), data.data_ptr(), -1, 1)
+        library.copy(data.data_ptr(), data.data_ptr(), -1, 1)
 
 
 def test_missing_library_names_places_and_command(monkeypatch, tmp_path, fresh_loader):
     places = [tmp_path / "one" / library.FILE_NAME, tmp_path / "two" / library.FILE_NAME]
     monkeypatch.setattr(library, "search_paths", lambda: places)
     with pytest.raises(NativeLibraryMissing) as caught:
-        native.touch(0, 0, 1)
+        library.touch(0, 0, 1)
     message = str(caught.value)
     assert all(str(place) in message for place in places)
     assert "cmake -S . -B build && cmake --build build" in message
@@ -98,7 +97,7 @@ def test_explicit_path_is_the_only_one_searched(monkeypatch, tmp_path, fresh_loa
     monkeypatch.setenv(library.PATH_VARIABLE, str(explicit))
     assert library.search_paths() == [explicit]
     with pytest.raises(NativeLibraryMissing, match=r"libother\.so"):
-        native.touch(0, 0, 1)
+        library.touch(0, 0, 1)
 
 
 def test_file_that_is_no_library_is_refused(monkeypatch, tmp_path, fresh_loader):
@@ -106,14 +105,14 @@ def test_file_that_is_no_library_is_refused(monkeypatch, tmp_path, fresh_loader)
     explicit.write_text("not a library")
     monkeypatch.setenv(library.PATH_VARIABLE, str(explicit))
     with pytest.raises(NativeLibraryMissing, match="cannot be loaded"):
-        native.touch(0, 0, 1)
+        library.touch(0, 0, 1)
 
 
 def test_other_abi_is_refused(monkeypatch, fresh_loader):
     monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
     needed = library.ABI_VERSION
     with pytest.raises(NativeLibraryMissing, match=f"ABI version {needed - 1}, this megatrain needs {needed}"):
-        native.touch(0, 0, 1)
+        library.touch(0, 0, 1)
 
 
 @pytest.mark.parametrize(

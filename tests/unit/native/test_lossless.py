@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import CheckpointError
-from megatrain.native import lossless
+from megatrain.native import library, lossless
 
 CHUNK = lossless.CHUNK
 HEADER, ENTRY, PLANE_HEAD = 40, 16, 4
@@ -245,7 +245,7 @@ def test_encoding_writes_to_its_end_and_no_further():
     used = ctypes.c_size_t()
     for room, code in ((encoded.numel(), 0), (encoded.numel() - 1, errno.ENOSPC), (50, errno.ENOSPC)):
         guarded = torch.full((encoded.numel() + 64,), 0xEE, dtype=torch.uint8)
-        found = lossless._functions().mt_lossless_encode(
+        found = library.load().mt_lossless_encode(
             source.data_ptr(), source.numel(), 1, guarded.data_ptr(), room, ctypes.byref(used), 1
         )
         assert found == code
