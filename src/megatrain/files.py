@@ -98,10 +98,10 @@ def sync_directory(path: AnyPath) -> None:
                 warn(f"the file system of {path} cannot sync directories; after a power cut new files may be missing")
 
 
-def sync_tree(directory: AnyPath, only: Iterable[AnyPath] | None = None) -> int:
-    """Sync regular files below a directory (None: all), then every directory from the bottom up; the files' size."""
+def sync_tree(directory: AnyPath, only: Iterable[AnyPath]) -> int:
+    """Sync some regular files below a directory, then every directory from the bottom up; the files' size."""
     tree = list(os.walk(directory, topdown=False, onerror=reraise))
-    total = sum(sync(path) for path in (regular_files(directory) if only is None else only))
+    total = sum(sync(path) for path in only)
     for folder, _, _ in tree:
         sync_directory(folder)
     return total

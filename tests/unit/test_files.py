@@ -85,7 +85,7 @@ def test_a_tree_is_synced_from_the_bottom_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     seen: Seen = []
     with files.watching(recording(seen)):
-        assert files.sync_tree(tmp_path) == len("a" + "inner/b" + "inner/deep/c")
+        assert files.sync_tree(tmp_path, files.regular_files(tmp_path)) == len("a" + "inner/b" + "inner/deep/c")
     assert sorted(seen[:3]) == [("sync", "a"), ("sync", "b"), ("sync", "c")]
     assert seen[3:] == [("sync_directory", name) for name in ("deep", "inner", tmp_path.name)]
 
@@ -94,7 +94,7 @@ def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
     """The second would succeed, and what the kernel dropped after the first would be missed."""
     (tmp_path / "name").write_text("lost")
     with files.watching(failing("sync", "name")), pytest.raises(OSError, match="while syncing") as failed:
-        files.sync_tree(tmp_path)
+        files.sync_tree(tmp_path, files.regular_files(tmp_path))
     assert failed.value.filename == str(tmp_path / "name")
     seen: Seen = []
     with files.watching(recording(seen)), pytest.raises(OSError, match="has not been written anew"):

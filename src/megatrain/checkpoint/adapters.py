@@ -19,7 +19,6 @@ from megatrain.store.parameter import StoreTensor
 
 FILE = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
-Put = Callable[[StoreTensor, torch.Tensor], None]
 
 
 def found_in(directory: Path) -> list[Path]:
@@ -28,33 +27,39 @@ def found_in(directory: Path) -> list[Path]:
     return [path for path in places if path.is_file()]
 
 
-def load(model: Any, directory: Path, put: Put) -> None:
+def load(model: Any, directory: Path, put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Every adapter of the model, from its file. Nothing is written before all fit."""
-    wrapped = not getattr(model, "_hf_peft_config_loaded", False)
-    # A transformers model with an adapter inside saves the active one only, in the directory itself.
-    names = list(model.peft_config) if wrapped else model.active_adapters()
+    wrapped = _is_wrapped(model)
     read = {}
-    for name in names:
+    for name in _names(model):
         place = directory if name == "default" or not wrapped else directory / name
         values, targets = _read(place, name), _targets(model, name, "" if wrapped else "base_model.model.")
         _check(place, name, values, targets)
         read[name] = (values, targets)
     for name, (values, targets) in read.items():
         if None in targets.values():
-            _load_through_peft(model, name, values)
+            from peft import set_peft_model_state_dict
+
+            set_peft_model_state_dict(model, values, adapter_name=name)
             continue
         for key, target in targets.items():
-            if isinstance(target, StoreTensor):
+            if target is not None:
                 put(target, values[key])
-            elif target is not None:
-                target.copy_(values[key])
 
 
 def targets(model: Any) -> list[StoreTensor]:
     """What a save of the adapters writes, of the store."""
-    wrapped = not getattr(model, "_hf_peft_config_loaded", False)
-    names = list(model.peft_config) if wrapped else model.active_adapters()
-    return [t for name in names for t in _targets(model, name, "").values() if isinstance(t, StoreTensor)]
+    found = [t for name in _names(model) for t in _targets(model, name, "").values()]
+    return [target for target in found if isinstance(target, StoreTensor)]
+
+
+def _is_wrapped(model: Any) -> bool:
+    return not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _names(model: Any) -> list[str]:
+    # A transformers model with an adapter inside saves the active one only, in the directory itself.
+    return list(model.peft_config) if _is_wrapped(model) else model.active_adapters()
 
 
 def _targets(model: Any, name: str, prefix: str) -> dict[str, torch.Tensor | None]:
@@ -93,9 +98,3 @@ def _check(
             raise CheckpointError(
                 f"{key} has shape {tuple(values[key].shape)} in {place}, and the model has {tuple(target.shape)}."
             )
-
-
-def _load_through_peft(model: Any, name: str, values: dict[str, torch.Tensor]) -> None:
-    from peft import set_peft_model_state_dict
-
-    set_peft_model_state_dict(model, values, adapter_name=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,20 +20,19 @@ _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """What was said, by whose parameters it was."""
 
 
-def nonfinite(parameters: Iterable[tuple[str, StoreTensor]], moments: Iterable[str] = ()) -> list[str]:
+def nonfinite(parameters: Iterable[tuple[str, StoreTensor]], moments: Collection[str] = ()) -> list[str]:
     """Trained parameters with a weight ("<name>") or a moment ("<name>/<role>") that is not finite.
 
     The high half of a split master shows it. Buffers and frozen parameters may hold infinities on purpose.
     """
     found = []
-    kept = tuple(moments)
     for name, parameter in parameters:
         slab = parameter.slab
         segment = slab.layout.segments[parameter.segment]
         with slab.open(reads=("weight", "states")) as state:
             if not _all_finite(state.weight[segment.offset : segment.end]):
                 found.append(name)
-            for role, tensor in states_of(parameter, kept).items():
+            for role, tensor in states_of(parameter, moments).items():
                 if not _all_finite(tensor, scales=role.endswith(".scale")):
                     found.append(f"{name}/{role.split('.')[0]}")
     return found

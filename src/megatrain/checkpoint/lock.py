@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatrain import files
 from megatrain.errors import DirectoryInUse
+from megatrain.files import AnyPath
 from megatrain.telemetry.notices import warn
 
 FILE = "_megatrain.lock"
@@ -35,7 +36,7 @@ _held: dict[Path, _Held] = {}
 _guard = threading.Lock()
 
 
-def acquire(directory: str | os.PathLike[str]) -> Callable[[], None]:
+def acquire(directory: AnyPath) -> Callable[[], None]:
     """Take the lock of a directory; call what is returned, once, to give it back. DirectoryInUse if it is taken."""
     files.make_directory(directory)
     path = Path(os.path.realpath(directory)) / FILE
@@ -63,10 +64,11 @@ def _locked(path: Path) -> int | None:
                 os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
                 return descriptor
         except BlockingIOError:
-            holder = _holder(descriptor)
+            holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
             os.close(descriptor)
+            who = f" (pid {holder})" if holder else ""
             raise DirectoryInUse(
-                f"another process{holder} trains in {path.parent}, and the two would delete each other's checkpoints; "
+                f"another process{who} trains in {path.parent}, and the two would delete each other's checkpoints; "
                 "use another output_dir, or end that process first. Nothing was changed."
             ) from None
         except OSError as error:
@@ -88,12 +90,6 @@ def _is_there(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _holder(descriptor: int) -> str:
-    """Who holds the lock, as it wrote itself down."""
-    text = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
-    return f" (pid {text})" if text else ""
 
 
 def _release(path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from megatrain import files
 from megatrain._version import __version__
 from megatrain.errors import CheckpointError
+from megatrain.files import AnyPath
 
 FOLDER = "megatrain"
 FILE = f"{FOLDER}/manifest.json"
@@ -38,7 +39,8 @@ def write(directory: Path, listed: Iterable[Path], content: dict[str, Any], plac
         size, checksum = _content(directory, name)
         entries[name] = {"bytes": size, "crc32": checksum}
     head = {"format": FORMAT, "megatrain": __version__, "sequence": next_sequence(place or directory), "files": entries}
-    text = json.dumps(head | content, indent=1, default=_number).removesuffix("\n}")
+    # A learning rate may be a tensor or a NumPy number.
+    text = json.dumps(head | content, indent=1, default=lambda number: number.item()).removesuffix("\n}")
     files.write(directory / FILE, f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
     return sum(entry["bytes"] for entry in entries.values())
 
@@ -49,7 +51,7 @@ def next_sequence(directory: Path) -> int:
     return 1 + max((found for path in beside if (found := sequence_of(path)) is not None), default=0)
 
 
-def sequence_of(directory: str | os.PathLike[str]) -> int | None:
+def sequence_of(directory: AnyPath) -> int | None:
     """When a checkpoint was sealed, in the order of those beside it (0: before there was one); None: it is not."""
     try:
         found: int = read(directory).get("sequence", 0)
@@ -58,7 +60,7 @@ def sequence_of(directory: str | os.PathLike[str]) -> int | None:
     return found
 
 
-def read(directory: str | os.PathLike[str]) -> dict[str, Any]:
+def read(directory: AnyPath) -> dict[str, Any]:
     """The manifest as it stands; an unreadable one is a CheckpointError."""
     path = Path(directory) / FILE
     try:
@@ -93,7 +95,7 @@ def parse(path: Path, data: bytes) -> dict[str, Any]:
     return manifest  # type: ignore[no-any-return]
 
 
-def verify(directory: str | os.PathLike[str], states: bool = True) -> dict[str, Any]:
+def verify(directory: AnyPath, states: bool = True) -> dict[str, Any]:
     """The manifest of a checkpoint whose every file (without `states`: those outside `FOLDER`) is there, unchanged."""
     manifest = read(directory)
     entries = {name: e for name, e in manifest["files"].items() if states or not name.startswith(f"{FOLDER}/")}
@@ -135,38 +137,18 @@ def _content(directory: Path, name: str) -> tuple[int, int]:
     return size, value
 
 
-def _check(path: Path, manifest: dict[str, Any]) -> None:
-    """Whether it has the keys that are read, with values of the right kind."""
-    wanted: dict[str, Callable[[Any], bool]] = {"files": _are_files, "steps": _are_steps, "groups": _are_groups}
-    wanted |= {"sequence": _is_count} if manifest["format"] == FORMAT else {}
-    optional: dict[str, Callable[[Any], bool]] = {
-        "optimizer": _is_text,
-        "residuals": _are_texts,
-        "nonfinite": _are_texts,
-        "weights_only": _is_bool,
-    }
-    wanted |= {key: fits for key, fits in optional.items() if key in manifest}
-    for key, fits in wanted.items():
-        if key not in manifest:
-            raise CheckpointError(f"{path} is damaged: it lacks {key!r}.")
-        if not fits(manifest[key]):
-            raise CheckpointError(f"{path} is damaged: its {key!r} is not what a manifest has there.")
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MOST
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(group, dict) and _are_texts(group.get("params")) for group in value
+    )
 
 
 def _are_files(value: Any) -> bool:
@@ -176,16 +158,24 @@ def _are_files(value: Any) -> bool:
     )
 
 
-def _are_steps(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_count(steps) for steps in value.values())
+_NEEDED: dict[str, Callable[[Any], bool]] = {
+    "files": _are_files,
+    "steps": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+    "groups": _are_groups,
+}
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "optimizer": lambda value: isinstance(value, str),
+    "residuals": _are_texts,
+    "nonfinite": _are_texts,
+    "weights_only": lambda value: isinstance(value, bool),
+}
 
 
-def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(group, dict) and _are_texts(group.get("params")) for group in value
-    )
-
-
-def _number(value: Any) -> Any:
-    """A learning rate may be a tensor or a NumPy number."""
-    return value.item()
+def _check(path: Path, manifest: dict[str, Any]) -> None:
+    """Whether it has the keys that are read, with values of the right kind."""
+    wanted = _NEEDED | ({"sequence": _is_count} if manifest["format"] == FORMAT else {})
+    for key, fits in (wanted | {key: fits for key, fits in _OPTIONAL.items() if key in manifest}).items():
+        if key not in manifest:
+            raise CheckpointError(f"{path} is damaged: it lacks {key!r}.")
+        if not fits(manifest[key]):
+            raise CheckpointError(f"{path} is damaged: its {key!r} is not what a manifest has there.")

@@ -11,6 +11,7 @@ At every moment one of them is complete, and `find` says which.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from megatrain import files
 from megatrain.checkpoint import manifest
 from megatrain.checkpoint.weights import INDEX
 from megatrain.errors import CheckpointError
+from megatrain.files import AnyPath
 from megatrain.telemetry.notices import announce, warn
 
 SAVED = ".megatrain-saved"
@@ -34,7 +36,7 @@ OWN = re.compile(
 class Replacement:
     """The new content of a directory: write into `fresh`, then `carry`, make it durable, and `commit`."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: AnyPath) -> None:
         # A link to a directory stays one.
         self.target = Path(os.path.realpath(directory))
         if self.target.exists() and not self.target.is_dir():
@@ -48,7 +50,7 @@ class Replacement:
         self.fresh = parent / f".{self.target.name}.megatrain-saving-{os.getpid()}"
         files.make_directory(self.fresh, like=self.target if self.target.exists() else None)
         self._written: set[str] = set()
-        self._committed = False
+        self.committed = False
 
     def carry(self) -> list[Path]:
         """Take over the files of others; the files that the checkpoint consists of."""
@@ -60,25 +62,19 @@ class Replacement:
         aside = _beside(self.target, "aside")
         if not self.target.exists():
             files.rename(self.fresh, self.target)
-            self._committed = True
+            self.committed = True
             files.sync_directory(self.target.parent)
         elif self._stays or not self._replaced(aside):
             files.rename(self.fresh, self.target / SAVED)
-            self._committed = True
+            self.committed = True
             files.sync_directory(self.target)
             _install(self.target)
         else:
-            self._committed = True
+            self.committed = True
             files.sync_directory(self.target.parent)
             # Somebody may have added a file while the others were taken over.
             _take_over(aside, self.target, self._written)
             _discard(aside)
-
-    def abandon(self) -> None:
-        """If nothing was put in place, leave nothing behind."""
-        if not self._committed:
-            with suppress(OSError):
-                files.remove_tree(self.fresh)
 
     def _replaced(self, aside: Path) -> bool:
         try:
@@ -91,13 +87,15 @@ class Replacement:
 
 
 @contextmanager
-def replacing(directory: str | os.PathLike[str]) -> Iterator[Replacement]:
+def replacing(directory: AnyPath) -> Iterator[Replacement]:
     """A replacement that is committed inside, or leaves nothing behind."""
     replacement = Replacement(directory)
     try:
         yield replacement
     except BaseException:
-        replacement.abandon()
+        if not replacement.committed:
+            with suppress(OSError):
+                files.remove_tree(replacement.fresh)
         raise
 
 
@@ -167,18 +165,17 @@ def _is_mounted(target: Path) -> bool:
     return target.is_mount() or any(line.split()[4] == name for line in lines)
 
 
-def find(directory: str | os.PathLike[str]) -> Path:
+def find(directory: AnyPath) -> Path:
     """Where the content of a directory is: elsewhere if a process died while it replaced it."""
     target = Path(os.path.realpath(directory))
     aside, before = _beside(target, "aside"), _beside(Path(os.path.abspath(directory)), "before")
-    found = None
     if (target / SAVED).is_dir():
         found = target / SAVED
     elif not target.exists() and aside.is_dir():
         found = aside
     elif before.is_dir() and manifest.sequence_of(target) is None:
         found = before
-    if found is None:
+    else:
         return Path(directory)
     announce(f"{directory} was being replaced when its process died: using {found}")
     return found
@@ -200,7 +197,7 @@ def recover(target: Path) -> None:
 
 
 @contextmanager
-def rewriting(directory: str | os.PathLike[str]) -> Iterator[Path]:
+def rewriting(directory: AnyPath) -> Iterator[Path]:
     """A checkpoint is written under its own name inside, and sealed. What has the name already is kept until then.
 
     Gives the directory where it is kept.
@@ -222,7 +219,7 @@ def rewriting(directory: str | os.PathLike[str]) -> Iterator[Path]:
         _discard(before)
 
 
-def names(parent: str | os.PathLike[str]) -> set[str]:
+def names(parent: AnyPath) -> set[str]:
     """What `find` may be asked for in a directory: what is there, and what a process died replacing."""
     listed = os.listdir(parent) if os.path.isdir(parent) else []
     hidden = (re.fullmatch(r"\.(.+)\.megatrain-(?:aside|before)", name) for name in listed)
@@ -232,10 +229,9 @@ def names(parent: str | os.PathLike[str]) -> set[str]:
 def _install(target: Path) -> None:
     """Put each file of `SAVED` in its place. Repeated after a crash it has the same result."""
     saved = target / SAVED
-    for path in [target / INDEX, target / manifest.FILE, *target.glob("model*.safetensors")]:
+    shards = [*target.glob("model*.safetensors"), *(target / manifest.FOLDER).glob("optimizer-*.safetensors")]
+    for path in [target / INDEX, target / manifest.FILE, *shards]:
         # A reader that knows nothing of us must find no mixture of two saves.
-        files.remove(path)
-    for path in (target / manifest.FOLDER).glob("optimizer-*.safetensors"):
         files.remove(path)
     names = [path.relative_to(saved) for path in files.regular_files(saved)]
     for name in sorted(names, key=lambda name: (name.as_posix() == manifest.FILE, name.name == INDEX)):
@@ -266,15 +262,11 @@ def _beside(target: Path, kind: str) -> Path:
 def _leftovers(parent: Path, name: str) -> list[Path]:
     """What saves of other processes, which are gone, or of this one have left."""
     found = []
-    for path in parent.glob(f".{_escaped(name)}.megatrain-saving-*") if parent.is_dir() else ():
+    for path in parent.glob(f".{glob.escape(name)}.megatrain-saving-*") if parent.is_dir() else ():
         process = path.name.rpartition("-")[2]
         if process.isdigit() and (int(process) == os.getpid() or not Path("/proc", process).exists()):
             found.append(path)
     return found
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def _discard(path: Path) -> None:

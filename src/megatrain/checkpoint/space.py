@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from megatrain import files
 from megatrain.checkpoint import adapters, states
 from megatrain.errors import CheckpointError
+from megatrain.files import AnyPath
 from megatrain.store.export import ExportTensor
 from megatrain.store.parameter import StoreTensor, states_of
 
@@ -46,7 +46,7 @@ def _state_bytes(parameter: StoreTensor, optimizer: states.Optimizer) -> int:
     return sum(tensor.nbytes for tensor in kept) - int(coded * (1 - CODED))
 
 
-def require(directory: str | os.PathLike[str], nbytes: int) -> None:
+def require(directory: AnyPath, nbytes: int) -> None:
     """Raise unless there is room. What the new checkpoint replaces is deleted only after it is complete."""
     free = files.free_bytes(directory)
     if free < nbytes:

@@ -8,7 +8,6 @@ Tensors are written from the store's own memory, one shard at a time.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from megatrain import files
 from megatrain.checkpoint import finite, manifest, shards
 from megatrain.errors import CheckpointError, MegaTrainError, SettingsError
+from megatrain.files import AnyPath
 from megatrain.native import lossless
 from megatrain.store.parameter import StoreTensor, restore_states, states_of
 from megatrain.telemetry.notices import announce
@@ -67,21 +67,15 @@ class Optimizer(Protocol):
     def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None: ...
 
 
-def save_optimizer(
-    model: torch.nn.Module,
-    optimizer: Optimizer,
-    directory: str | os.PathLike[str],
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
+def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyPath, shard_bytes: int) -> None:
     """Moments, residuals, step counts and groups. `seal` makes the checkpoint complete."""
     folder = Path(directory) / manifest.FOLDER
     files.make_directory(folder)
     files.remove(Path(directory) / manifest.FILE)
     for stale in folder.glob(SHARDS):
         files.remove(stale)
-    names = _names(model)
-    parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-    for _, parameter in parameters:
+    parameters = _parameters(model, optimizer)
+    for parameter in parameters.values():
         parameter.slab.settle()
     gathered = list(_gathered(parameters, optimizer.moments, shard_bytes))
     coder = _Coder() if optimizer.lossless else None
@@ -96,21 +90,19 @@ def save_optimizer(
 def seal(
     model: torch.nn.Module,
     optimizer: Optimizer | None,
-    directory: str | os.PathLike[str],
-    listed: Collection[Path] | None = None,
+    directory: AnyPath,
+    listed: Collection[Path],
     place: Path | None = None,
 ) -> int:
     """Make a checkpoint durable, then write its manifest: from now on it is complete. Its size in bytes.
 
     Without an optimizer it holds weights only. It is marked if weights or moments are not finite. `listed` are the
-    files that it consists of (None: all that are in the directory), `place` is where the directory will be. Older
-    checkpoints may be deleted after this, not before.
+    files that it consists of, `place` is where the directory will be. Older checkpoints may be deleted after this, not
+    before.
     """
-    content = _content(model, optimizer) if optimizer is not None else _content_of_weights(model)
+    content = _content_of_weights(model) if optimizer is None else _content(model, optimizer)
     finite.warn_once(optimizer if optimizer is not None else model, content.get("nonfinite", []))
     files.make_directory(Path(directory) / manifest.FOLDER)
-    if listed is None:
-        listed = consists_of(Path(directory))
     files.sync_tree(directory, listed)
     nbytes = manifest.write(Path(directory), listed, content, place)
     files.sync_names(directory)
@@ -145,13 +137,7 @@ def _content_of_weights(model: torch.nn.Module) -> dict[str, Any]:
     return {"weights_only": True, "steps": {}, "groups": [], **({"nonfinite": marks} if marks else {})}
 
 
-def consists_of(directory: Path) -> list[Path]:
-    """The files of a checkpoint: all but what only this package keeps beside its shards. Links are left out."""
-    own = directory / manifest.FOLDER
-    return [path for path in files.regular_files(directory) if path.parent != own or path.match(SHARDS)]
-
-
-def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
+def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyPath) -> None:
     """The reverse of `save_optimizer`. The caller has verified the checkpoint; what does not fit changes nothing."""
     saved = check_optimizer(model, optimizer, directory)
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -164,15 +150,14 @@ def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str 
     for path in _shard_files(Path(directory), saved):
         # A parameter's roles are always in one shard.
         for name, entry in shards.read(path, parameters).items():
-            if not restore_states(parameters[name], entry):
-                rounded += 1
+            rounded += not restore_states(parameters[name], entry)
     if rounded:
         announce(
             f"the moments of {rounded} parameters in {directory} were rounded to {optimizer.moment_width} on loading"
         )
 
 
-def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> dict[str, Any]:
+def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyPath) -> dict[str, Any]:
     """The manifest, if its optimizer, its groups and every tensor of its shards fit this optimizer."""
     saved = manifest.read(directory)
     kind = saved.get("optimizer", "adamw")
@@ -212,13 +197,13 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
 
 
 def _gathered(
-    parameters: list[tuple[str, StoreTensor]], moments: Iterable[str], shard_bytes: int
+    parameters: dict[str, StoreTensor], moments: Iterable[str], shard_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
-    for name, parameter in parameters:
+    for name, parameter in parameters.items():
         tensors = {f"{name}/{role}": tensor for role, tensor in states_of(parameter, moments).items()}
-        added = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        added = sum(tensor.nbytes for tensor in tensors.values())
         if shard and size + added > shard_bytes:
             yield shard
             shard, size = {}, 0

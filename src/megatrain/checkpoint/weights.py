@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from safetensors.torch import save_file
 from megatrain import files
 from megatrain.checkpoint import adapters
 from megatrain.errors import CheckpointError
+from megatrain.files import AnyPath
+from megatrain.store.parameter import StoreTensor
 
 INDEX = "model.safetensors.index.json"
 
 
-def save_model(
-    model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: str | os.PathLike[str]
-) -> None:
+def save_model(model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: AnyPath) -> None:
     """Through `save_pretrained` if the model has it, else as one safetensors file."""
     path = Path(directory) / "model.safetensors"
     files.before("write", path)
@@ -44,33 +43,32 @@ def without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return kept
 
 
-def load_model(model: torch.nn.Module, directory: str | os.PathLike[str]) -> None:
+def load_model(model: torch.nn.Module, directory: AnyPath) -> None:
     """Into the store, tensor by tensor where names on disk are the model's own. Nothing is written before all fits.
 
     Of a model with adapters a checkpoint holds the adapters alone. A class with a `load_state_dict` of its own is asked
     to take everything, as a stock Trainer would ask it.
     """
     if getattr(model, "peft_config", None) and adapters.found_in(Path(directory)):
-        adapters.load(model, Path(directory), lambda target, values: _put(target, None, values))
+        adapters.load(model, Path(directory), _put)
         return
     if type(model).load_state_dict is not torch.nn.Module.load_state_dict:
         _load_by_model(model, Path(directory))
         return
-    named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers())
+    own = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
     files = weight_files(Path(directory))
     shapes = {key: shape for _, entries in files for key, shape in entries.items()}
-    covered = {id(named[key]) for key in shapes if key in named}
+    covered = {id(own[key]) for key in shapes if key in own}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
-    if missing or not shapes.keys() <= named.keys() | buffers.keys():
-        _load_converted(model, named, buffers, directory, missing)
+    if missing or not shapes.keys() <= own.keys():
+        _load_converted(model, own, directory, missing)
         return
     for key, shape in shapes.items():
-        _check_shape(key, named.get(key, buffers.get(key)), shape)
+        _check_shape(key, own[key], shape)
     for path, entries in files:
         with safe_open(path, framework="pt") as shard:
             for key in entries:
-                _put(named.get(key), buffers.get(key), shard.get_tensor(key))
+                _put(own[key], shard.get_tensor(key))
 
 
 def _load_by_model(model: torch.nn.Module, directory: Path) -> None:
@@ -83,7 +81,7 @@ def _load_by_model(model: torch.nn.Module, directory: Path) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         values = state.get(name)
         if values is not None and torch.equal(parameter.detach().cpu(), values.to(parameter.dtype)):
-            _put(parameter, None, values)
+            _put(parameter, values)
 
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
@@ -123,9 +121,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(f"{path} is damaged: {cause}.") from cause
 
 
-def _load_converted(
-    model: Any, named: dict[str, Any], buffers: dict[str, torch.Tensor], directory: Any, missing: list[str]
-) -> None:
+def _load_converted(model: Any, own: dict[str, torch.Tensor], directory: Any, missing: list[str]) -> None:
     """Names on disk differ from the model's (merged experts...): let transformers convert, in a temporary copy."""
     if not hasattr(model, "from_pretrained"):
         lacks = f"lacks {missing[0]}" if missing else "has names that the model does not know"
@@ -137,13 +133,13 @@ def _load_converted(
                 f"the checkpoint in {directory} is of another model: it {says} {sorted(report[kind])[0]}."
             )
     for name, parameter in loaded.named_parameters():
-        _check_shape(name, named.get(name), tuple(parameter.shape))
+        _check_shape(name, own.get(name), tuple(parameter.shape))
     for name, parameter in loaded.named_parameters():
-        _put(named[name], None, parameter)
+        _put(own[name], parameter)
     persistent = loaded.state_dict().keys()
     for name, buffer in loaded.named_buffers():
-        if name in buffers and name in persistent:
-            _put(None, buffers[name], buffer)
+        if name in own and name in persistent:
+            _put(own[name], buffer)
 
 
 def _check_shape(name: str, target: torch.Tensor | None, shape: tuple[int, ...]) -> None:
@@ -152,9 +148,9 @@ def _check_shape(name: str, target: torch.Tensor | None, shape: tuple[int, ...])
         raise CheckpointError(f"{name} has shape {shape} in the checkpoint, and the model has {own}.")
 
 
-def _put(parameter: Any, buffer: torch.Tensor | None, values: torch.Tensor) -> None:
-    if parameter is not None:
-        parameter.slab.put(parameter.segment, values)
-    elif buffer is not None:
+def _put(target: torch.Tensor, values: torch.Tensor) -> None:
+    if isinstance(target, StoreTensor):
+        target.slab.put(target.segment, values)
+    else:
         with torch.no_grad():
-            buffer.copy_(values)
+            target.copy_(values)

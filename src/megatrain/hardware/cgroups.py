@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -31,13 +32,16 @@ def affinity() -> int:
 
 def memory_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
     """The tightest memory limit of the cgroups (v1, v2) that this process is in, in bytes."""
-    limits = []
+    return min((limit for limit, _, _ in _memory_limits(root, membership)), default=None)
+
+
+def _memory_limits(root: Path, membership: Path) -> Iterator[tuple[int, Path, str]]:
+    """Of each cgroup that has a memory limit: the limit, its folder, and the name of the file with its usage."""
     for folder in folders("memory", root, membership):
-        for name in ("memory.max", "memory.limit_in_bytes"):
+        for name, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             found = words(folder / name)
             if found and found[0] != "max" and int(found[0]) < 1 << 60:  # v1 writes "none" as almost 2**63
-                limits.append(int(found[0]))
-    return min(limits, default=None)
+                yield int(found[0]), folder, usage
 
 
 def cpu_quota(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
@@ -53,14 +57,8 @@ def cpu_quota(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | 
 def headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
     """Bytes that the tightest cgroup still allows: its limit minus what is used and cannot be reclaimed."""
     rooms = []
-    for folder in folders("memory", root, membership):
-        for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, usage = words(folder / limit_name), words(folder / usage_name)
-            if not limit or not usage or limit[0] == "max" or int(limit[0]) >= 1 << 60:
-                continue
+    for limit, folder, usage in _memory_limits(root, membership):
+        if used := words(folder / usage):
             fields = words(folder / "memory.stat")
             stat = dict(zip(fields[::2], fields[1::2], strict=False))
             # Page cache counts as usage but is given back under pressure; of the active list half is counted, since the
@@ -68,8 +66,7 @@ def headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | Non
             inactive, active = (
                 int(stat.get(f"total_{name}", stat.get(name, "0"))) for name in ("inactive_file", "active_file")
             )
-            reclaimable = inactive + active // 2
-            rooms.append(max(0, int(limit[0]) - int(usage[0]) + reclaimable))
+            rooms.append(max(0, limit - int(used[0]) + inactive + active // 2))
     return min(rooms, default=None)
 
 

@@ -13,10 +13,12 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,29 +33,36 @@ CHUNK = 16 << 20
 """Bytes per disk transfer."""
 IN_FLIGHT = 4
 """Disk transfers under way at once."""
+LAUNCHES = 256
+"""Operations in a row, fewer than the GPU's queue holds."""
 SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192)}
 """Edges of the matrices that are multiplied."""
 
 
 def rate(work: Work, amount: float, seconds: float, settle: Callable[[], None] = lambda: None) -> float:
     """`amount` per second of `work`, repeated for `seconds`; `settle` waits for what it enqueued."""
-    work()  # faults pages in, fills caches, lets libraries choose their kernels
-    settle()
-    start = time.perf_counter()
-    work()
-    settle()
-    once = time.perf_counter() - start
+    once = _once(work, settle)
     if once >= seconds:
         return amount / once
+    end = time.perf_counter() + seconds - once
     batch = max(1, int(seconds / BATCHES / once))
     rates = []
-    while time.perf_counter() - start < seconds:
-        begun = time.perf_counter()
+    while (begun := time.perf_counter()) < end:
         for _ in range(batch):
             work()
         settle()
         rates.append(batch * amount / (time.perf_counter() - begun))
     return statistics.median(rates)
+
+
+def _once(work: Work, settle: Callable[[], None]) -> float:
+    """Seconds of one repetition, after one that faults pages in, fills caches and lets libraries choose kernels."""
+    work()
+    settle()
+    start = time.perf_counter()
+    work()
+    settle()
+    return time.perf_counter() - start
 
 
 @contextmanager
@@ -80,21 +89,8 @@ class HostStreams:
         """One pass over all of it."""
         weight, gradient, first, second = ([tensor] for tensor in self._tensors)
         # What torch.optim.AdamW(fused=True) calls; making one of those imports TorchDynamo, which takes seconds.
-        torch._fused_adamw_(
-            weight,
-            gradient,
-            first,
-            second,
-            [],
-            [self._step],
-            lr=1e-4,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
+        options: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+        torch._fused_adamw_(weight, gradient, first, second, [], [self._step], amsgrad=False, maximize=False, **options)
 
 
 def dram(streams: HostStreams, seconds: float) -> float:
@@ -118,9 +114,11 @@ class Link:
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def send(self) -> None:
+    def send(self, source: torch.Tensor | None = None) -> None:
+        """From pinned memory, or from another source that is no longer."""
+        source = self._host_in if source is None else source
         with torch.cuda.stream(self._streams[0]):
-            self._in.copy_(self._host_in, non_blocking=True)
+            self._in[: source.numel()].copy_(source, non_blocking=True)
 
     def receive(self) -> None:
         with torch.cuda.stream(self._streams[1]):
@@ -129,10 +127,6 @@ class Link:
     def both(self) -> None:
         self.send()
         self.receive()
-
-    def send_pageable(self, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._streams[0]):
-            self._in[: source.numel()].copy_(source, non_blocking=True)
 
     def busy(self) -> bool:
         """Whether copies are still under way in both directions."""
@@ -163,29 +157,16 @@ def _clear_last_error() -> None:
         return
 
 
-LAUNCHES = 256
-"""Operations in a row, fewer than the GPU's queue holds."""
-
-
-def h2d(link: Link, seconds: float) -> float:
-    """Bytes per second from pinned memory to the GPU."""
-    return rate(link.send, link.nbytes, seconds, link.settle)
-
-
-def d2h(link: Link, seconds: float) -> float:
-    """Bytes per second from the GPU to pinned memory."""
-    return rate(link.receive, link.nbytes, seconds, link.settle)
-
-
-def duplex(link: Link, seconds: float) -> float:
-    """Bytes per second of both directions together."""
-    return rate(link.both, 2 * link.nbytes, seconds, link.settle)
-
-
-def pageable_h2d(link: Link, seconds: float) -> float:
-    """Bytes per second from memory that is not pinned to the GPU."""
-    source = torch.ones(min(link.nbytes, 256 << 20), dtype=torch.uint8, device="cpu")
-    return rate(lambda: link.send_pageable(source), source.numel(), seconds, link.settle)
+def copies(link: Link, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Bytes per second between pinned memory and the GPU, and from memory that is not pinned, as in `Machine`."""
+    pageable = torch.ones(min(link.nbytes, 256 << 20), dtype=torch.uint8, device="cpu")
+    works: dict[str, tuple[Work, int]] = {
+        "duplex": (link.both, 2 * link.nbytes),
+        "h2d": (link.send, link.nbytes),
+        "d2h": (link.receive, link.nbytes),
+        "pageable_h2d": (partial(link.send, pageable), pageable.numel()),
+    }
+    return {name: rate(work, nbytes, seconds[name], link.settle) for name, (work, nbytes) in works.items()}
 
 
 def dram_under_dma(streams: HostStreams, link: Link, alone: float, copying: float, seconds: float) -> float:
@@ -208,7 +189,7 @@ def hbm(device: torch.device, nbytes: int, seconds: float) -> float:
     """Bytes per second, read plus written, of a copy inside GPU memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return rate(lambda: target.copy_(source), 2 * nbytes, seconds, lambda: torch.cuda.synchronize(device))
+    return rate(lambda: target.copy_(source), 2 * nbytes, seconds, _settling(device))
 
 
 def launches(device: torch.device, seconds: float) -> float:
@@ -219,7 +200,7 @@ def launches(device: torch.device, seconds: float) -> float:
         for _ in range(LAUNCHES):
             value.add_(1.0)
 
-    return rate(work, LAUNCHES, seconds, lambda: torch.cuda.synchronize(device))
+    return rate(work, LAUNCHES, seconds, _settling(device))
 
 
 def matmul(device: torch.device, kind: str, seconds: float) -> float:
@@ -257,22 +238,16 @@ def _at_the_largest(
     make: Callable[[int], tuple[Work, float]], sizes: Sequence[int], device: torch.device, seconds: float
 ) -> float:
     """The rate at the largest size that the time allows; the smaller ones only tell how long the next would take."""
-
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    settle = _settling(device)
     for size, larger in itertools.zip_longest(sizes, sizes[1:]):
         work, amount = make(size)
-        work()
-        settle()
-        start = time.perf_counter()
-        work()
-        settle()
-        once = time.perf_counter() - start
-        if larger is None or once * (larger / size) ** 3 > seconds:
+        if larger is None or _once(work, settle) * (larger / size) ** 3 > seconds:
             break
     return rate(work, amount, seconds, settle)
+
+
+def _settling(device: torch.device) -> Callable[[], None]:
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
 def _randoms(count: int, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -70,7 +70,10 @@ def probe(
     """
     start = time.perf_counter()
     chosen = inventory.choose_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    folders = [_checked(folder) for folder in described.folders(offload_dir)]
+    folders = [Path(folder) for folder in described.folders(offload_dir)]
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingsError(f"offload_dir {folder} is not a directory; create it first.")
     facts = _facts(chosen)
     file = _cache_file(facts)
     record = None if refresh or file is None else _Record.read(file, facts)
@@ -101,7 +104,8 @@ def _measure(device: torch.device) -> Machine:
     """Everything but the disks; updates estimated."""
     cores = usable_cores()
     with measure.threads(cores):
-        streams = measure.HostStreams(_streams_bytes(cores))
+        nbytes = min(max(512 << 20, cores * STREAMS_PER_CORE), 4 << 30, inventory.available_ram() // 8)
+        streams = measure.HostStreams(nbytes)
         dram = measure.dram(streams, SECONDS["dram"])
         rates: dict[str, Any] = {"dram": dram, "update": {width: dram / touched for width, touched in TOUCHED.items()}}
         rates |= _measure_gpu(device, streams, dram) if device.type == "cuda" else _NO_GPU
@@ -126,16 +130,8 @@ def _measure(device: torch.device) -> Machine:
 
 _ESTIMATED = "estimated from memory bandwidth"
 _NO_GPU: dict[str, Any] = {
-    "gpu": None,
-    "vram_bytes": 0,
-    "h2d": 0.0,
-    "d2h": 0.0,
-    "duplex": 0.0,
-    "pageable_h2d": 0.0,
-    "dram_under_dma": 0.0,
-    "gpu_update": {},
-    "hbm": 0.0,
-    "launches": 0.0,
+    **{"gpu": None, "vram_bytes": 0, "gpu_update": {}},
+    **dict.fromkeys(("h2d", "d2h", "duplex", "pageable_h2d", "dram_under_dma", "hbm", "launches"), 0.0),
 }
 
 
@@ -145,22 +141,16 @@ def _measure_gpu(device: torch.device, streams: measure.HostStreams, dram: float
     launches = measure.launches(device, SECONDS["launches"])
     with torch.cuda.device(device), measure.registered(nbytes) as outgoing, measure.registered(nbytes) as incoming:
         link = measure.Link(device, outgoing, incoming)
-        duplex = measure.duplex(link, SECONDS["duplex"])
-        rates = {
-            "h2d": measure.h2d(link, SECONDS["h2d"]),
-            "d2h": measure.d2h(link, SECONDS["d2h"]),
-            "duplex": duplex,
-            "pageable_h2d": measure.pageable_h2d(link, SECONDS["pageable_h2d"]),
-            "dram_under_dma": measure.dram_under_dma(streams, link, dram, duplex, SECONDS["dram_under_dma"]),
-        }
+        rates = measure.copies(link, SECONDS)
+        loaded = measure.dram_under_dma(streams, link, dram, rates["duplex"], SECONDS["dram_under_dma"])
         del link
         hbm = measure.hbm(device, nbytes, SECONDS["hbm"])
-    updates = {width: hbm / touched for width, touched in TOUCHED.items()}
     return {
         "gpu": properties.name,
         "vram_bytes": properties.total_memory,
         **rates,
-        "gpu_update": updates,
+        "dram_under_dma": loaded,
+        "gpu_update": {width: hbm / touched for width, touched in TOUCHED.items()},
         "hbm": hbm,
         "launches": _at_its_best(launches, device),
     }
@@ -170,10 +160,6 @@ def _at_its_best(launches: float, device: torch.device) -> float:
     """The faster of what was found before and what is found now: work of others can only have slowed it down, for some
     seconds in which everything took the host longer."""
     return max(launches, measure.launches(device, SECONDS["launches"]))
-
-
-def _streams_bytes(cores: int) -> int:
-    return min(max(512 << 20, cores * STREAMS_PER_CORE), 4 << 30, inventory.available_ram() // 8)
 
 
 def _with_updates(machine: Machine, device: torch.device, update_rates: UpdateRates) -> Machine:
@@ -208,13 +194,6 @@ def _measure_disk(folder: Path, seconds: float) -> Disk:
             f"offload_dir {folder} cannot be written to or read from ({error.strerror}); use another directory."
         ) from error
     return Disk(path=str(folder), free_bytes=free, read=read, write=write)
-
-
-def _checked(folder: str) -> Path:
-    path = Path(folder)
-    if not path.is_dir():
-        raise SettingsError(f"offload_dir {path} is not a directory; create it first.")
-    return path
 
 
 def _key(folder: Path) -> str:
@@ -286,11 +265,6 @@ class _Record:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def write(self, file: Path) -> None:
-        """Whole or not at all: nothing is left of what could not be finished."""
-        files.make_directory(file.parent)
-        files.write(file, json.dumps(asdict(self), indent=2))
-
 
 def _keep(record: _Record, file: Path | None) -> None:
     """A cache that cannot be written costs a few seconds next time, no more."""
@@ -299,7 +273,8 @@ def _keep(record: _Record, file: Path | None) -> None:
         announce(f"the measurements are not kept, as there is no home directory: {again}; XDG_CACHE_HOME names a place")
         return
     try:
-        record.write(file)
+        files.make_directory(file.parent)
+        files.write(file, json.dumps(asdict(record), indent=2))
     except OSError as error:
         announce(f"the measurements could not be kept in {file} ({error.strerror}): {again}")
 

@@ -317,11 +317,11 @@ def test_a_file_that_cannot_be_synced_is_not_sealed(tmp_path: Path) -> None:
     assert error.value.filename.endswith("model.safetensors")
     assert manifest.verify(tmp_path / "one") == before
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
-    states.save_optimizer(model, optimizer, tmp_path / "one")
+    states.save_optimizer(model, optimizer, tmp_path / "one", states.SHARD_BYTES)
     with files.watching(fails), pytest.raises(OSError, match="while syncing"):
-        states.seal(model, optimizer, tmp_path / "one")
+        states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))
     with pytest.raises(OSError, match="has not been written anew"):
-        states.seal(model, optimizer, tmp_path / "one")
+        states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))
 
 
 def test_the_seconds_are_said(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

@@ -102,8 +102,8 @@ def test_sharded(tmp_path: Path) -> None:
     train(model, optimizer, 1)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    states.save_optimizer(model, optimizer, tmp_path)
-    states.seal(model, optimizer, tmp_path)
+    states.save_optimizer(model, optimizer, tmp_path, states.SHARD_BYTES)
+    states.seal(model, optimizer, tmp_path, files.regular_files(tmp_path))
     assert small.same(small.snapshot(model), small.snapshot(AutoModelForCausalLM.from_pretrained(tmp_path)))
     other, fresh, another = attached(seed=1)
     fresh.load(tmp_path, another)
@@ -162,8 +162,8 @@ def test_saving_states_waits_for_the_update(tmp_path: Path) -> None:
     model, engine, optimizer = attached(debug=mt.Debug(lanes=ThreadLanes(seed=0, max_delay=2e-2)))
     model(**small.batch()).loss.backward()
     optimizer.step()
-    states.save_optimizer(model, optimizer, tmp_path)
-    states.seal(model, optimizer, tmp_path)
+    states.save_optimizer(model, optimizer, tmp_path, states.SHARD_BYTES)
+    states.seal(model, optimizer, tmp_path, files.regular_files(tmp_path))
     engine.synchronize()
     with safe_open(tmp_path / STATES, framework="pt") as file:
         saved = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
