@@ -241,17 +241,20 @@ def regular_files(directory: AnyPath) -> list[Path]:
 
 def free_bytes(path: AnyPath) -> int:
     """What this user may still write where `path` is or will be."""
-    there = Path(os.path.abspath(path))
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).free
+    path = Path(os.path.abspath(path))
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
 @contextmanager
 def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
     """A regular file below a directory, for reading. Links are not followed, and nothing waits for a pipe's writer."""
     parts = name.split("/")
-    if not _can_be_inside(name):
+    inside = "\0" not in name and not {"", ".", ".."}.intersection(parts)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        inside = False
+    if not inside:
         raise OSError(errno.EINVAL, "not a name inside the directory", name)
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -271,14 +274,6 @@ def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
         raise OSError(errno.EINVAL, "not a regular file", str(Path(directory) / name))
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         yield file
-
-
-def _can_be_inside(name: str) -> bool:
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 @contextmanager

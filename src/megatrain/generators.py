@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -52,7 +53,7 @@ class Generators:
             torch.equal(self.cpu, other.cpu)
             and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
             and self.python == other.python
-            and (self.numpy is other.numpy)
+            and self.numpy is other.numpy
         )
 
     def restore(self) -> None:
@@ -121,19 +122,14 @@ class _Numpy:
             self._last = (self._memory.tobytes(), state)
 
 
-class _Interface:
-    """Some memory of an object, which is kept alive, for NumPy to make an array of."""
-
-    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
-        self.owner = owner
-        self.__array_interface__ = {"data": (address, True), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-
-
 def _memory_of(generator: Any) -> numpy.ndarray[Any, Any]:
     """The bytes of the generator's state; none if it is not the usual one."""
     if type(generator) is not numpy.random.MT19937:
         return numpy.empty(0, numpy.uint8)
-    return numpy.asarray(_Interface(generator, generator.ctypes.state_address, _MT19937_BYTES))
+    data = (generator.ctypes.state_address, True)
+    interface = {"data": data, "shape": (_MT19937_BYTES,), "typestr": "|u1", "version": 3}
+    # The array keeps what it was made of alive, and so the generator.
+    return numpy.asarray(SimpleNamespace(owner=generator, __array_interface__=interface))
 
 
 _numpy = _Numpy()

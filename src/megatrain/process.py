@@ -85,10 +85,9 @@ class Shared(Generic[Value, Wish]):
 
 def let_go(owner: Hashable) -> None:
     """An engine ends: its wishes are nobody else's."""
-    _switch_interval.let_go(owner)
-    for share in list(_shares.values()):
-        share.let_go(owner)
-    _segments.let_go(owner)
+    held: list[Shared[Any, Any]] = [_switch_interval, *_shares.values(), _segments]
+    for shared in held:
+        shared.let_go(owner)
 
 
 # ---- Python
@@ -135,14 +134,11 @@ _shares: dict[torch.device, Shared[float, VramLimit]] = {}
 
 
 def _share_of(device: torch.device) -> Shared[float, VramLimit]:
-    def write(share: float) -> None:
-        torch.cuda.set_per_process_memory_fraction(share, device)
-
     return _shares.setdefault(
         device,
         Shared(
             lambda: torch.cuda.get_per_process_memory_fraction(device),
-            write,
+            lambda share: torch.cuda.set_per_process_memory_fraction(share, device),
             partial(_share, device),
             partial(math.isclose, rel_tol=1e-6),
         ),
@@ -159,10 +155,8 @@ def _share(device: torch.device, users: float, limits: list[VramLimit]) -> float
 
 
 def grow_segments(owner: Hashable) -> bool:
-    """Segments that grow keep what is reserved close to what is allocated; one who configured the allocator knows.
-
-    Whether they do.
-    """
+    """Let segments grow, which keeps what is reserved close to what is allocated, unless the user has configured the
+    allocator. Whether they do."""
     configured = _environment() or _segments.users()
     if configured:
         return GROWING.lower() in configured.lower().replace(" ", "")

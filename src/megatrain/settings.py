@@ -19,6 +19,10 @@ CHANGE_RESULTS = ("device", "precision", "optimizer_compression", "head_chunk", 
 """The settings that change bits of results."""
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 class _RecordsGiven(Aliased):
     """Makes objects that know which of their fields were passed: a default that was asked for is a choice."""
 
@@ -55,8 +59,7 @@ class Debug(_Choices):
 
     def __post_init__(self) -> None:
         for name in ("slots", "grad_slots"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_count(value := getattr(self, name)):
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
@@ -193,8 +196,7 @@ class Settings(_Choices, metaclass=_HadDebug):
         """
         changes = Settings.current_names(changes)
         known = {field.name for field in fields(self)}
-        unknown = sorted(set(changes) - known)
-        if unknown:
+        if unknown := sorted(set(changes) - known):
             raise UnknownSetting(f"unknown setting {unknown[0]!r}; known settings are {', '.join(sorted(known))}.")
         if "debug" in changes:
             changes["debug"] = Debug(**self.debug.chosen() | _debug(changes["debug"]).chosen())
@@ -218,10 +220,6 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, str):
         return {"*": value}
     return (value,) if isinstance(value, int) else value
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 _current = Settings()

@@ -36,7 +36,8 @@ def check(
     where: dict[str, Path] = {}
     found_residuals = set()
     for path in paths:
-        for name, tensors in _described(path).items():
+        found = _described(path)
+        for name, tensors in found.items():
             if name not in parameters:
                 raise CheckpointError(f"{path} holds the state of {name!r}, which this optimizer does not have.")
             if name in where:
@@ -45,7 +46,10 @@ def check(
             if RESIDUAL in tensors:
                 found_residuals.add(name)
             _check_tensors(f"the state of {name} in {path}", tensors, parameters[name], moments)
-        _check_codes(path, parameters)
+        with _opened(path) as shard:
+            # What is coded must decode, which is known only afterwards.
+            for key in (f"{name}/{role}" for name in found for role in found[name] if role.endswith(CODED)):
+                _decoded(path, key, shard.get_tensor(key), parameters)
     if missing := sorted(parameters.keys() - where.keys()):
         raise CheckpointError(f"no shard holds the state of {missing[0]} ({len(missing)} missing).")
     if residuals is not None and (other := sorted(found_residuals ^ set(residuals))):
@@ -61,7 +65,7 @@ def read(path: Path, parameters: Parameters) -> dict[str, dict[str, torch.Tensor
             name, _, role = key.rpartition("/")
             tensor = shard.get_tensor(key)
             if role.endswith(CODED):
-                role, tensor = role.removesuffix(CODED), _decoded(path, name, tensor, parameters[name].numel())
+                role, tensor = role.removesuffix(CODED), _decoded(path, key, tensor, parameters)
             entries.setdefault(name, {})[role] = tensor
     return entries
 
@@ -115,17 +119,9 @@ def _ways(parameter: StoreTensor, moment: str) -> list[Tensors]:
     return ways
 
 
-def _check_codes(path: Path, parameters: Parameters) -> None:
-    """What is coded must decode, which is known only afterwards."""
-    with _opened(path) as shard:
-        for key in shard.keys():  # noqa: SIM118
-            name, _, role = key.rpartition("/")
-            if role.endswith(CODED):
-                _decoded(path, name, shard.get_tensor(key), parameters[name].numel())
-
-
-def _decoded(path: Path, name: str, coded: torch.Tensor, numel: int) -> torch.Tensor:
-    plain = torch.empty(numel)
+def _decoded(path: Path, key: str, coded: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    name = key.rpartition("/")[0]
+    plain = torch.empty(parameters[name].numel())
     try:
         lossless.decode(coded, plain, THREADS)
     except CheckpointError as error:

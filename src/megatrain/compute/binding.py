@@ -7,7 +7,7 @@ change, and an exception at any point (Ctrl-C) leaves nothing behind, since a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
@@ -72,11 +72,6 @@ class Bound(dict[str, Any]):
     def __len__(self) -> int:
         return super().__len__() if is_dynamo_compiling() else len(self.own)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]
-
     def keys(self) -> Any:
         return super().keys() if is_dynamo_compiling() else self.own.keys()
 
@@ -104,14 +99,8 @@ class Bound(dict[str, Any]):
         self.own.clear()
         super().clear()
 
-    def update(self, *others: Any, **named: Any) -> None:
-        for name, value in dict(*others, **named).items():
-            self[name] = value
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
+    # dict's own would go past the methods above.
+    get, setdefault, update = MutableMapping.get, MutableMapping.setdefault, MutableMapping.update  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.own,)

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
-from megatrain.compute.addresses import Addresses
 from megatrain.compute.binding import Binding, Bound, call_bound, within_context
 from megatrain.compute.compiled import Compiled, structure_of
+from megatrain.compute.rebind import Addresses
 from megatrain.compute.trees import Recipe, containers, entries_of, put_back, take_apart
 from megatrain.errors import ModelMoved
 from megatrain.store.slab import Slab
@@ -78,21 +79,21 @@ class Block:
             {slab.index: slab for slab, _ in self.places.values()}.values(), key=lambda slab: slab.index
         )
         self._stateless = _Original(self.module, self.original)
-        owners = [(path, module) for path, module in self.module.named_modules() if module._parameters]
-        self._weights = [_bindable(module, "_parameters") for _, module in owners]
+        self._owners = [
+            (path, module, _bindable(module, "_parameters"))
+            for path, module in self.module.named_modules()
+            if module._parameters
+        ]
         self._buffers: dict[str, tuple[Bound, str]] = {}
         """Full name → where it is looked up. Empty until a forward has changed a buffer."""
         self._names = [
             (id(content), [(key, self._place(path, key)) for key, value in content.items() if value is not None])
-            for (path, _), content in zip(owners, self._weights, strict=True)
+            for path, _, content in self._owners
         ]
-        self._held = [(module.__dict__, content) for (_, module), content in zip(owners, self._weights, strict=True)]
-        self._owners = owners
-        self._links = [link for path, _ in owners for link in _links(self.module, path)]
+        self._links = [link for path, _, _ in self._owners for link in _links(self.module, path)]
         # Modules may keep what they derive from their weights (LSTM), and tracing by torch.compile needs the storage
         # of their dicts: one thread at a time.
         self._turn: AbstractContextManager[Any] = threading.RLock()
-        self._structure: Hashable = None
         self._traced = False
         """Whether a compiled call is under way, or was interrupted."""
 
@@ -116,11 +117,9 @@ class Block:
         """Whether a training forward of this block runs compiled, as far as is known."""
         return self.compiled is not None and self.compiled.takes(self.structure)
 
-    @property
+    @cached_property
     def structure(self) -> Hashable:
-        if self._structure is None:
-            self._structure = structure_of(self.module)
-        return self._structure
+        return structure_of(self.module)
 
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
         """Weights by (slab, segment), as views of the slots. Fresh leaves per use: autocast caches casts by leaf."""
@@ -151,14 +150,15 @@ class Block:
         assert self.compiled is not None
         state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.places.items()}
         state |= {f"block.{name}": buffer for name, buffer in buffers.items()}
-        contents = [*self._weights, *{id(content): content for content, _ in self._buffers.values()}.values()]
+        of_buffers = [*{id(content): content for content, _ in self._buffers.values()}.values()]
+        contents = [*(content for _, _, content in self._owners), *of_buffers]
         if self._traced:
             for content in contents:
                 content.forget_traced()
         self._traced = True
         # What breaks out of the graph runs in Python, and finds the same weights bound.
         result = call_bound(binding, self.compiled, self._stateless, state, args, kwargs)
-        for content in contents[len(self._weights) :] if not buffers else ():
+        for content in of_buffers if not buffers else ():
             content.take_traced()
         for content in contents:
             content.forget_traced()
@@ -169,8 +169,8 @@ class Block:
         """Weights are bound where the modules were when the engine was attached."""
         if any(modules.get(key) is not module for modules, key, module in self._links):
             self._follow_links()
-        for attributes, content in self._held:
-            if attributes["_parameters"] is not content:
+        for _, module, content in self._owners:
+            if module.__dict__["_parameters"] is not content:
                 raise ModelMoved(
                     f"the parameters of {self.name} were replaced after the engine was attached; change the model "
                     "before attaching, or write into them (`parameter.data.copy_`)."
@@ -179,13 +179,13 @@ class Block:
     def _follow_links(self) -> None:
         """A module on the way to others was replaced: harmless if it leads to the same ones (BigBird's attention)."""
         present = dict(self.module.named_modules(remove_duplicate=False))
-        for path, owner in self._owners:
+        for path, owner, _ in self._owners:
             if present.get(path) is not owner:
                 raise ModelMoved(
                     f"the module {path!r} of {self.name} was replaced after the engine was attached, so its weights "
                     "would not be trained; change the model before attaching."
                 )
-        self._links = [link for path, _ in self._owners for link in _links(self.module, path)]
+        self._links = [link for path, _, _ in self._owners for link in _links(self.module, path)]
 
     @contextmanager
     def keeping_buffers(self) -> Iterator[Buffers]:
@@ -199,11 +199,7 @@ class Block:
         after = dict(self.module.named_buffers())
         if any(after.get(name) is not buffer or buffer._version != v for name, (buffer, v, _) in before.items()):
             kept |= {name: copy for name, (_, _, copy) in before.items()}
-            self._find_buffers()
-
-    def _find_buffers(self) -> None:
-        if not self._buffers:
-            self._buffers = {
+            self._buffers = self._buffers or {
                 f"{path}.{key}".lstrip("."): (_bindable(module, "_buffers"), key)
                 for path, module in self.module.named_modules()
                 for key, value in module._buffers.items()
@@ -238,37 +234,19 @@ def _links(root: torch.nn.Module, path: str) -> Iterator[tuple[dict[str, Any], s
         module = child
 
 
-@dataclass(frozen=True)
-class Emitted:
-    """Everything that leaves a block, as flat tensors: its result, what was recorded inside, entries of dicts."""
-
-    tensors: list[torch.Tensor]
-    recipe: Recipe
-
-    def deliver(
-        self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording | None
-    ) -> Any:
-        """Hand the node's outputs on: entries into the caller's dicts, records to the recording, the result back."""
-        result, recorded, entries = self.recipe.rebuild(tensors)
-        outer = containers(args, kwargs)
-        for place, changed in entries:
-            put_back(outer[place], changed)
-        if recording is not None:
-            recording.replay(recorded)
-        return result
-
-
 def emit(
     block: Block,
     weights: Weights,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     recording: Recording | None,
-    buffers: Buffers | None = None,
-    *,
-    compiled: bool = False,
-) -> Emitted:
-    """Call a block and gather what leaves it. The arguments are this call's own: it may write to dicts in them."""
+    buffers: Buffers | None,
+    compiled: bool,
+) -> tuple[list[torch.Tensor], Recipe]:
+    """Call a block; everything that leaves it as flat tensors: its result, what was recorded inside, entries of dicts.
+
+    The arguments are this call's own: it may write to dicts in them.
+    """
     before = {place: entries_of(container) for place, container in containers(args, kwargs).items()}
 
     def call() -> Any:
@@ -281,4 +259,15 @@ def emit(
     ]
     tensors, recipe = take_apart((result, recorded, entries))
     # What aliases a slot would change when the slot is refilled.
-    return Emitted([*map(Addresses(weights).out_of, tensors)], recipe)
+    return [*map(Addresses(weights).out_of, tensors)], recipe
+
+
+def deliver(emitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording | None) -> Any:
+    """Hand on what left a block: entries into the caller's dicts, records to the recording, the result back."""
+    result, recorded, entries = emitted
+    outer = containers(args, kwargs)
+    for place, changed in entries:
+        put_back(outer[place], changed)
+    if recording is not None:
+        recording.replay(recorded)
+    return result

@@ -85,14 +85,11 @@ class LazyLogits(torch.Tensor):
 
 _LOOKS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "get_device", "__len__"}
 _LOOKED_AT = {"shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf", "is_meta"}
-_ADD = ("add", "__add__", "__radd__", "__iadd__")
-_SUB = ("sub", "__sub__", "__isub__")
-_MUL = ("mul", "multiply", "__mul__", "__rmul__", "__imul__")
-_DIV = ("div", "true_divide", "__truediv__", "__itruediv__")
 _BINARY: dict[str, Callable[..., torch.Tensor]] = {
-    name: operation
-    for names, operation in ((_ADD, torch.add), (_SUB, torch.sub), (_MUL, torch.mul), (_DIV, torch.div))
-    for name in names
+    **dict.fromkeys(("add", "__add__", "__radd__", "__iadd__"), torch.add),
+    **dict.fromkeys(("sub", "__sub__", "__isub__"), torch.sub),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__", "__imul__"), torch.mul),
+    **dict.fromkeys(("div", "true_divide", "__truediv__", "__itruediv__"), torch.div),
 }
 _UNARY: dict[str, Pointwise] = {"tanh": torch.tanh, "contiguous": torch.Tensor.contiguous}
 

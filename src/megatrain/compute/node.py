@@ -20,11 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatrain.compute.addresses import Addresses
 from megatrain.compute.binding import within_context
-from megatrain.compute.block import Block, Buffers, Emitted, Recording, Weights, emit
+from megatrain.compute.block import Block, Buffers, Recording, Weights, deliver, emit
 from megatrain.compute.compiled import CannotCompile
-from megatrain.compute.rebind import Rebinder
+from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
@@ -84,7 +83,7 @@ class _Graph:
 
     inputs: list[torch.Tensor]
     weights: Weights
-    emitted: Emitted
+    outputs: list[torch.Tensor]
     rebinder: Rebinder | None
 
 
@@ -114,11 +113,12 @@ class _Call:
     """Where the generators stood after the forward; None if it drew nothing."""
     disturbed: bool = False
     """Whether another thread came in during the forward."""
-    emitted: Emitted | None = None
+    result: Recipe | None = None
+    """What left the block in the forward, without its tensors, until it is handed on."""
     compiled: bool = False
     """Whether the forward ran compiled: the recompute must too, or its dropout masks would be others."""
 
-    def run_first(self, inputs: list[torch.Tensor], weights: Weights) -> Emitted:
+    def run_first(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], Recipe]:
         """The forward, compiled where blocks are."""
         # What hooks record inside is a side effect, which compiled code does not repeat.
         self.compiled = self.recording is None and self.block.compiles
@@ -132,10 +132,10 @@ class _Call:
         self.ambient.generators.restore()
         return self.run(inputs, weights)
 
-    def run(self, inputs: list[torch.Tensor], weights: Weights) -> Emitted:
+    def run(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], Recipe]:
         args, kwargs = self.recipe.rebuild(inputs)
         with torch.enable_grad():
-            return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None, compiled=self.compiled)
+            return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None, self.compiled)
 
     def park(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """What autograd keeps of the inputs: all, none (`store`), or those too small to be worth parking."""
@@ -166,9 +166,9 @@ class _Call:
         weights = self.block.bind(views, leaves=True)
         for _ in range(REPLAYS):
             with self.ambient.replayed(self.drawn), self.flow.counting_from(self.use.calls):
-                graph = _Graph(inputs, weights, self.run(inputs, weights), None)
+                outputs, _ = self.run(inputs, weights)
                 if self.drew_again():
-                    return graph
+                    return _Graph(inputs, weights, outputs, None)
         raise UnsupportedCall(
             f"another thread drew random numbers while {self.block.name} was computed or recomputed, so its dropout "
             "masks would be others than in the forward; let one thread train and evaluate, or use policy='store'."
@@ -183,25 +183,17 @@ class _Call:
         now = Generators.now(self.flow.device).of_device
         return any(torch.equal(now, other.of_device) for other in (self.drawn, self.ambient.generators))
 
-    def keeping_buffers(self) -> AbstractContextManager[Buffers]:
-        return nullcontext({}) if self.policy == "store" else self.block.keeping_buffers()
-
-    def note_draws(self) -> None:
-        now = Generators.now(self.flow.device)
-        self.drawn = None if now.same(self.ambient.generators) else now
-
-    def check_mode(self) -> None:
-        if self.policy != "store" and self.block.module.training != self.training:
-            raise UnsupportedCall(
-                f"{self.block.name} was switched between train() and eval() after its forward, so a recompute would "
-                "give the gradient of another function; call backward() first, or use policy='store'."
-            )
-
-    def check_versions(self) -> None:
+    def check_unchanged(self) -> None:
+        """Raise if the gradient would be that of another function than the forward computed."""
         if self.versions != tuple(slab.version for slab in self.block.slabs):
             raise UnsupportedCall(
                 f"the weights of {self.block.name} were changed between a forward and its backward (by a step, or by "
                 "writing to a parameter), so the gradient would be of another function; call backward() first."
+            )
+        if self.policy != "store" and self.block.module.training != self.training:
+            raise UnsupportedCall(
+                f"{self.block.name} was switched between train() and eval() after its forward, so a recompute would "
+                "give the gradient of another function; call backward() first, or use policy='store'."
             )
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -233,28 +225,30 @@ class _BlockNode(torch.autograd.Function):
             crowded = call.flow.crowded()
             rebinder = Rebinder(views) if call.policy == "store" or crowded else None
             forward = partial(call.run_first, inputs, weights)
-            with call.keeping_buffers() as call.buffers:
-                emitted = forward() if rebinder is None else rebinder.packing(forward)
-            call.note_draws()
+            keeping: AbstractContextManager[Buffers] = (
+                nullcontext({}) if call.policy == "store" else call.block.keeping_buffers()
+            )
+            with keeping as call.buffers:
+                made, call.result = forward() if rebinder is None else rebinder.packing(forward)
+            now = Generators.now(call.flow.device)
+            call.drawn = None if now.same(call.ambient.generators) else now
             call.disturbed = not crowded and call.flow.crowded()
             if rebinder is not None and call.drawn is not None:
                 call.policy = "store"
             if call.policy == "store":
-                call.graph = _Graph(inputs, weights, emitted, rebinder)
+                call.graph = _Graph(inputs, weights, made, rebinder)
             else:
                 call.watch([*inputs, *weights.values()])
-        call.emitted = emitted
         ctx.save_for_backward(*call.park(tensors))
-        outputs = tuple(t.detach() for t in emitted.tensors)
-        ctx.mark_non_differentiable(*[o for o, t in zip(outputs, emitted.tensors, strict=True) if not t.requires_grad])
+        outputs = tuple(t.detach() for t in made)
+        ctx.mark_non_differentiable(*[o for o, t in zip(outputs, made, strict=True) if not t.requires_grad])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         refuse_create_graph(call.block.name)
-        call.check_versions()
-        call.check_mode()
+        call.check_unchanged()
         saved = call.unpark(ctx.saved_tensors)
         with call.flow.weights(call.block, "backward") as views:
             graph = call.take_graph(views) if call.policy == "store" else call.rebuild_graph(saved, views)
@@ -270,7 +264,7 @@ def _differentiate(
 ) -> tuple[list[torch.Tensor | None], dict[int, dict[int, torch.Tensor]]]:
     """Gradients of the node's inputs, and of the weights by slab and segment."""
     inputs = graph.inputs
-    pairs = [(t, g) for t, g in zip(graph.emitted.tensors, grads, strict=True) if g is not None and t.requires_grad]
+    pairs = [(t, g) for t, g in zip(graph.outputs, grads, strict=True) if g is not None and t.requires_grad]
     targets = [t for t in inputs if t.requires_grad]
     leaves = [(place, weight) for place, weight in graph.weights.items() if weight.requires_grad]
     if not pairs or not (targets or leaves):
@@ -346,9 +340,9 @@ def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any],
     call = _Call(flow, block, recipe, differentiable, recording, ambient, use, versions, use.policy, mode)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
-    emitted, call.emitted = call.emitted, None
-    assert emitted is not None
-    return Emitted([], emitted.recipe).deliver(list(outputs), args, kwargs, recording)
+    result, call.result = call.result, None
+    assert result is not None
+    return deliver(result.rebuild(outputs), args, kwargs, recording)
 
 
 def _without_gradient(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

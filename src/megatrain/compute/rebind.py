@@ -9,34 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from megatrain.compute.addresses import Addresses
 from megatrain.compute.binding import within_context
 from megatrain.errors import UnsupportedCall
 
+Key = TypeVar("Key")
 _active: ContextVar[Any] = ContextVar("megatrain_rebinder", default=None)
 
 
-@dataclass(frozen=True)
-class _Handle:
-    slab: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    """From the start of the slab."""
+class Addresses(Generic[Key]):
+    """The ranges of memory that contiguous tensors take: slots and copies may be parts of one storage."""
 
+    def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes, key) for key, t in tensors.items()]
 
-@dataclass(frozen=True)
-class _Kept:
-    """Any other saved tensor, and how often it had been written to."""
+    def find(self, tensor: torch.Tensor) -> Key | None:
+        """Whose memory a tensor begins in; None if nobody's."""
+        at = tensor.data_ptr()
+        return next((key for begin, end, key in self._ranges if begin <= at < end), None)
 
-    tensor: torch.Tensor
-    version: int
+    def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, copied if it lies in any of them: their memory will hold something else."""
+        return tensor if self.find(tensor) is None else tensor.clone()
 
 
 class Rebinder:
@@ -68,21 +66,27 @@ class Rebinder:
         if slab is None:
             # Without its own history: a node that saves what it made would hold itself, and a graph that no backward
             # uses (one that ran out of memory, say) would never be freed.
-            return _Kept(tensor.detach(), tensor._version)
+            return partial(_unchanged, tensor.detach(), tensor._version)
         offset = (tensor.data_ptr() - self._starts[slab]) // tensor.element_size()
-        return _Handle(slab, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return partial(self._view, slab, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Kept):
-            # Autograd does not look at versions where hooks are set.
-            if packed.tensor._version != packed.version:
-                raise UnsupportedCall(
-                    "a tensor needed for a gradient was modified by an inplace operation after it had been saved "
-                    f"(version {packed.tensor._version}, expected {packed.version}); use a copy for one of the two."
-                )
-            return packed.tensor
-        if isinstance(packed, torch.Tensor):
-            return packed
-        view = self._views[packed.slab].view(packed.dtype)
-        return view.as_strided(packed.size, packed.stride, int(view.storage_offset()) + packed.offset)
+        return packed if isinstance(packed, torch.Tensor) else packed()
+
+    def _view(
+        self, slab: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        """A view of the weights where they are now; `offset` is from the start of the slab."""
+        view = self._views[slab].view(dtype)
+        return view.as_strided(size, stride, int(view.storage_offset()) + offset)
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    # Autograd does not look at versions where hooks are set.
+    if tensor._version != version:
+        raise UnsupportedCall(
+            "a tensor needed for a gradient was modified by an inplace operation after it had been saved "
+            f"(version {tensor._version}, expected {version}); use a copy for one of the two."
+        )
+    return tensor

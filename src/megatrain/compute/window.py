@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -118,19 +118,16 @@ class _Worker:
     """A thread that stays: CUDA libraries keep a handle per thread, and making one takes tens of milliseconds."""
 
     def __init__(self, number: int) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"megatrain-micro-{number}", daemon=True)
         self._thread.start()
 
-    def start(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
     def stop(self) -> None:
-        self._jobs.put(None)
+        self.jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self.jobs.get()) is not None:
             job()
             # The last job's closure must not keep its tensors alive while the thread is idle.
             del job
@@ -168,13 +165,13 @@ class Seats:
         """
         self._baton = baton = _Baton(len(tasks), self._device)
         results: dict[int, Result] = {}
-        inherit = _Inherited(self._device)
+        inherited = _inherited(self._device)
 
         def body(number: int) -> None:
             _seat.current = (baton, number)
             try:
                 baton.wait(number)
-                with inherit.applied():
+                with inherited():
                     generators.seed(seeds[number])
                     results[number] = tasks[number]()
                     baton.finish(number)
@@ -194,7 +191,7 @@ class Seats:
             try:
                 with Deferred():
                     for number in range(len(tasks)):
-                        self._workers[number].start(partial(contextvars.copy_context().run, body, number))
+                        self._workers[number].jobs.put(partial(contextvars.copy_context().run, body, number))
                     started = True
             except BaseException as interrupt:
                 if not started:
@@ -220,28 +217,23 @@ class Seats:
         self._workers = []
 
 
-class _Inherited:
-    """What a thread does not take over from the one that starts it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._grad = torch.is_grad_enabled()
-        self._ambient = Ambient.capture(device)
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._default_device = torch.get_default_device()
+def _inherited(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """What a thread does not take over from the one that starts it, as it is now; to be applied in the thread."""
+    grad, ambient, default_device = torch.is_grad_enabled(), Ambient.capture(device), torch.get_default_device()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied() -> Iterator[None]:
         # A backward of CUDA tensors otherwise runs in one worker thread that all micro-batches share: parking there
         # would be a deadlock.
         with (
-            torch.device(self._default_device) if self._default_device.type != "cpu" else nullcontext(),
-            torch.set_grad_enabled(self._grad),
-            self._ambient.autocasting(),
+            torch.device(default_device) if default_device.type != "cpu" else nullcontext(),
+            torch.set_grad_enabled(grad),
+            ambient.autocasting(),
             torch.autograd.set_multithreading_enabled(False),
+            nullcontext() if stream is None else torch.cuda.device(device),
+            nullcontext() if stream is None else torch.cuda.stream(stream),
         ):
-            if self._stream is None:
-                yield
-            else:
-                with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                    yield
+            yield
+
+    return applied

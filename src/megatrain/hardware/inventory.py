@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+from contextlib import suppress
 
 import psutil
 import torch
@@ -145,16 +146,11 @@ def level(threshold: tuple[int, float], limit: int) -> int:
 def own_ram() -> int:
     """What this process holds and the system cannot take back: RssAnon + RssShmem."""
     found = psutil.Process().memory_info()
+    shared = 0
     # Without /proc (not Linux) shared pages are not told apart from files.
-    return int(found.rss - getattr(found, "shared", 0) + _shared_memory())
-
-
-def _shared_memory() -> int:
-    try:
-        with open("/proc/self/status") as status:
-            return sum(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
-    except OSError:
-        return 0
+    with suppress(OSError), open("/proc/self/status") as status:
+        shared = sum(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
+    return int(found.rss - getattr(found, "shared", 0) + shared)
 
 
 def available_ram() -> int:

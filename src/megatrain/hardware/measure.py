@@ -15,10 +15,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -76,26 +75,19 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class HostStreams:
-    """AdamW over FP32 tensors too large for any cache: four streams are read, three of them written back."""
+def host_streams(nbytes: int) -> tuple[Work, int]:
+    """AdamW over FP32 tensors too large for any cache: four streams are read, three of them written back.
 
-    def __init__(self, nbytes: int) -> None:
-        count = max(1, nbytes // 16)
-        self._tensors = [torch.ones(count, dtype=torch.float32, device="cpu") for _ in range(4)]
-        self._step = torch.ones((), dtype=torch.float32, device="cpu")
-        self.moved = count * 28
-
-    def run(self) -> None:
-        """One pass over all of it."""
-        weight, gradient, first, second = ([tensor] for tensor in self._tensors)
-        # What torch.optim.AdamW(fused=True) calls; making one of those imports TorchDynamo, which takes seconds.
-        options: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
-        torch._fused_adamw_(weight, gradient, first, second, [], [self._step], amsgrad=False, maximize=False, **options)
-
-
-def dram(streams: HostStreams, seconds: float) -> float:
-    """Bytes per second, read plus written, on the threads that are set."""
-    return rate(streams.run, streams.moved, seconds)
+    One pass over all of it, and the bytes that it moves.
+    """
+    count = max(1, nbytes // 16)
+    weight, gradient, first, second = ([torch.ones(count, dtype=torch.float32, device="cpu")] for _ in range(4))
+    step = torch.ones((), dtype=torch.float32, device="cpu")
+    options = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+    # What torch.optim.AdamW(fused=True) calls; making one of those imports TorchDynamo, which takes seconds.
+    update: Callable[..., None] = torch._fused_adamw_
+    run = partial(update, weight, gradient, first, second, [], [step], amsgrad=False, maximize=False, **options)
+    return run, 28 * count
 
 
 class Link:
@@ -139,7 +131,9 @@ def registered(nbytes: int) -> Iterator[torch.Tensor]:
     memory = torch.ones(nbytes, dtype=torch.uint8, device="cpu")
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) != 0:
-        _clear_last_error()
+        # A refusal leaves its code behind, and PyTorch binds no call that clears it: the next kernel launch raises it.
+        with suppress(RuntimeError):
+            torch.empty(1, device="cuda").fill_(0)
         del memory
         yield torch.ones(min(nbytes, 64 << 20), dtype=torch.uint8, device="cpu").pin_memory()
         return
@@ -147,14 +141,6 @@ def registered(nbytes: int) -> Iterator[torch.Tensor]:
         yield memory
     finally:
         runtime.cudaHostUnregister(memory.data_ptr())
-
-
-def _clear_last_error() -> None:
-    """A refusal leaves its code behind, and PyTorch binds no call that clears it: the next kernel launch raises it."""
-    try:
-        torch.empty(1, device="cuda").fill_(0)
-    except RuntimeError:
-        return
 
 
 def copies(link: Link, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -169,14 +155,14 @@ def copies(link: Link, seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: rate(work, nbytes, seconds[name], link.settle) for name, (work, nbytes) in works.items()}
 
 
-def dram_under_dma(streams: HostStreams, link: Link, alone: float, copying: float, seconds: float) -> float:
-    """What `dram` gives while the link is busy both ways; `alone` and `copying` are what `dram` and `duplex` gave."""
-    lasting = 1.5 * seconds + 8 * streams.moved / alone
+def dram_under_dma(streams: tuple[Work, int], link: Link, alone: float, copying: float, seconds: float) -> float:
+    """The rate of `streams`, which is `alone` otherwise, while the link is busy at its rate of `copying` both ways."""
+    lasting = 1.5 * seconds + 8 * streams[1] / alone
     for _ in range(2):
         # Enqueued ahead: a thread that issued and awaited them would take a core from what is measured.
         for _ in range(math.ceil(lasting * copying / (2 * link.nbytes))):
             link.both()
-        found = rate(streams.run, streams.moved, seconds)
+        found = rate(*streams, seconds)
         outlasted = link.busy()
         link.settle()
         if outlasted:
@@ -278,8 +264,8 @@ def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         # Chunks are taken in order, so the first ones are those that were written.
-        read = _sweep(_pread, descriptor, buffers, written, seconds) * CHUNK / (time.perf_counter() - start)
-        return read, write
+        read = _sweep(lambda file, buffer, at: os.preadv(file, [buffer], at), descriptor, buffers, written, seconds)
+        return read * CHUNK / (time.perf_counter() - start), write
     finally:
         os.close(descriptor)
 
@@ -308,10 +294,6 @@ def _preallocate(descriptor: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-
-
-def _pread(descriptor: int, buffer: mmap.mmap, offset: int) -> int:
-    return os.preadv(descriptor, [buffer], offset)
 
 
 def _aligned_random() -> mmap.mmap:

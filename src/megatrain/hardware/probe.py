@@ -77,7 +77,6 @@ def probe(
     facts = _facts(chosen)
     file = _cache_file(facts)
     record = None if refresh or file is None else _Record.read(file, facts)
-    before = None if record is None else asdict(record)
     disks = dict(record.disks) if record else {}
     unknown = [folder for folder in folders if _key(folder) not in disks]
     for folder in unknown:
@@ -87,9 +86,9 @@ def probe(
     if update_rates is not None and not updates_measured:
         machine = _with_updates(machine, chosen, update_rates)
         updates_measured = True
-    record = _Record(facts=facts, machine=machine, updates_measured=updates_measured, disks=disks)
-    if asdict(record) != before:
-        _keep(record, file)
+    known = _Record(facts=facts, machine=machine, updates_measured=updates_measured, disks=disks)
+    if known != record:
+        _keep(known, file)
         _announce(machine, f"measured in {time.perf_counter() - start:.1f} s")
     else:
         _announce(machine, "measured before")
@@ -105,8 +104,8 @@ def _measure(device: torch.device) -> Machine:
     cores = usable_cores()
     with measure.threads(cores):
         nbytes = min(max(512 << 20, cores * STREAMS_PER_CORE), 4 << 30, inventory.available_ram() // 8)
-        streams = measure.HostStreams(nbytes)
-        dram = measure.dram(streams, SECONDS["dram"])
+        streams = measure.host_streams(nbytes)
+        dram = measure.rate(*streams, SECONDS["dram"])
         rates: dict[str, Any] = {"dram": dram, "update": {width: dram / touched for width, touched in TOUCHED.items()}}
         rates |= _measure_gpu(device, streams, dram) if device.type == "cuda" else _NO_GPU
         del streams
@@ -135,7 +134,7 @@ _NO_GPU: dict[str, Any] = {
 }
 
 
-def _measure_gpu(device: torch.device, streams: measure.HostStreams, dram: float) -> dict[str, Any]:
+def _measure_gpu(device: torch.device, streams: tuple[measure.Work, int], dram: float) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     nbytes = min(BUFFER, inventory.free_memory(device) // 8, inventory.available_ram() // 8)
     launches = measure.launches(device, SECONDS["launches"])

@@ -81,10 +81,7 @@ class RamWatch:
         """
         self._block = max(self._block, block)
         wanted = nbytes + self._at(CRITICAL)
-        left = self._look()
-        if left < wanted:
-            left = self._look_after_trimming()
-        if left < wanted:
+        if self._look() < wanted and (left := self._look_after_trimming()) < wanted:
             raise OutOfRam(
                 f"{self._account(left)}, and {what} takes about {nbytes / GIB:.2f}; stopped before it began. Weights "
                 f"and optimizer states are whole: save them, then {_ADVICE}, or use fewer tokens at a time."
@@ -111,10 +108,9 @@ class RamWatch:
     def short(self) -> str | None:
         """What to tell the user if the run should end at this step; None: there is room for another one."""
         wanted = max(self._at(SHORT), self._swing + self._critical, SAVE_BYTES + LEAST_PORTION)
-        if self._left() >= wanted:
-            return None
-        left = self._look_after_trimming()
-        return self._account(left) if left < wanted else None
+        if self._left() < wanted and (left := self._look_after_trimming()) < wanted:
+            return self._account(left)
+        return None
 
     def portion(self, most: int) -> int:
         """Bytes that a save may hold at once as copies of what it writes: `most`, or less if little is left."""

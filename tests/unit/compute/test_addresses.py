@@ -9,8 +9,7 @@ import torch
 from tests.tiny import Stack, differences, engine_of, inputs, roles
 from torch import Tensor
 
-from megatrain.compute.addresses import Addresses
-from megatrain.compute.rebind import Rebinder
+from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.stream import fetch
 
 

@@ -112,8 +112,8 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        monkeypatch.setattr(measure, "HostStreams", lambda nbytes: None)
-        self.fake(monkeypatch, "dram", 26e9)
+        monkeypatch.setattr(measure, "host_streams", lambda nbytes: (None, 0))
+        self.fake(monkeypatch, "rate", 26e9)
         self.fake(monkeypatch, "matmul", 1e12)
         self.fake(monkeypatch, "attention", 1e11)
         self.fake(monkeypatch, "disk", (3e9, 2e9))
@@ -135,7 +135,7 @@ def counted(monkeypatch):
     return Counted(monkeypatch)
 
 
-EVERYTHING = ["dram", "matmul", "matmul", "attention"]
+EVERYTHING = ["rate", "matmul", "matmul", "attention"]
 
 
 def test_second_probe_measures_nothing(counted, own_cache, said):
