@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatrain import files
 from megatrain._version import __version__
@@ -36,8 +36,8 @@ def write(directory: Path, listed: Iterable[Path], content: dict[str, Any], plac
     entries = {}
     for path in listed:
         name = path.relative_to(directory).as_posix()
-        size, checksum = _content(directory, name)
-        entries[name] = {"bytes": size, "crc32": checksum}
+        with files.opened_inside(directory, name) as file:
+            entries[name] = {"bytes": os.fstat(file.fileno()).st_size, "crc32": _crc32(file)}
     head = {"format": FORMAT, "megatrain": __version__, "sequence": next_sequence(place or directory), "files": entries}
     # A learning rate may be a tensor or a NumPy number.
     text = json.dumps(head | content, indent=1, default=lambda number: number.item()).removesuffix("\n}")
@@ -99,10 +99,10 @@ def verify(directory: AnyPath, states: bool = True) -> dict[str, Any]:
     """The manifest of a checkpoint whose every file (without `states`: those outside `FOLDER`) is there, unchanged."""
     manifest = read(directory)
     entries = {name: e for name, e in manifest["files"].items() if states or not name.startswith(f"{FOLDER}/")}
-    for check in (_check_size, _check_content):
+    for whole in (False, True):
         for name, entry in entries.items():
             try:
-                check(Path(directory), name, entry)
+                _check_file(Path(directory), name, entry, whole)
             except FileNotFoundError:
                 raise CheckpointError(
                     f"{Path(directory) / name} is missing, not {entry['bytes']} bytes: the checkpoint is damaged."
@@ -114,27 +114,23 @@ def verify(directory: AnyPath, states: bool = True) -> dict[str, Any]:
     return manifest
 
 
-def _check_size(directory: Path, name: str, entry: dict[str, int]) -> None:
+def _check_file(directory: Path, name: str, entry: dict[str, int], whole: bool) -> None:
+    """Raise unless a file has its size, and also its content if it is looked at as a whole."""
     with files.opened_inside(directory, name) as file:
         size = os.fstat(file.fileno()).st_size
-    if size != entry["bytes"]:
-        raise CheckpointError(
-            f"{directory / name} is {size} bytes long, not {entry['bytes']} bytes: the checkpoint is damaged."
-        )
+        if size != entry["bytes"]:
+            raise CheckpointError(
+                f"{directory / name} is {size} bytes long, not {entry['bytes']} bytes: the checkpoint is damaged."
+            )
+        if whole and _crc32(file) != entry["crc32"]:
+            raise CheckpointError(f"{directory / name} is damaged: its CRC-32 is not the one in the manifest.")
 
 
-def _check_content(directory: Path, name: str, entry: dict[str, int]) -> None:
-    if _content(directory, name) != (entry["bytes"], entry["crc32"]):
-        raise CheckpointError(f"{directory / name} is damaged: its CRC-32 is not the one in the manifest.")
-
-
-def _content(directory: Path, name: str) -> tuple[int, int]:
-    """Size and CRC-32."""
-    size = value = 0
-    with files.opened_inside(directory, name) as file:
-        while piece := file.read(files.PIECE):
-            size, value = size + len(piece), zlib.crc32(piece, value)
-    return size, value
+def _crc32(file: BinaryIO) -> int:
+    value = 0
+    while piece := file.read(files.PIECE):
+        value = zlib.crc32(piece, value)
+    return value
 
 
 def _is_count(value: Any) -> bool:

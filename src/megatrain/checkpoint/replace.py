@@ -154,15 +154,12 @@ def _must_stay(target: Path) -> bool:
         here = Path.cwd()
         if target in (here, *here.parents):
             return True
-    return _is_mounted(target) or not os.access(target.parent, os.W_OK | os.X_OK)
-
-
-def _is_mounted(target: Path) -> bool:
-    """`Path.is_mount` does not see that a directory of the same file system is mounted there."""
+    # `Path.is_mount` does not see that a directory of the same file system is mounted there.
     name = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", str(target))
     mounts = Path("/proc/self/mountinfo")
     lines = mounts.read_text().splitlines() if mounts.exists() else []
-    return target.is_mount() or any(line.split()[4] == name for line in lines)
+    mounted = target.is_mount() or any(line.split()[4] == name for line in lines)
+    return mounted or not os.access(target.parent, os.W_OK | os.X_OK)
 
 
 def find(directory: AnyPath) -> Path:

@@ -52,29 +52,17 @@ class Use:
 
 
 class Flow(Protocol):
-    """What a node needs from the engine (engine/step.py)."""
+    """What a node needs from the engine: engine/step.py says what each of these does."""
 
     device: torch.device
-
-    def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]:
-        """The block's slabs on the device while the context is open."""
-
-    def finished(self, block: Block) -> None:
-        """All gradients of one backward through a block have been given."""
-
-    def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
-        """Take the gradients of a slab's parameters, by segment, from one place in the model."""
-
     activations: Activations
 
-    def begin(self, block: Block) -> Use:
-        """A block is called, to be differentiated later."""
-
-    def crowded(self) -> bool:
-        """Whether another thread runs the model meanwhile."""
-
-    def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]:
-        """Inside, places are named as after those calls."""
+    def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]: ...
+    def finished(self, block: Block) -> None: ...
+    def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None: ...
+    def begin(self, block: Block) -> Use: ...
+    def crowded(self) -> bool: ...
+    def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]: ...
 
 
 @dataclass

@@ -37,6 +37,7 @@ class RamWatch:
     ) -> None:
         self._held, self._trim, self._left, self._own = held, trim, left, own
         self._limit = cgroups.usable_ram() if limit is None else limit
+        self._low, self._short, self._least = (level(threshold, self._limit) for threshold in (LOW, SHORT, CRITICAL))
         self._looked = -INTERVAL
         self._found = 0
         """What the last look found."""
@@ -53,15 +54,15 @@ class RamWatch:
     def check(self) -> None:
         """Warn when RAM is low; raise `OutOfRam` when going on would end in a kill."""
         now = time.monotonic()
-        low, critical = self._at(LOW), self._critical
-        if now - self._looked < INTERVAL and self._found >= PLENTY * low + self._swing + self._block:
+        critical = self._critical
+        if now - self._looked < INTERVAL and self._found >= PLENTY * self._low + self._swing + self._block:
             return
         self._looked = now
         if self._begins:
             critical += self._swing
         self._begins = False
         left = self._look()
-        if left >= max(low, critical):
+        if left >= max(self._low, critical):
             self._said = False
             return
         left = self._look_after_trimming()
@@ -80,7 +81,7 @@ class RamWatch:
         `block`: what of them may come between two looks.
         """
         self._block = max(self._block, block)
-        wanted = nbytes + self._at(CRITICAL)
+        wanted = nbytes + self._least
         if self._look() < wanted and (left := self._look_after_trimming()) < wanted:
             raise OutOfRam(
                 f"{self._account(left)}, and {what} takes about {nbytes / GIB:.2f}; stopped before it began. Weights "
@@ -89,7 +90,7 @@ class RamWatch:
 
     def stepped(self) -> None:
         """A step has ended: the next one will take again what it took for a while."""
-        if self._left() < PLENTY * self._at(LOW) + self._swing:
+        if self._left() < PLENTY * self._low + self._swing:
             self._trim()
         own = self._own()
         self._swings.append(max(0, self._top - own))
@@ -107,7 +108,7 @@ class RamWatch:
 
     def short(self) -> str | None:
         """What to tell the user if the run should end at this step; None: there is room for another one."""
-        wanted = max(self._at(SHORT), self._swing + self._critical, SAVE_BYTES + LEAST_PORTION)
+        wanted = max(self._short, self._swing + self._critical, SAVE_BYTES + LEAST_PORTION)
         if self._left() < wanted and (left := self._look_after_trimming()) < wanted:
             return self._account(left)
         return None
@@ -115,18 +116,18 @@ class RamWatch:
     def portion(self, most: int) -> int:
         """Bytes that a save may hold at once as copies of what it writes: `most`, or less if little is left."""
         left = self._left()
-        if left < self._at(LOW):
+        if left < self._low:
             left = self._look_after_trimming()
         return min(most, max(LEAST_PORTION, (left - SAVE_BYTES) // PORTION))
 
     @property
     def low(self) -> bool:
         """Whether so little is left that memory should be given back."""
-        return self._left() < self._at(LOW)
+        return self._left() < self._low
 
     @property
     def _critical(self) -> int:
-        return self._at(CRITICAL) + self._block
+        return self._least + self._block
 
     def _look(self) -> int:
         self._found = left = self._left()
@@ -137,9 +138,6 @@ class RamWatch:
         # The C library keeps what was freed, in an arena for each thread.
         self._trim()
         return self._look()
-
-    def _at(self, threshold: tuple[int, float]) -> int:
-        return level(threshold, self._limit)
 
     def _account(self, left: int) -> str:
         held, own = self._held(), self._own()
