@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +93,7 @@ class Block:
         # Modules may keep what they derive from their weights (LSTM), and tracing by torch.compile needs the storage
         # of their dicts: one thread at a time.
         self._turn: AbstractContextManager[Any] = threading.RLock()
+        self._structure: Hashable = None
         self._traced = False
         """Whether a compiled call is under way, or was interrupted."""
 
@@ -117,9 +117,11 @@ class Block:
         """Whether a training forward of this block runs compiled, as far as is known."""
         return self.compiled is not None and self.compiled.takes(self.structure)
 
-    @cached_property
+    @property
     def structure(self) -> Hashable:
-        return structure_of(self.module)
+        if self._structure is None:
+            self._structure = structure_of(self.module)
+        return self._structure
 
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
         """Weights by (slab, segment), as views of the slots. Fresh leaves per use: autocast caches casts by leaf."""
