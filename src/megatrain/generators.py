@@ -34,13 +34,8 @@ class Generators:
 
     @classmethod
     def now(cls, device: torch.device) -> Generators:
-        return cls(
-            device=device,
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-            python=_python(),
-            numpy=_numpy.read(),
-        )
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device, torch.get_rng_state(), cuda, _python(), _numpy.read())
 
     @property
     def of_device(self) -> torch.Tensor:

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain import files
@@ -26,13 +25,8 @@ UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EN
 FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
-@dataclass
-class _Held:
-    descriptor: int
-    count: int = 1
-
-
-_held: dict[Path, _Held] = {}
+_held: dict[Path, tuple[int, int]] = {}
+"""The descriptor that holds a lock, and how often it was taken."""
 _guard = threading.Lock()
 
 
@@ -41,13 +35,10 @@ def acquire(directory: AnyPath) -> Callable[[], None]:
     files.make_directory(directory)
     path = Path(os.path.realpath(directory)) / FILE
     with _guard:
-        if path in _held:
-            _held[path].count += 1
-        else:
-            descriptor = _locked(path)
-            if descriptor is None:
-                return lambda: None
-            _held[path] = _Held(descriptor)
+        descriptor, count = _held[path] if path in _held else (_locked(path), 0)
+        if descriptor is None:
+            return lambda: None
+        _held[path] = (descriptor, count + 1)
     owner = os.getpid()
     return lambda: _release(path) if os.getpid() == owner else None
 
@@ -94,23 +85,23 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 def _release(path: Path) -> None:
     with _guard:
-        held = _held[path]
-        held.count -= 1
-        if held.count:
+        descriptor, count = _held[path]
+        if count > 1:
+            _held[path] = (descriptor, count - 1)
             return
         del _held[path]
         # While it is still locked: whoever opens it meanwhile sees that it is gone, and makes a new one.
         with suppress(OSError):
             files.remove(path)
-        os.close(held.descriptor)
+        os.close(descriptor)
 
 
 def _forget() -> None:
     """In a forked child: the parent keeps the lock, and nobody else does."""
     global _guard
     _guard = threading.Lock()
-    for held in _held.values():
-        os.close(held.descriptor)
+    for descriptor, _ in _held.values():
+        os.close(descriptor)
     _held.clear()
 
 

@@ -105,7 +105,6 @@ def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]
 
 
 def _indexed(index: Path) -> set[str]:
-    """The shards that an index names."""
     try:
         named = json.loads(index.read_bytes())["weight_map"].values()
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as cause:

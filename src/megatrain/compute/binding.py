@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 Result = TypeVar("Result")
 Binding = dict[int, dict[str, torch.Tensor]]
 """What a call has bound: names and tensors, by the identity of the `Bound` dict that they are looked up in."""
-_current: ContextVar[Binding | None] = ContextVar("megatrain_binding", default=None)
+_current: ContextVar[Binding] = ContextVar("megatrain_binding", default={})  # noqa: B039 nobody writes to it
 _UNSET = object()
 
 
@@ -32,27 +32,25 @@ class Bound(dict[str, Any]):
         super().__init__(content)
         self.own: dict[str, Any] = dict(content)
 
+    def _bound(self) -> dict[str, torch.Tensor]:
+        return _current.get().get(id(self), {})
+
     def _shown(self) -> dict[str, Any]:
-        binding = _current.get()
-        return self.own if binding is None or id(self) not in binding else self.own | binding[id(self)]
+        bound = self._bound()
+        return self.own | bound if bound else self.own
 
     def __getitem__(self, name: str) -> Any:
         if is_dynamo_compiling():
             return super().__getitem__(name)
-        binding = _current.get()
-        if binding is not None:
-            bound = binding.get(id(self))
-            if bound is not None and name in bound:
-                return bound[name]
-        return self.own[name]
+        bound = self._bound()
+        return bound[name] if name in bound else self.own[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if is_dynamo_compiling():
             super().__setitem__(name, value)
             return
-        binding = _current.get()
-        bound = None if binding is None else binding.get(id(self))
-        if bound is not None and name in bound:
+        bound = self._bound()
+        if name in bound:
             # A recompute must not advance running statistics again: what it assigns ends with the call.
             bound[name] = value
             return
@@ -119,10 +117,9 @@ class Bound(dict[str, Any]):
 
 def call_bound(binding: Binding, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call with tensors bound, on top of what an outer call has bound."""
-    outer = _current.get()
 
     def call() -> Result:
-        _current.set(binding if outer is None else outer | binding)
+        _current.set(_current.get() | binding)
         return function(*args, **kwargs)
 
     return within_context(call)

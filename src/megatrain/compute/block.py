@@ -74,9 +74,7 @@ class Block:
     """Set by an engine that compiles blocks; one for all of them."""
 
     def __post_init__(self) -> None:
-        self.slabs = sorted(
-            {slab.index: slab for slab, _ in self.places.values()}.values(), key=lambda slab: slab.index
-        )
+        self.slabs = sorted({slab for slab, _ in self.places.values()}, key=lambda slab: slab.index)
         self._stateless = _Original(self.module, self.original)
         self._owners = [
             (path, module, _bindable(module, "_parameters"))

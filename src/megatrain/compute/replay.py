@@ -24,12 +24,9 @@ class Ambient:
     def capture(cls, device: torch.device, generators: Generators | None = None) -> Ambient:
         """The present state; `generators` if where they stand is not of interest."""
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
-        return cls(
-            generators=Generators.now(device) if generators is None else generators,
-            device=device,
-            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-        )
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        generators = Generators.now(device) if generators is None else generators
+        return cls(generators, device, autocast, torch.is_autocast_cache_enabled())
 
     @property
     def cast_dtype(self) -> torch.dtype | None:

@@ -54,7 +54,8 @@ class _Baton:
         self._condition = threading.Condition()
         self._live = dict.fromkeys(range(seats), (-1, 0))
         """How far each is: its position in the step, and how many blocks it has come to."""
-        self._finished: set[int] = set()
+        self.finished: set[int] = set()
+        """Those whose work is done; one of them may still hold the baton."""
         self._turn = 0
         self._device = device
         self.over = False
@@ -80,11 +81,7 @@ class _Baton:
             raise WindowAborted("another micro-batch of the window failed.")
 
     def live(self) -> AbstractSet[int]:
-        return self._live.keys() - self._finished
-
-    def finish(self, number: int) -> None:
-        """The micro-batch's work is done; it still holds the baton."""
-        self._finished.add(number)
+        return self._live.keys() - self.finished
 
     def leave(self, number: int) -> None:
         """The micro-batch is done, or has failed."""
@@ -114,31 +111,25 @@ class _Baton:
         self._condition.notify_all()
 
 
-class _Worker:
-    """A thread that stays: CUDA libraries keep a handle per thread, and making one takes tens of milliseconds."""
+Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
-    def __init__(self, number: int) -> None:
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"megatrain-micro-{number}", daemon=True)
-        self._thread.start()
 
-    def stop(self) -> None:
-        self.jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            job()
-            # The last job's closure must not keep its tensors alive while the thread is idle.
-            del job
+def _work(jobs: Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        # The last job's closure must not keep its tensors alive while the thread is idle.
+        del job
 
 
 class Seats:
-    """The threads of an engine's windows."""
+    """The threads of an engine's windows.
+
+    They stay: CUDA libraries keep a handle per thread, and making one takes tens of milliseconds.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._workers: list[_Worker] = []
+        self._workers: list[tuple[threading.Thread, Jobs]] = []
         self._baton: _Baton | None = None
 
     def current(self) -> int:
@@ -174,7 +165,7 @@ class Seats:
                 with inherited():
                     generators.seed(seeds[number])
                     results[number] = tasks[number]()
-                    baton.finish(number)
+                    baton.finished.add(number)
                     left()
             except WindowAborted:
                 pass
@@ -185,13 +176,17 @@ class Seats:
                 baton.leave(number)
 
         while len(self._workers) < len(tasks):
-            self._workers.append(_Worker(len(self._workers)))
+            jobs: Jobs = queue.SimpleQueue()
+            name = f"megatrain-micro-{len(self._workers)}"
+            thread = threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
+            thread.start()
+            self._workers.append((thread, jobs))
         started = False
         with generators.untouched(self._device):
             try:
                 with Deferred():
-                    for number in range(len(tasks)):
-                        self._workers[number].jobs.put(partial(contextvars.copy_context().run, body, number))
+                    for number, (_, jobs) in enumerate(self._workers[: len(tasks)]):
+                        jobs.put(partial(contextvars.copy_context().run, body, number))
                     started = True
             except BaseException as interrupt:
                 if not started:
@@ -212,8 +207,9 @@ class Seats:
         return [results[number] for number in range(len(tasks))]
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.stop()
+        for thread, jobs in self._workers:
+            jobs.put(None)
+            thread.join()
         self._workers = []
 
 

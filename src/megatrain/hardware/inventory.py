@@ -186,9 +186,7 @@ def require_vram(device: torch.device, nbytes: int, what: str) -> None:
         )
 
 
-def cores() -> int:
-    """Cores this process may use: its affinity mask, or less under a cgroup CPU quota."""
-    return cgroups.usable_cores()
+cores = cgroups.usable_cores
 
 
 def update_threads() -> int:

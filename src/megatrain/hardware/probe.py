@@ -10,7 +10,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from megatrain.telemetry.notices import announce
 UpdateRates = Callable[[torch.device], Mapping[str, float]]
 """Measures AdamW on a device: width of the states → parameters per second. Widths it leaves out are estimated."""
 Folder = str | os.PathLike[str]
+_Known = tuple[Machine | None, bool, dict[str, Disk]]
+"""The machine, whether its updates were measured, and disks by `_key`."""
 
 BUFFER = 512 << 20
 """Bytes of a buffer that is copied: larger than caches, so that copies load the memory as they do in training."""
@@ -76,19 +78,17 @@ def probe(
             raise SettingsError(f"offload_dir {folder} is not a directory; create it first.")
     facts = _facts(chosen)
     file = _cache_file(facts)
-    record = None if refresh or file is None else _Record.read(file, facts)
-    disks = dict(record.disks) if record else {}
+    before: _Known = (None, False, {}) if refresh or file is None else _known(file, facts)
+    found, updates_measured, disks = before[0], before[1], dict(before[2])
     unknown = [folder for folder in folders if _key(folder) not in disks]
     for folder in unknown:
         disks[_key(folder)] = _measure_disk(folder, min(SECONDS["disk"], DISKS_SECONDS / 2 / len(unknown)))
-    machine = record.machine if record else _measure(chosen)
-    updates_measured = record is not None and record.updates_measured
+    machine = found or _measure(chosen)
     if update_rates is not None and not updates_measured:
         machine = _with_updates(machine, chosen, update_rates)
         updates_measured = True
-    known = _Record(facts=facts, machine=machine, updates_measured=updates_measured, disks=disks)
-    if known != record:
-        _keep(known, file)
+    if (machine, updates_measured, disks) != before:
+        _keep(file, facts, machine, updates_measured, disks)
         _announce(machine, f"measured in {time.perf_counter() - start:.1f} s")
     else:
         _announce(machine, "measured before")
@@ -239,33 +239,19 @@ def _cache_file(facts: dict[str, Any]) -> Path | None:
     return Path(base) / "megatrain" / f"probe-{fingerprint}.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Record:
-    """What the cache keeps."""
-
-    facts: dict[str, Any]
-    machine: Machine
-    updates_measured: bool
-    disks: dict[str, Disk]
-
-    @classmethod
-    def read(cls, file: Path, facts: dict[str, Any]) -> _Record | None:
-        """None if there is nothing, it is damaged, or it belongs to another machine."""
-        try:
-            data = json.loads(file.read_text())
-            if data["facts"] != facts:
-                return None
-            return cls(
-                facts=facts,
-                machine=Machine.from_json(json.dumps(data["machine"])),
-                updates_measured=data["updates_measured"] is True,
-                disks={key: Disk(**disk) for key, disk in data["disks"].items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+def _known(file: Path, facts: dict[str, Any]) -> _Known:
+    """What the cache has; nothing if it has none, it is damaged, or it belongs to another machine."""
+    try:
+        data = json.loads(file.read_text())
+        if data["facts"] == facts:
+            disks = {key: Disk(**disk) for key, disk in data["disks"].items()}
+            return Machine.from_json(json.dumps(data["machine"])), data["updates_measured"] is True, disks
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None, False, {}
 
 
-def _keep(record: _Record, file: Path | None) -> None:
+def _keep(file: Path | None, facts: dict[str, Any], machine: Machine, measured: bool, disks: dict[str, Disk]) -> None:
     """A cache that cannot be written costs a few seconds next time, no more."""
     again = "they are made again next time"
     if file is None:
@@ -273,7 +259,9 @@ def _keep(record: _Record, file: Path | None) -> None:
         return
     try:
         files.make_directory(file.parent)
-        files.write(file, json.dumps(asdict(record), indent=2))
+        kept = {key: asdict(disk) for key, disk in disks.items()}
+        record = {"facts": facts, "machine": asdict(machine), "updates_measured": measured, "disks": kept}
+        files.write(file, json.dumps(record, indent=2))
     except OSError as error:
         announce(f"the measurements could not be kept in {file} ({error.strerror}): {again}")
 
