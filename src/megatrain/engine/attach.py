@@ -31,7 +31,7 @@ from megatrain.geometry import LANES, chunk_tokens
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import Found
-from megatrain.model.heads import can_be_lazy, output_of, uses
+from megatrain.model.hooks import can_be_lazy, output_of, uses
 from megatrain.optim.schedule import Updates
 from megatrain.store.forks import Owner
 from megatrain.store.parameter import Deposit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain import files
 from megatrain.checkpoint import lock, manifest, replace, space, states, weights
-from megatrain.engine.session import Engine
 from megatrain.errors import CheckpointError, DirectoryInUse, MegaTrainError, OutOfRam
-from megatrain.hf import stock
-from megatrain.hf.found import rotate
+from megatrain.hf.found import STOCK_STATES, rotate
+from megatrain.hf.optimizers import Optimizing, changed
 from megatrain.hf.recovery import RamStop
 from megatrain.hf.terminate import EvaluationCut, Termination
 from megatrain.optim.optimizer import Optimizer
@@ -28,25 +27,23 @@ from megatrain.telemetry.notices import announce, warn
 SCHEDULER_FILE = "scheduler.pt"
 BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 """What a Trainer's state says of the best model."""
+STOCK: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+"""Kinds whose state a stock Trainer can go on with."""
+STOCK_BYTES = 256 << 20
+"""Bytes up to which a state is written a second time, for a stock Trainer (small models, adapters)."""
 ONE_SAVE = re.compile(r"(optimizer|scheduler)\.pt|rng_state[^/]*\.pth")
 """Files of a Trainer's checkpoint that mean nothing beside the weights of another."""
 
 
-class Checkpoints:
+class Checkpoints(Optimizing):
     """The part of `MegaMixin` that saves and loads."""
 
-    engine: Engine
-    args: Any
-    model: Any
-    optimizer: Any
     lr_scheduler: Any
     state: Any
     control: Any
     callback_handler: Any
     _trial: Any
     _ram_stop: RamStop
-    _own_optimizer: Callable[[], Optimizer]
-    _follow_model: Callable[[], None]
     _termination: Termination
     _failure: tuple[int, str] | None = None
     """Step and sentence of a save that failed, until one succeeds."""
@@ -81,7 +78,8 @@ class Checkpoints:
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         try:
-            with locked(run_dir):
+            with ExitStack() as lasting:
+                lasting.callback(lock.acquire(run_dir))
                 self._write_checkpoint(model, trial, folder)
                 keep = (folder, self.state.best_model_checkpoint)
                 rotate(run_dir, self.args.save_total_limit, keep)
@@ -92,21 +90,13 @@ class Checkpoints:
             raise SaveFailed(f"{folder} could not be saved: {reason.rstrip('.')}.") from error
         self._failure = None
 
-    @contextmanager
-    def _output_locked(self, trial: Any) -> Iterator[None]:
-        """While a run lasts that saves. One that does not may share its directory with others."""
-        self._failure = None
-        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
-        with locked(run_dir) if self.args.save_strategy != "no" else nullcontext():
-            yield
-
     def _write_checkpoint(self, model: Any, trial: Any, folder: str) -> None:
         resumable = self._ending or not self.args.save_only_model
         optimizer = self._own_optimizer() if resumable else None
         self.engine.ready_to_save()
         stopwatch = files.Stopwatch()
         nbytes = space.needed(self.model, self.engine.host_state_dict(), optimizer)
-        space.require(folder, nbytes + (stock.stock_bytes(optimizer) if optimizer is not None else 0))
+        space.require(folder, nbytes + (_stock_bytes(optimizer) if optimizer is not None else 0))
         # It may be there already: of a run before, or of this step (the end of an epoch saves too).
         with replace.rewriting(folder) as before:
             try:
@@ -213,15 +203,14 @@ class Checkpoints:
         path = os.path.join(output_dir, SCHEDULER_FILE)
         files.before("write", path)
         torch.save(self.lr_scheduler.state_dict(), path)
-        shard_bytes = self.engine.ram.portion(states.SHARD_BYTES)
-        states.save_optimizer(self.model, self._own_optimizer(), output_dir, shard_bytes)
-        state = stock.stock_state(self._own_optimizer(), self.engine.ram.portion(stock.LARGEST))
-        if state is not None:
-            # With this file and without our folder it would be taken for a stock Trainer's (`is_stock`).
+        optimizer, ram = self._own_optimizer(), self.engine.ram
+        states.save_optimizer(self.model, optimizer, output_dir, ram.portion(states.SHARD_BYTES))
+        if 0 < _stock_bytes(optimizer) <= ram.portion(STOCK_BYTES):
+            # With this file and without our folder it would be taken for a stock Trainer's.
             files.sync_directory(output_dir)
-            path = os.path.join(output_dir, stock.FILE)
+            path = os.path.join(output_dir, STOCK_STATES)
             files.before("write", path)
-            torch.save(state, path)
+            torch.save(_stock_state(optimizer), path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -229,9 +218,9 @@ class Checkpoints:
         folder = Path(checkpoint)
         if (folder / manifest.FOLDER).is_dir():
             states.load_optimizer(self.model, self._own_optimizer(), checkpoint)
-        elif (folder / stock.FILE).is_file():
+        elif (folder / STOCK_STATES).is_file():
             announce(f"{checkpoint} was written by a stock Trainer: taking over its AdamW state")
-            stored = torch.load(folder / stock.FILE, map_location="cpu", weights_only=True)
+            stored = torch.load(folder / STOCK_STATES, map_location="cpu", weights_only=True)
             self._own_optimizer().load_state_dict(stored)
         else:
             raise CheckpointError(
@@ -245,7 +234,7 @@ class Checkpoints:
         self._follow_model()
         if (Path(resume_from_checkpoint) / manifest.FOLDER).is_dir():
             # Here, not where the optimizer is loaded: weights have changed by then.
-            self.create_optimizer()  # type: ignore[attr-defined]
+            self.create_optimizer()
             states.check_optimizer(self.model, self._own_optimizer(), resume_from_checkpoint)
         weights.load_model(self.model, resume_from_checkpoint)
 
@@ -261,24 +250,27 @@ class SaveFailed(CheckpointError):
     """A checkpoint could not be written; nothing of it is left, and older ones are as they were."""
 
 
-@contextmanager
-def locked(directory: str) -> Iterator[None]:
-    """Nobody else writes checkpoints there meanwhile."""
-    release = lock.acquire(directory)
-    try:
-        yield
-    finally:
-        release()
+def _stock_bytes(optimizer: Optimizer) -> int:
+    """The size of what `_stock_state` gives; 0: torch has no such state, or it is too large to be written twice."""
+    if optimizer.kind not in STOCK or optimizer.moment_width != "fp32":
+        return 0
+    entries = optimizer.state_dict()["state"].values()
+    total = sum(value.nbytes for entry in entries for value in _moments(entry).values())
+    return total if total <= STOCK_BYTES else 0
 
 
-@contextmanager
-def changed(arguments: Any, **values: Any) -> Iterator[None]:
-    """Training arguments with other values, for a while."""
-    before = {name: getattr(arguments, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(arguments, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(arguments, name, value)
+def _stock_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The `state_dict` of torch's optimizer of this name, so that a stock Trainer can go on where this one stopped."""
+    own = optimizer.state_dict()
+    state = {number: _moments(entry) for number, entry in own["state"].items()}
+    defaults = STOCK[optimizer.kind]([torch.empty(0)]).defaults
+    return {
+        # Copies: of a view, torch.save writes all of the memory behind it.
+        "state": {n: {key: value.cpu().clone() for key, value in entry.items()} for n, entry in state.items()},
+        "param_groups": [defaults | group for group in own["param_groups"]],
+    }
+
+
+def _moments(entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the residual: that is the low half of a master, which the saved weights have whole."""
+    return {key: value for key, value in entry.items() if key != "residual"}

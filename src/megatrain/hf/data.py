@@ -17,21 +17,24 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from megatrain.errors import DataError
-from megatrain.hf.collate import IGNORED, PER_TOKEN, CausalCollator, columns_of, length_of
 from megatrain.model.skeleton import config_of
 
 log = logging.getLogger(__name__)
 
+IGNORED = -100  # the label that cross-entropy skips
+PER_TOKEN = ("labels", "attention_mask", "position_ids", "token_type_ids")
 UNDERSTOOD = "`input_ids`, `text`, `messages`, or `prompt` with `completion`"
 
 
@@ -46,12 +49,12 @@ def prepare(dataset: Any, model: nn.Module, tokenizer: Any) -> tuple[Any, Causal
         return None, None
     if isinstance(dataset, dict):
         parts = {name: prepare(part, model, tokenizer) for name, part in dataset.items()}
-        collators = [collator for _, collator in parts.values() if collator is not None]
-        return {name: part for name, (part, _) in parts.items()}, collators[0] if collators else None
+        collators = (collator for _, collator in parts.values() if collator is not None)
+        return {name: part for name, (part, _) in parts.items()}, next(collators, None)
 
-    encode = RowEncoder.of(model, tokenizer)
+    encode = RowEncoder(model, tokenizer)
     wrapped: Rows | StreamedRows
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if is_stream(dataset):
         columns = getattr(dataset, "column_names", None)  # datasets.IterableDataset, if it knows them
         kind = _kind(dict.fromkeys(columns or (), ""))
         wrapped = StreamedRows(dataset, encode)
@@ -62,9 +65,14 @@ def prepare(dataset: Any, model: nn.Module, tokenizer: Any) -> tuple[Any, Causal
         if kind is None:
             return dataset, None
         wrapped = Rows(dataset, encode)
-    if kind not in (None, "input_ids"):
+    if kind and kind != "input_ids":
         encode.need_tokenizer(kind)  # a missing one is reported now, not at the first batch
     return wrapped, CausalCollator(encode.pad_token_id, encode.tokenizer, encode.takes_mask)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset is only read as it comes."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def load_tokenizer(model: nn.Module | str, column: str = "text") -> Any:
@@ -86,13 +94,13 @@ def load_tokenizer(model: nn.Module | str, column: str = "text") -> Any:
 
 
 class _Encoded:
-    """A dataset in front of another one, whose public attributes it shows as its own."""
-
-    source: Any
-    encode: RowEncoder
+    """A dataset in front of another one, whose public attributes (`set_epoch`, say) it shows as its own."""
 
     def __init__(self, source: Any, encode: RowEncoder) -> None:
         self.source, self.encode = source, encode
+
+    def __len__(self) -> int:
+        return len(self.source)  # TypeError where the source has none, which is what DataLoader expects
 
     def __getattr__(self, name: str) -> Any:
         # Not `__getitems__`, which would read rows past the encoder; not what is missing while this is unpickled.
@@ -104,18 +112,12 @@ class _Encoded:
 class Rows(_Encoded, Dataset[dict[str, Any]]):
     """A map-style dataset whose rows are encoded when they are read."""
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.encode(index, self.source[index])
 
 
 class StreamedRows(_Encoded, IterableDataset[dict[str, Any]]):
     """An iterable dataset whose rows are encoded as they come."""
-
-    def __len__(self) -> int:
-        return len(self.source)  # TypeError where the source has none, which is what DataLoader expects
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         index = -1
@@ -124,46 +126,26 @@ class StreamedRows(_Encoded, IterableDataset[dict[str, Any]]):
         if index < 0 and get_worker_info() is None:  # a worker's share may well be empty
             raise DataError("the dataset gave no rows: it is empty, or a one-shot stream that was read before.")
 
-    def set_epoch(self, epoch: int) -> None:
-        """Passed on, so that a source that reshuffles by epoch still does."""
-        forward = getattr(self.source, "set_epoch", None)
-        if forward is not None:
-            forward(epoch)
 
-
-@dataclass
 class RowEncoder:
     """Turns one row into the tensors of one sequence. Holds what it needs of the model, not the model."""
 
-    tokenizer: Any
-    model_name: str
-    max_positions: int | None
-    vocab_size: int | None
-    inputs: frozenset[str]
-    """The arguments of the model's forward."""
-    takes_mask: bool
-    spare_pad_id: int
-    """For when the tokenizer has no pad token. Padding is masked, so any id of the vocabulary would do."""
-    said_cut: bool = False
-
-    @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any) -> RowEncoder:
+    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
+        self.model_name = _model_name(model)
         forward = inspect.signature(model.forward).parameters
+        self.inputs = frozenset(forward)
+        self.takes_mask = "attention_mask" in forward or any(p.kind is p.VAR_KEYWORD for p in forward.values())
         config = config_of(model)
         text = None if config is None else config.get_text_config()
+        self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
+        self.vocab_size: int | None = getattr(text, "vocab_size", None)
         eos = getattr(text, "eos_token_id", None)
-        vocab_size = getattr(text, "vocab_size", None)
         candidates = (getattr(text, "pad_token_id", None), eos[0] if isinstance(eos, list) else eos)
-        valid = [i for i in candidates if i is not None and 0 <= i < (vocab_size or i + 1)]
-        return cls(
-            tokenizer=getattr(tokenizer, "tokenizer", tokenizer),  # a processor holds its tokenizer
-            model_name=_model_name(model),
-            max_positions=getattr(text, "max_position_embeddings", None),
-            vocab_size=vocab_size,
-            inputs=frozenset(forward),
-            takes_mask="attention_mask" in forward or any(p.kind is p.VAR_KEYWORD for p in forward.values()),
-            spare_pad_id=valid[0] if valid else 0,
-        )
+        valid = (i for i in candidates if i is not None and 0 <= i < (self.vocab_size or i + 1))
+        self.spare_pad_id = next(valid, 0)
+        """For when the tokenizer has no pad token. Padding is masked, so any id of the vocabulary would do."""
+        self.said_cut = False
 
     @property
     def pad_token_id(self) -> int:
@@ -176,9 +158,9 @@ class RowEncoder:
         both = (getattr(self.tokenizer, "model_max_length", None), self.max_positions)
         return min((n for n in both if n and n < 10**9), default=None)
 
-    def need_tokenizer(self, column: str | None) -> Any:
+    def need_tokenizer(self, column: str) -> Any:
         if self.tokenizer is None:
-            self.tokenizer = load_tokenizer(self.model_name, column or "text")
+            self.tokenizer = load_tokenizer(self.model_name, column)
         return self.tokenizer
 
     def kind(self, index: int, row: Any) -> str | None:
@@ -188,9 +170,8 @@ class RowEncoder:
         kind = _kind(row)
         held = {name: length_of(value) for name, value in row.items() if value is not None}
         inputs = self.inputs & held.keys()
-        if (
-            kind == "input_ids" and held[kind] is not None
-        ):  # ours only if every other input is per token too: no images, no 4-D masks
+        if kind == "input_ids" and held[kind] is not None:
+            # Ours only if every other input is per token too: no images, no 4-D masks.
             others = (n for n in inputs if held[n] is None or (n not in PER_TOKEN and held[n] != held[kind]))
             return None if any(name != kind for name in others) else kind
         has_text = any(isinstance(value, str) for value in row.values())
@@ -278,3 +259,81 @@ def _kind(row: Mapping[str, Any]) -> str | None:
 def _model_name(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     return getattr(config, "_name_or_path", None) or getattr(model, "name_or_path", None) or ""
+
+
+class CausalCollator:
+    """Pads rows of token ids into one batch. All columns come out as int64 tensors.
+
+    - `input_ids`: padded on the right with `pad_token_id`, to the longest row.
+    - `attention_mask`: the row's own, else ones; 0 on padding. Rows of equal length get a full mask.
+    - `labels`: the row's own, else its `input_ids`, with -100 where its own mask is 0; -100 on padding. The
+      model shifts them.
+    - Other columns with one number per token, `position_ids` say, are padded with 0 and kept if every row has
+      them. Fractions stay float32.
+
+    Rows with `position_ids` and no `attention_mask` may be packed documents, which transformers keeps apart
+    only when there is no mask: none is made then (causal attention does not see padding on the right anyway).
+    A row without tokens becomes one pad token with label -100. Rows without `input_ids` go to transformers'
+    own collator. `tokenizer` is only held: the Trainer saves it beside the model if the user gave none.
+    """
+
+    def __init__(self, pad_token_id: int, tokenizer: Any = None, makes_mask: bool = True) -> None:
+        self.pad_token_id = pad_token_id
+        self.makes_mask = makes_mask
+        """False for a model whose forward takes no `attention_mask`: only a row's own is then passed on."""
+        self.tokenizer = tokenizer
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if not all("input_ids" in row for row in rows):
+            from transformers import default_data_collator
+
+            batch: dict[str, Tensor] = default_data_collator([dict(row) for row in rows])
+            return batch
+        complete = [self._complete(columns_of(f"row {i} of the batch", row)) for i, row in enumerate(rows)]
+        filler = {"input_ids": self.pad_token_id, "labels": IGNORED}
+        batch = {}
+        for name in complete[0]:
+            if all(name in row for row in complete):
+                dtype = reduce(torch.promote_types, (row[name].dtype for row in complete))
+                columns = [row[name].to(dtype) for row in complete]
+                batch[name] = pad_sequence(columns, batch_first=True, padding_value=filler.get(name, 0))
+        unmasked = all(row.get("attention_mask") is None for row in rows)
+        if unmasked and ("position_ids" in batch or not self.makes_mask):
+            del batch["attention_mask"]
+        return batch
+
+    def _complete(self, row: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not len(row["input_ids"]):
+            row = {name: torch.zeros(1, dtype=column.dtype) for name, column in row.items()}
+            row |= {"input_ids": torch.tensor([self.pad_token_id]), "labels": torch.tensor([IGNORED])}
+            row["attention_mask"] = torch.ones(1, dtype=torch.int64)  # attention over nothing would be NaN
+        mask = row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
+        row.setdefault("labels", row["input_ids"].masked_fill(mask == 0, IGNORED))
+        return row
+
+
+def columns_of(where: str, row: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The columns with one number per token, as tensors."""
+    length = length_of(row["input_ids"])
+    ids = _tensor(row["input_ids"]) if length is not None else None
+    if ids is None or ids.is_floating_point():
+        raise DataError(f"{where}: `input_ids` must be one flat list of integers.")
+    for name in PER_TOKEN:
+        if row.get(name) is not None and length_of(row[name]) != length:
+            raise DataError(f"{where}: `{name}` does not have one number for each of its {length} tokens.")
+    return {name: _tensor(value) for name, value in row.items() if length_of(value) == length}
+
+
+def length_of(value: Any) -> int | None:
+    """The entries of a flat list or 1-D tensor of numbers; None for anything else."""
+    if isinstance(value, Tensor):
+        return len(value) if value.ndim == 1 else None
+    items = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(items, (list, tuple)):
+        return None
+    return len(items) if not items or isinstance(items[0], (int, float, np.number)) else None
+
+
+def _tensor(value: Any) -> Tensor:
+    found = value if isinstance(value, Tensor) else torch.tensor(value)
+    return found.float() if found.is_floating_point() and len(found) else found.long()

@@ -5,16 +5,15 @@ They are trained on as by a stock Trainer. A loss of somebody else's may use lab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from megatrain.errors import DataError
-from megatrain.hf.collate import IGNORED
-from megatrain.hf.planning import random_kept
+from megatrain.hf.data import IGNORED, is_stream
+from megatrain.hf.planning import sampled
 from megatrain.telemetry.notices import warn
 
 LOOKED_AT = 64
@@ -45,7 +44,7 @@ class LabelCount(TrainerCallback):
             self._say(f"the first {self._rows}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._without and self._without == self._rows and _is_stream(self._trainer.train_dataset):
+        if self._without and self._without == self._rows and is_stream(self._trainer.train_dataset):
             raise _nothing(self._rows)
         if self._without > self._said:
             self._say(f"all {self._rows}")
@@ -59,8 +58,8 @@ class LabelCount(TrainerCallback):
 
     def _look_further(self) -> None:
         """No row so far has a label: raise if no other has one, as far as can be seen."""
-        looked, dataset = self._rows, self._trainer.train_dataset
-        if _is_stream(dataset):
+        looked = self._rows
+        if is_stream(self._trainer.train_dataset):
             # A stream is only read as it comes.
             if looked < LOOKED_AT:
                 return
@@ -68,23 +67,13 @@ class LabelCount(TrainerCallback):
             # Some of the others have one.
             return
         else:
-            looked, without = self._count(self._sample(dataset))
+            with sampled(self._trainer, LOOKED_AT) as (rows, collate):
+                looked, without = self._count([collate([row]) for row in rows])
             if without < looked:
                 return
         raise _nothing(looked)
 
-    def _sample(self, dataset: Any) -> Iterable[Any]:
-        """Some rows as batches of one, evenly spaced, made as the training loop makes its own."""
-        collate, count = self._trainer.data_collator, len(dataset)
-        if type(dataset).__module__.split(".")[0] == "datasets":
-            dataset = self._trainer._remove_unused_columns(dataset, description="training")
-        else:
-            collate = self._trainer._get_collator_with_removed_columns(collate, description="training")
-        most = min(count, LOOKED_AT)
-        with random_kept(self._trainer.data_collator, dataset):
-            return [collate([dataset[i * count // most]]) for i in range(most)]
-
-    def _count(self, batches: Iterable[Any]) -> tuple[int, int]:
+    def _count(self, batches: Sequence[Any]) -> tuple[int, int]:
         """Rows that have labels at all, and those of them where all are ignored."""
         found = [labels for labels in map(self._labels, batches) if labels is not None]
         rows = sum(len(labels) for labels in found)
@@ -100,10 +89,6 @@ class LabelCount(TrainerCallback):
             return None
         shifts = self._trainer._loss_shifts_labels and "shift_labels" not in batch and labels.ndim > 1
         return labels[..., 1:] if shifts else labels.reshape(len(labels), -1)
-
-
-def _is_stream(dataset: Any) -> bool:
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def _nothing(looked: int) -> DataError:

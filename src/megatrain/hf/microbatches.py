@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from megatrain.engine.session import Engine
 from megatrain.geometry import windows_of
+from megatrain.hf.labels import LabelCount
+from megatrain.hf.optimizers import Optimizing
 from megatrain.hf.recovery import twice
 from megatrain.hf.subclass import DECLARATION, Subclass
-from megatrain.hf.tried import Tried
-from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce
 
+MOST = 64
+"""Sizes that are remembered; of those that none of the others covers, the latest."""
+UNDERSTOOD = (torch.Tensor, str, bytes, bool, int, float, type(None))
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Of the tensors of a micro-batch, by where they are in it."""
+Size = tuple[int, tuple[Shapes, ...]]
+"""How many micro-batches of a step pass a block together, and the shapes of each, the largest first."""
 
-class MicroBatches:
+
+class MicroBatches(Optimizing):
     """The part of `MegaMixin` that runs forward and backward."""
 
-    engine: Engine
-    args: Any
-    optimizer: Any
-    callback_handler: Any
-    _own_optimizer: Callable[[], Optimizer]
-    _gradients_are_watched: Callable[[], bool]
-
+    _label_count: LabelCount
     micro_batches_are_independent: bool | None = None
     """Set this to True in a subclass whose overrides of `training_step`, `_prepare_inputs` and `compute_loss` do not
     depend on earlier micro-batches of the step: weights then travel once for all of them, and a micro-batch that runs
@@ -55,33 +56,32 @@ class MicroBatches:
         # Without blocks nothing is shared between micro-batches: they come one by one, as in a stock Trainer.
         self._micro_batches = samples if self.engine.blocks else []
         self._taken, self._losses, self._retried = 0, [], False
+        self._label_count.add(samples)
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch. In a window the first call runs all of the step, and later calls return their losses."""
         step = super().training_step  # type: ignore[misc]
-        position = self._position(inputs)
-        if position == 0 and len(self._micro_batches) > 1 and not self._in_turn():
+        # Counted, not searched for: a loader may give the same object several times.
+        position, count = self._taken, len(self._micro_batches)
+        listed = position < count and inputs is self._micro_batches[position]
+        self._taken += listed
+        if listed and position == 0 and count > 1 and not self._in_turn():
             tasks = [functools.partial(step, model, batch, *args, **kwargs) for batch in self._micro_batches]
             self._losses = self._guarded(lambda: self._run_windows(tasks), self._micro_batches)
-        if self._losses and position is not None:
+        if self._losses and listed:
             return self._losses[position]
-        last = position is not None and position == len(self._micro_batches) - 1
-        single = functools.partial(self._single, step, last, model, inputs, *args, **kwargs)
+        last = listed and position == count - 1
+
+        def single() -> torch.Tensor:
+            self._together = 1
+            with self._final_backward() if last else nullcontext():
+                return step(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
+
         loss: torch.Tensor = self._guarded(single, [inputs])
         if last and not self._retried:
             self._tried.add(self._micro_batches, 1)
         return loss
-
-    def _position(self, inputs: Any) -> int | None:
-        """Which of the step's micro-batches this is; None for a call with something else.
-
-        Counted, not searched for: a loader may give the same object several times.
-        """
-        if self._taken == len(self._micro_batches) or inputs is not self._micro_batches[self._taken]:
-            return None
-        self._taken += 1
-        return self._taken - 1
 
     def _in_turn(self) -> bool:
         """Whether each micro-batch must run at its own call; said once."""
@@ -106,14 +106,11 @@ class MicroBatches:
             self._tried.add(batches, self._together)
         return done
 
-    def _single(self, step: Callable[..., torch.Tensor], last: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._together = 1
-        with self._final_backward() if last else nullcontext():
-            return step(*args, **kwargs)
-
     def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """The micro-batches of a step, window by window: as planned or asked for, else as many as there is room for."""
-        in_order = self._adds_in_order()
+        # A class that declares its micro-batches independent may still pass a block twice in each, and a window then
+        # adds gradients in another order. The first step shows it: bits must not depend on how much memory is free.
+        in_order = bool(self._subclass.declared) and (not self._looked or self.engine.revisits)
         windows = windows_of(1 if in_order else self.engine.window_size(self._micro_batches[0]), len(tasks))
         self._together = max(windows)
         losses: list[torch.Tensor] = []
@@ -121,21 +118,13 @@ class MicroBatches:
             done = len(losses) + size
             with self._final_backward() if done == len(tasks) else nullcontext():
                 losses += self.engine.window(tasks[len(losses) : done], whole=size == len(tasks))
-        if self._adds_in_order() and self.engine.revisits and not self._looked:
+        if in_order and self.engine.revisits and not self._looked:
             announce(
                 "micro-batches pass blocks more than once (two forwards or backwards in one training step): "
                 "they run one after the other, so that gradients are added in order"
             )
         self._looked = True
         return losses
-
-    def _adds_in_order(self) -> bool:
-        """Whether a window holds one micro-batch only, whatever there is room for.
-
-        If micro-batches pass a block twice, a window adds gradients in another order than they come in one by one. The
-        first step shows it: bits must not depend on how much memory is free.
-        """
-        return not self._subclass.passes_once(self.engine.revisits if self._looked else None)
 
     def _final_backward(self) -> AbstractContextManager[None]:
         """Let updates start in the backward, unless gradients are clipped, or wanted before the step."""
@@ -145,3 +134,62 @@ class MicroBatches:
             return nullcontext()
         clipped = bool(self.args.max_grad_norm and self.args.max_grad_norm > 0)
         return nullcontext() if clipped or self._gradients_are_watched() else self._own_optimizer().final_backward()
+
+
+class Tried:
+    """Sizes of steps that have been through forward and backward, so that another one of them fits as well."""
+
+    def __init__(self) -> None:
+        self._sizes: list[Size] = []
+
+    def add(self, batches: Sequence[Any], together: int) -> None:
+        size = _size(batches, together)
+        if size is not None and not self.covers(batches, together):
+            self._sizes = [known for known in self._sizes if not _covers(size, known)][1 - MOST :]
+            self._sizes.append(size)
+
+    def covers(self, batches: Sequence[Any], together: int) -> bool:
+        """Whether a step takes no more than one of them in any way: as many micro-batches, none longer anywhere."""
+        size = _size(batches, together)
+        return size is not None and any(_covers(known, size) for known in self._sizes)
+
+
+def _size(batches: Sequence[Any], together: int) -> Size | None:
+    """None if there is something whose size cannot be told."""
+    found = [list(_leaves(batch, "")) for batch in batches]
+    if not all(isinstance(leaf, UNDERSTOOD) for leaves in found for _, leaf in leaves):
+        return None
+    shapes = [
+        tuple(sorted((path, tuple(leaf.shape)) for path, leaf in leaves if isinstance(leaf, torch.Tensor)))
+        for leaves in found
+    ]
+    return together, tuple(sorted(shapes, key=_numel, reverse=True))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    # Not only a dict: tokenizers give a mapping of their own.
+    if isinstance(value, Mapping | list | tuple):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(inner, f"{path}/{key}")
+    else:
+        yield path, value
+
+
+def _numel(shapes: Shapes) -> tuple[int, Shapes]:
+    return sum(torch.Size(shape).numel() for _, shape in shapes), shapes
+
+
+def _covers(large: Size, small: Size) -> bool:
+    return (
+        small[0] <= large[0]
+        and len(small[1]) <= len(large[1])
+        and all(_within(*pair) for pair in zip(small[1], large[1], strict=False))
+    )
+
+
+def _within(small: Shapes, large: Shapes) -> bool:
+    """Whether the tensors are the same ones, and none is longer in any dimension."""
+    return len(small) == len(large) and all(
+        name == other and len(shape) == len(limit) and all(a <= b for a, b in zip(shape, limit, strict=True))
+        for (name, shape), (other, limit) in zip(small, large, strict=True)
+    )

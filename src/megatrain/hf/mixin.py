@@ -8,45 +8,44 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from megatrain import settings as settings_module
-from megatrain.checkpoint import replace
+from megatrain.checkpoint import lock, replace
 from megatrain.engine.session import Engine
 from megatrain.engine.surface import engine_of
 from megatrain.errors import MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
 from megatrain.hardware import inventory
-from megatrain.hf.callbacks import Handler
-from megatrain.hf.checkpoints import Checkpoints, changed
+from megatrain.hf.checkpoints import Checkpoints
 from megatrain.hf.found import last_complete, require_resumable
-from megatrain.hf.given import Given
 from megatrain.hf.labels import LabelCount
 from megatrain.hf.microbatches import MicroBatches
-from megatrain.hf.optimizers import Optimizing
+from megatrain.hf.optimizers import Given, changed
 from megatrain.hf.planning import plan_of
-from megatrain.hf.progress import Pace, StepLines
+from megatrain.hf.progress import Pace
 from megatrain.hf.recovery import RamStop
 from megatrain.hf.terminate import Termination
 from megatrain.model import hooks
-from megatrain.model.blocks import has_layers
+from megatrain.model.blocks import layered
 from megatrain.optim.optimizer import Optimizer
 from megatrain.settings import CHANGE_RESULTS, Settings
 from megatrain.telemetry.notices import announce, warn
 
 
-class MegaMixin(MicroBatches, Optimizing, Checkpoints):
+class MegaMixin(MicroBatches, Checkpoints):
     """Streams a Trainer's model through a MegaTrain engine.
 
     `class SFT(MegaMixin, trl.SFTTrainer): ...`. The engine is `self.engine`; it is attached when the Trainer is made
     and stays with the model.
     """
 
-    engine: Engine
     accelerator: Any
     _compile = False
 
@@ -57,7 +56,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         self._ram_stop = RamStop(lambda: self.engine)
         self._label_count = LabelCount(self)
         self._termination = Termination(lambda: self.is_in_train)  # type: ignore[attr-defined]
-        own = (StepLines(self), Pace(self), self._label_count, self._ram_stop, self._termination)
+        own = (Pace(self), self._label_count, self._ram_stop, self._termination)
         self.callback_handler = Handler(self.callback_handler, own)
 
     # ---- set-up
@@ -157,7 +156,7 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                 "set use_cpu=True there, or leave device out."
             )
         # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
-        streams = self.args.bf16 and has_layers(self.model, hooks.load())
+        streams = self.args.bf16 and bool(layered(self.model, hooks.load()))
         if streams and asked.precision == "fp32":
             raise SettingsError(
                 "megatrain.init asked for precision='fp32', but TrainingArguments has bf16=True; set bf16=False there, "
@@ -180,14 +179,6 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
             settings = settings.override(length=None)  # it went into the plan that was made here
         self.engine = Engine(self.model, **settings.override(plan=plan).chosen())
 
-    def create_optimizer(self, *args: Any) -> Any:
-        self._follow_model()
-        return super().create_optimizer(*args)
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._follow_model()
-        return super()._prepare_for_training(*args, **kwargs)
-
     def _follow_model(self) -> None:
         """`model_init` may have made another model: the first one's memory is wanted then."""
         if engine_of(self.model) is not self.engine:
@@ -201,7 +192,11 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trial = args[0] if args else kwargs.get("trial")
-        with self._termination.listening(), self._output_locked(trial):
+        self._failure = None
+        with self._termination.listening(), ExitStack() as lasting:
+            # A run that does not save may share its directory with others.
+            if self.args.save_strategy != "no":
+                lasting.callback(lock.acquire(self._get_output_dir(trial=trial)))  # type: ignore[attr-defined]
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = last_complete(self.args.output_dir)
             elif resume_from_checkpoint:
@@ -238,11 +233,6 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
                 warn(f"after the evaluation: {less}")
         return found
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        samples, items = super().get_batch_samples(*args, **kwargs)
-        self._label_count.add(samples)
-        return samples, items
-
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Nobody looks at logits if only the loss is asked for: then no more than a chunk of them is computed."""
         with self.engine.loss_only() if prediction_loss_only else nullcontext():
@@ -252,18 +242,41 @@ class MegaMixin(MicroBatches, Optimizing, Checkpoints):
         """As ever; a model that gives no loss because nothing was labelled is told apart from one that never does."""
         names = self.label_names or ["labels"]  # type: ignore[attr-defined]
         labelled = not isinstance(inputs, Mapping) or any(name in inputs for name in names)
-        held = sorted(map(str, inputs)) if isinstance(inputs, Mapping) else []
+        if labelled or self._subclass.own_loss:
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        missing = MissingLabels(
+            f"the batch has {', '.join(sorted(map(str, inputs)))} but none of {', '.join(names)}, so the model returns "
+            "no loss; add labels to the dataset, or use a collator that makes them "
+            "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
+        )
         try:
             found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
-            if self._subclass.own_loss or labelled or not str(error).startswith("The model did not return a loss"):
+            if not str(error).startswith("The model did not return a loss"):
                 raise
-            raise _missing_labels(held, names) from error
+            raise missing from error
         loss = found[0] if isinstance(found, tuple) else found
-        if loss.requires_grad and loss.numel() > 1 and not labelled and not self._subclass.own_loss:
+        if loss.requires_grad and loss.numel() > 1:
             # What a model returns first in a tuple is its loss only if there were labels.
-            raise _missing_labels(held, names)
+            raise missing
         return found
+
+
+class Handler(CallbackHandler):
+    """Calls the Trainer's callbacks, then MegaTrain's: those see what the others decided, and have the last word.
+
+    The Trainer's list stays what the user made it.
+    """
+
+    def __init__(self, handler: CallbackHandler, own: Sequence[TrainerCallback]) -> None:
+        self.__dict__.update(vars(handler))
+        self._own = own
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control = super().call_event(event, args, state, control, **kwargs)
+        for callback in self._own:
+            control = getattr(callback, event)(args, state, control, **kwargs) or control
+        return control
 
 
 def _check_attached(engine: Engine, asked: Settings) -> None:
@@ -285,11 +298,3 @@ def _check_attached(engine: Engine, asked: Settings) -> None:
                 "close that engine first."
             )
         warn(f"{name}={value!r} of megatrain.init has no effect: the model already belongs to an engine")
-
-
-def _missing_labels(held: Sequence[str], names: Sequence[str]) -> MissingLabels:
-    return MissingLabels(
-        f"the batch has {', '.join(held)} but none of {', '.join(names)}, so the model returns no loss; add "
-        "labels to the dataset, or use a collator that makes them "
-        "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
-    )

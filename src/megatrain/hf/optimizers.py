@@ -7,7 +7,8 @@ clipping is not clipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +18,9 @@ from transformers.trainer_optimizer import _parse_optim_args
 
 from megatrain.engine.session import Engine
 from megatrain.errors import SettingsError
-from megatrain.hf.checkpoints import changed
-from megatrain.hf.recovery import once_more
+from megatrain.hf.recovery import norm_of
 from megatrain.hf.subclass import Subclass
-from megatrain.optim.optimizer import FOREIGN, Optimizer, rule_named
+from megatrain.optim.optimizer import BOOKKEEPING, FOREIGN, Optimizer, rule_named
 from megatrain.optim.schedule import clip_factor
 from megatrain.telemetry.notices import announce
 
@@ -43,14 +43,13 @@ class Choice:
 
     kind: str
     moment_width: str | None = None
-    """How moments are stored; None: as `megatrain.init` was told."""
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: Iterable[Any] | None = None
     """Parameter groups that were given with the class."""
 
 
 class Optimizing:
-    """The part of `MegaMixin` that makes and drives the optimizer."""
+    """The part of `MegaMixin` that makes and drives the optimizer. The other parts build on it."""
 
     engine: Engine
     args: Any
@@ -60,6 +59,7 @@ class Optimizing:
     get_decay_parameter_names: Callable[[Any], list[str]]
     get_optimizer_cls_and_kwargs: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
     _subclass: Subclass
+    _follow_model: Callable[[], None]
     _given_kind: str | None = None
     """Of a torch optimizer that was passed in `optimizers=`."""
     step_norm: float | None = None
@@ -106,6 +106,7 @@ class Optimizing:
             )
 
     def create_optimizer(self, *args: Any) -> Any:
+        self._follow_model()
         factory = functools.partial(functools.partial, self._made, self._choose())
         # By way of transformers' own, so that overrides behind this class run; what they end in makes ours.
         with changed(self, optimizer_cls_and_kwargs=(factory, {})):
@@ -125,6 +126,7 @@ class Optimizing:
         ]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_model()
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         # Whoever made it: a subclass may have one of torch's in `create_optimizer`.
         own = self._own_optimizer()
@@ -145,12 +147,12 @@ class Optimizing:
         return inner
 
     def _clip_grad_norm(self, model: Any) -> float:
-        norm = once_more(self.engine, self.engine.grad_norm)
+        norm = norm_of(self.engine)
         self._own_optimizer().scale_gradients(clip_factor(norm, self.args.max_grad_norm))
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
-        self.step_norm = once_more(self.engine, self.engine.grad_norm) if grad_norm is None else grad_norm
+        self.step_norm = norm_of(self.engine) if grad_norm is None else grad_norm
         return self.step_norm
 
     def _gradients_are_watched(self) -> bool:
@@ -179,7 +181,10 @@ def of_class(cls: Any, kwargs: Mapping[str, Any], weight_decay: float, where: st
                 f"{where}: {cls.__name__} with {name}={value!r} is not supported; {', '.join(known)} are."
             )
     groups = None if "params" not in kwargs else list(kwargs["params"])
-    decays = [weight_decay] if groups is None else [options.get("weight_decay", 0.0), *_decays(groups)]
+    decays = [weight_decay]
+    if groups is not None:
+        of_groups = [group.get("weight_decay", 0.0) for group in groups if isinstance(group, dict)]
+        decays = [options.get("weight_decay", 0.0), *of_groups]
     if kind == "adamw" and not decoupled and any(decays):
         raise SettingsError(
             f"{where}: Adam adds weight_decay={max(decays):g} to the gradient, which is not supported; use "
@@ -195,5 +200,54 @@ def of_class(cls: Any, kwargs: Mapping[str, Any], weight_decay: float, where: st
     return Choice(kind, None, options, groups)
 
 
-def _decays(groups: Iterable[Any]) -> list[float]:
-    return [group.get("weight_decay", 0.0) for group in groups if isinstance(group, dict)]
+class Given:
+    """What a torch optimizer in `optimizers=` was made with. Make it before the engine, which replaces parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        self._optimizer = optimizer
+        for group in optimizer.param_groups:
+            own = {name: group[name] for name in optimizer.defaults if name in group}
+            self.kind = of_class(type(optimizer), own | {"params": [group]}, 0.0, "optimizers").kind
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in names:
+                raise SettingsError(
+                    f"optimizers: {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that "
+                    "is not the model's; make it from model.parameters() of the model that the Trainer is given."
+                )
+        self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def replaced(self, engine: Engine) -> Optimizer:
+        """The engine's optimizer with its options, states and hooks. Groups are shared with the one given.
+
+        A scheduler that was made for the one given writes learning rates into its groups.
+        """
+        given = self._optimizer
+        stored = given.state_dict()["state"]
+        parameters = dict(engine.model.named_parameters())
+        known = BOOKKEEPING | rule_named(self.kind).defaults.keys()
+        others = [{key: group.pop(key) for key in group.keys() - known} for group in given.param_groups]
+        for group, names in zip(given.param_groups, self._names, strict=True):
+            group["params"] = [parameters[name] for name in names]
+        own = engine.optimizer(given.param_groups, kind=self.kind)
+        own.load_state_dict({"state": stored, "param_groups": own.state_dict()["param_groups"]})
+        for group, other in zip(own.param_groups, others, strict=True):
+            group.update(other)
+        own._optimizer_step_pre_hooks.update(given._optimizer_step_pre_hooks)
+        own._optimizer_step_post_hooks.update(given._optimizer_step_post_hooks)
+        # Its scheduler looks whether it has stepped, and would warn of a wrong order.
+        given._opt_called = True  # type: ignore[attr-defined]
+        return own
+
+
+@contextmanager
+def changed(thing: Any, **values: Any) -> Iterator[None]:
+    """An object with other values of some attributes, for a while."""
+    before = {name: getattr(thing, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import IterableDataset
 
 from megatrain import generators
 from megatrain.engine.planning import plan_for_trainer
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.geometry import PLANNED, PLANNED_SLOTS
 from megatrain.hardware import inventory
+from megatrain.hf.data import is_stream
 from megatrain.model.shapes import describe
 from megatrain.planner import Plan
 from megatrain.settings import Settings
@@ -36,11 +36,17 @@ LENGTHS = ("max_length", "max_seq_length")
 """Names that Trainers give the longest sequence in their arguments."""
 
 
+Collate = Callable[[list[Any]], Any]
+
+
 def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -> Plan | None:
     """The plan for a Trainer's run, or the one it was given; None if there is none to make, or too little is known."""
     if settings.plan != "auto":
         return settings.plan  # type: ignore[no-any-return]
-    if trainer.train_dataset is None or not _wanted(settings, device):
+    decided = (settings.given | settings.debug.given) & {*PLANNED, *PLANNED_SLOTS}
+    # Without a GPU there is one tier, and nothing to decide.
+    one_tier = device.type != "cuda" and settings.machine is None
+    if trainer.train_dataset is None or decided or one_tier:
         return None
     args = trainer.args
     shape = _batch_shape(trainer, settings)
@@ -51,6 +57,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         model = describe(trainer.model)
     except NothingToStream:
         return None
+    evaluates = trainer.eval_dataset is not None and args.eval_strategy != "no"
     known = partial(
         plan_for_trainer,
         model,
@@ -61,7 +68,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         together=args.gradient_accumulation_steps == 1 or trainer._subclass.why_in_turn is None,
         optimizer=kind,
         clipping=bool(args.max_grad_norm),
-        evaluation=args.per_device_eval_batch_size * length if _evaluates(trainer) else 0,
+        evaluation=args.per_device_eval_batch_size * length if evaluates else 0,
         predictions=trainer._subclass.evaluates_logits or settings.head_chunk == 0 or model.logits == "whole",
         padded=padded,
         max_vram_gb=settings.max_vram_gb,
@@ -89,40 +96,24 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         raise
 
 
-def _evaluates(trainer: Any) -> bool:
-    return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
-
-
-def _wanted(settings: Settings, device: torch.device) -> bool:
-    decided = (settings.given | settings.debug.given) & {*PLANNED, *PLANNED_SLOTS}
-    # Without a GPU there is one tier, and nothing to decide.
-    return not decided and (device.type == "cuda" or settings.machine is not None)
-
-
-# ---- what a micro-batch looks like
-
-
 def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | None:
     """Rows and columns of the largest micro-batch, as far as the data shows, and whether some are padded."""
-    size, dataset = trainer.args.per_device_train_batch_size, trainer.train_dataset
-    stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    length = settings.length
-    if stream and length is None:
-        named = [getattr(trainer.args, name, None) for name in LENGTHS]
-        length = next((value for value in named if isinstance(value, int)), None)
-        if length is None:
-            announce(
-                "nothing is planned: the dataset is a stream, so its lengths are not known; megatrain.init(length=...) "
-                "says how long sequences are at the most"
-            )
-            return None
+    size, length = trainer.args.per_device_train_batch_size, settings.length
     # Of data that cannot be looked at: collators that know how to pad may.
     may_pad = size > 1 and any(hasattr(trainer.data_collator, name) for name in PADS)
-    if stream and length is not None:
-        return size, length, may_pad
+    if is_stream(trainer.train_dataset):
+        named = (length, *(getattr(trainer.args, name, None) for name in LENGTHS))
+        length = next((value for value in named if isinstance(value, int)), None)
+        if length is not None:
+            return size, length, may_pad
+        announce(
+            "nothing is planned: the dataset is a stream, so its lengths are not known; megatrain.init(length=...) "
+            "says how long sequences are at the most"
+        )
+        return None
     try:
-        with random_kept(trainer.data_collator, dataset):
-            ids, padded = _collated(trainer, dataset, size, ROWS if length is None else FEW_ROWS)
+        with sampled(trainer, ROWS if length is None else FEW_ROWS) as (rows, collate):
+            ids, padded = _collated(rows, collate, size)
     except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
         if length is not None:
             return size, length, may_pad
@@ -138,16 +129,9 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
     return ids.shape[0], ids.shape[1], padded
 
 
-def _collated(trainer: Any, dataset: Any, size: int, most: int) -> tuple[Any, bool]:
+def _collated(rows: list[Any], collate: Collate, size: int) -> tuple[Any, bool]:
     """The `input_ids` of a micro-batch made of the longest rows, and whether attention is given a mask that hides."""
-    collate: Callable[[list[Any]], Any] = trainer.data_collator
-    if type(dataset).__module__.split(".")[0] == "datasets":
-        dataset = trainer._remove_unused_columns(dataset, description="training")
-    else:
-        collate = trainer._get_collator_with_removed_columns(collate, description="training")
-    count = len(dataset)
-    indices = range(count) if count <= most else [i * count // most for i in range(most)]
-    rows = sorted((dataset[i] for i in indices), key=_extent, reverse=True)
+    rows = sorted(rows, key=_extent, reverse=True)
     longest = rows[:size]
     batch = collate(longest + longest[:1] * (size - len(longest)))
     if not hasattr(batch, "get"):
@@ -183,9 +167,13 @@ def _extent(row: Any) -> int:
 
 
 @contextmanager
-def random_kept(*owners: Any) -> Iterator[None]:
-    """Rows and collators may draw random numbers, also from a generator of their own; training must draw the same."""
-    attributes = [(vars(owner), dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
+def sampled(trainer: Any, most: int) -> Iterator[tuple[list[Any], Collate]]:
+    """Some rows of the dataset, evenly spaced, and the collator, as the training loop has them.
+
+    Both may draw random numbers, also from a generator of their own; training must draw the same.
+    """
+    dataset, collate = trainer.train_dataset, trainer.data_collator
+    attributes = [(vars(owner), dict(vars(owner))) for owner in (collate, dataset) if hasattr(owner, "__dict__")]
     own: list[Callable[[], Any]] = []
     for value in (value for _, before in attributes for value in before.values()):
         if isinstance(value, torch.Generator):
@@ -196,7 +184,13 @@ def random_kept(*owners: Any) -> Iterator[None]:
             own.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
     try:
         with generators.untouched(torch.device("cpu")):
-            yield
+            if type(dataset).__module__.split(".")[0] == "datasets":
+                dataset = trainer._remove_unused_columns(dataset, description="training")
+            else:
+                collate = trainer._get_collator_with_removed_columns(collate, description="training")
+            count = len(dataset)
+            most = min(most, count)
+            yield [dataset[i * count // most] for i in range(most)], collate
     finally:
         for take_back in own:
             take_back()

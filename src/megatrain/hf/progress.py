@@ -18,13 +18,16 @@ OFF = 1.25
 """How many times as long, or as short, a step may take before it is said."""
 
 
-class StepLines(TrainerCallback):
-    """Announces each step that the Trainer itself does not log."""
+class Pace(TrainerCallback):
+    """Announces each step that the Trainer itself does not log, and once if steps do not take what was planned."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._began = 0.0
-        self._lr = 0.0
+        self._began = self._lr = 0.0
+        self._seconds: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._seconds = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.perf_counter()
@@ -35,32 +38,13 @@ class StepLines(TrainerCallback):
         self._lr = float(self._trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if control.should_log:
-            return
-        # Of the norm what the Trainer has taken already: asking the optimizer would wait for every update.
-        norm = self._trainer.step_norm
-        announce(
-            f"step {state.global_step}/{state.max_steps}: " + (f"grad norm {norm:.4g}, " if norm is not None else "")
-            + f"lr {self._lr:.3g}, {time.perf_counter() - self._began:.2f} s"
-        )  # fmt: skip
-
-
-class Pace(TrainerCallback):
-    """Says once if steps take longer or shorter than planned on this machine as it was measured."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._began = 0.0
-        self._seconds: list[float] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._seconds = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._began = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._seconds.append(time.perf_counter() - self._began)
+        seconds = time.perf_counter() - self._began
+        self._seconds.append(seconds)
+        if not control.should_log:
+            # Of the norm what the Trainer has taken already: asking the optimizer would wait for every update.
+            norm = self._trainer.step_norm
+            normed = "" if norm is None else f"grad norm {norm:.4g}, "
+            announce(f"step {state.global_step}/{state.max_steps}: {normed}lr {self._lr:.3g}, {seconds:.2f} s")
         if len(self._seconds) == FIRST + LOOKED_AT and self.planned is not None:
             taken = statistics.median(self._seconds[FIRST:])
             if line := compared(taken, self.planned, self._trainer.engine.settings.plan.run.padded):
@@ -76,14 +60,14 @@ class Pace(TrainerCallback):
 
 def compared(taken: float, planned: float, padded: bool) -> str | None:
     """What to say of a step, if anything; padded batches are often shorter than the longest, which is planned."""
+    said = f"steps take {taken:.2f} s, the plan has {planned:.2f}: "
     if taken > OFF * planned:
-        return (
-            f"steps take {taken:.2f} s, the plan has {planned:.2f}: something else may be running on this machine, or "
-            "the model or its loss does more than the plan knows"
+        return said + (
+            "something else may be running on this machine, or the model or its loss does more than the plan knows"
         )
     if taken * OFF < planned and not padded:
-        return (
-            f"steps take {taken:.2f} s, the plan has {planned:.2f}: the machine was perhaps measured in a bad moment; "
-            "megatrain.probe(refresh=True) measures it again, and the next run may be planned better"
+        return said + (
+            "the machine was perhaps measured in a bad moment; megatrain.probe(refresh=True) measures it again, and "
+            "the next run may be planned better"
         )
     return None

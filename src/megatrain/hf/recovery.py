@@ -24,12 +24,12 @@ Result = TypeVar("Result")
 class Beginning:
     """What a step can change before its update: random numbers, gradients, buffers."""
 
-    def __init__(self, engine: Engine, zero_grad: Callable[[], None]) -> None:
-        self._engine, self._zero_grad = engine, zero_grad
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._clean = not any(slab.grad.present for slab in engine.slabs)
         self._buffers = [(name, buffer, buffer._version) for name, buffer in engine.model.named_buffers()]
         self._versions = [slab.version for slab in engine.slabs]
-        self._generators = Generators.now(engine.device)
+        self.generators = Generators.now(engine.device)
 
     def obstacle(self) -> str | None:
         """Why the step cannot be taken back; None: it can."""
@@ -45,17 +45,13 @@ class Beginning:
             return "blocks already keep nothing on the GPU for their backward; use fewer tokens at a time"
         return None
 
-    def restore(self) -> None:
-        self._zero_grad()
-        self._generators.restore()
-
 
 def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, bool]:
     """Do the work of a step; if the GPU runs out of memory, take it back and do it once more with less.
 
     Its result, and whether it took the second time.
     """
-    beginning = Beginning(engine, zero_grad)
+    beginning = Beginning(engine)
     try:
         return work(), False
     except torch.OutOfMemoryError as error:
@@ -65,9 +61,10 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
             raise
         # Copies under way still write to memory that goes with the error.
         engine.quiesce()
-        said = _first_words(error)
+        said = str(error).split(". ")[0]
     # Here the error is gone, and with it the frames that held the failed step's tensors.
-    beginning.restore()
+    zero_grad()
+    beginning.generators.restore()
     _free(engine)
     warn(
         f"{said}: the step was taken back and is done again with less kept on the GPU, which changes no bit of "
@@ -77,27 +74,23 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
         return work(), True
 
 
-def once_more(engine: Engine, work: Callable[[], Result]) -> Result:
-    """Take the norm of gradients, which changes nothing; if the GPU runs out of memory, once more with more of it.
+def norm_of(engine: Engine) -> float:
+    """The norm of gradients, which changes nothing; if the GPU runs out of memory, once more with more of it.
 
     Lanes are quiet then, nothing is kept for later, and a plan's figure is no limit.
     """
     try:
-        return work()
+        return engine.grad_norm()
     except torch.OutOfMemoryError as error:
         engine.quiesce()
-        said = _first_words(error)
+        said = str(error).split(". ")[0]
     _free(engine)
     warn(f"{said}: the norm of the gradients is taken once more, after memory that was kept for later was given back")
     engine.relief.hold_to_plan(False)
     try:
-        return work()
+        return engine.grad_norm()
     finally:
         engine.relief.hold_to_plan()
-
-
-def _first_words(error: torch.OutOfMemoryError) -> str:
-    return str(error).split(". ")[0]
 
 
 def _free(engine: Engine) -> None:
@@ -134,10 +127,6 @@ class RamStop(TrainerCallback):
             self.reason = self._engine().ram.short()
         if self.reason is not None:
             control.should_save = control.should_training_stop = True
-
-    def unsaved(self, step: int) -> bool:
-        """Whether the run ends here and what it has come to is on no disk yet."""
-        return self.reason is not None and (self.sealed is None or self.sealed[0] != step)
 
     def check(self) -> None:
         """Raise if the run was ended."""

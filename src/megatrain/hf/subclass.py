@@ -33,8 +33,6 @@ class Subclass:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    # ---- micro-batches
-
     @property
     def declared(self) -> bool | None:
         """What the nearest class that declares anything says of its micro-batches."""
@@ -67,15 +65,6 @@ class Subclass:
             and (bool(declared) or self._trainer.compute_loss_func is None)
         )
 
-    def passes_once(self, revisits: bool | None) -> bool:
-        """Whether a micro-batch passes a block once. `revisits`: whether one was seen that did not; None: none has run.
-
-        A class that declares its micro-batches independent may still pass a block twice in each.
-        """
-        return not self.declared or revisits is False
-
-    # ---- losses, gradients, optimizers
-
     @property
     def own_loss(self) -> bool:
         return not self._stock("compute_loss") or self._trainer.compute_loss_func is not None
@@ -106,8 +95,6 @@ class Subclass:
     @property
     def chooses_optimizer(self) -> bool:
         return not self._stock("get_optimizer_cls_and_kwargs")
-
-    # ---- how it is seen
 
     def _stock(self, method: str) -> bool:
         """Whether a method is transformers' own, but for what MegaTrain puts around it."""

@@ -59,27 +59,23 @@ class Termination(TrainerCallback):
                 signal.signal(signal.SIGTERM, previous)
             self._owner = 0
             came, self.requested = self.requested, False
-        if came:
-            self._pass_on()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested or os.getpid() != self._owner:
-            signal.signal(number, self._previous)
-            if callable(self._previous):
-                self._previous(number, frame)
-            else:
-                os.kill(os.getpid(), number)
+        if not came:
             return
-        self.requested = True
-
-    def _pass_on(self) -> None:
-        if callable(self._previous):
-            self._previous(signal.SIGTERM, None)
+        if callable(previous):
+            previous(signal.SIGTERM, None)
         else:
             # The exit status of a process that SIGTERM ended, after `finally` blocks and exit handlers have run.
             raise SystemExit(EXIT)
 
-    # ---- when it is noticed
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested and os.getpid() == self._owner:
+            self.requested = True
+            return
+        signal.signal(number, self._previous)
+        if callable(self._previous):
+            self._previous(number, frame)
+        else:
+            os.kill(os.getpid(), number)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.requested:

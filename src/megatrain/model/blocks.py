@@ -20,6 +20,8 @@ import torch
 from megatrain.errors import NothingToStream, UnsupportedModel
 from megatrain.model.hooks import Hooks
 
+Named = tuple[str, torch.nn.Module]
+
 
 @dataclass(frozen=True, eq=False)
 class Found:
@@ -45,28 +47,21 @@ class Found:
 def find_blocks(model: torch.nn.Module, hooks: Hooks) -> list[Found]:
     """All blocks, in the order in which the model registers them. Every parameter is in one of them."""
     _check_parameters(model)
-    layers = _layers(model, hooks)
-    if not layers:
-        return [Found(name, module, loose=True) for name, module in model.named_modules() if _own(module)]
-    blocks = {id(module): Found(name, module, layer=True) for name, module in layers}
-    return list(_walk("", model, blocks, set()))
+    return layered(model, hooks) or [
+        Found(name, module, loose=True) for name, module in model.named_modules() if _own(module)
+    ]
 
 
-def has_layers(model: torch.nn.Module, hooks: Hooks) -> bool:
-    """Whether a model has repeated layers; one without them is one block."""
-    return bool(_layers(model, hooks))
-
-
-def _layers(model: torch.nn.Module, hooks: Hooks) -> list[tuple[str, torch.nn.Module]]:
+def layered(model: torch.nn.Module, hooks: Hooks) -> list[Found]:
+    """Blocks of a model that has repeated layers, wherever its parameters are; none of another one."""
     modules = list(model.named_modules())
     marked = _outermost([(n, m) for n, m in modules if isinstance(m, hooks.layer) and _owns(m)])
-    found = marked + _members(modules, torch.nn.ModuleList, marked)
-    return found or _members(modules, torch.nn.Sequential, [])
+    layers = marked + _members(modules, torch.nn.ModuleList, marked) or _members(modules, torch.nn.Sequential, [])
+    blocks = {id(module): Found(name, module, layer=True) for name, module in layers}
+    return list(_walk("", model, blocks, set())) if blocks else []
 
 
-def _members(
-    modules: list[tuple[str, torch.nn.Module]], container: type, taken: list[tuple[str, torch.nn.Module]]
-) -> list[tuple[str, torch.nn.Module]]:
+def _members(modules: list[Named], container: type, taken: list[Named]) -> list[Named]:
     """Members of containers that repeat a class, unless they contain or lie in a block that is already taken."""
     inside = {id(part) for _, block in taken for part in block.modules()}
     marked = {id(block) for _, block in taken}
@@ -84,7 +79,7 @@ def _members(
     return _outermost(found)
 
 
-def _outermost(found: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
+def _outermost(found: list[Named]) -> list[Named]:
     nested = {id(part) for _, module in found for part in module.modules() if part is not module}
     unique = {id(module): (name, module) for name, module in reversed(found) if id(module) not in nested}
     return list(reversed(unique.values()))
@@ -98,13 +93,11 @@ def _walk(name: str, module: torch.nn.Module, layers: dict[int, Found], seen: se
     if id(module) in layers:
         yield layers[id(module)]
         return
-    own = _own(module)
-    contains_layers = any(id(part) in layers for part in module.modules())
-    if own and not contains_layers:
-        yield Found(name, module)
-        return
-    if own:
-        yield Found(name, module, loose=True)
+    if _own(module):
+        contains_layers = any(id(part) in layers for part in module.modules())
+        yield Found(name, module, loose=contains_layers)
+        if not contains_layers:
+            return
     for key, child in module.named_children():
         yield from _walk(f"{name}.{key}".lstrip("."), child, layers, seen)
 

@@ -6,8 +6,6 @@ from collections import Counter
 
 import torch
 
-from megatrain.model.hooks import keeps_fp32
-
 
 def store_dtype(precision: str) -> torch.dtype:
     """What a precision keeps weights in."""
@@ -43,7 +41,9 @@ class Dtypes:
             return parameter.dtype
         # A skeleton has no dtypes of its own.
         skeleton = parameter.device.type == "meta"
-        kept = keeps_fp32(self._model, name) or (self._mixed and not skeleton)
+        # What transformers keeps in FP32 when it loads the model in BF16.
+        patterns = getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()
+        kept = any(pattern in name for pattern in patterns) or (self._mixed and not skeleton)
         return torch.float32 if kept and (skeleton or parameter.dtype == torch.float32) else None
 
     def stored(self, name: str, parameter: torch.Tensor, precision: str) -> torch.dtype:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +112,47 @@ def refuse_cache(hooks: Hooks, training: bool, kwargs: dict[str, Any]) -> None:
         )
 
 
-def keeps_fp32(model: torch.nn.Module, name: str) -> bool:
-    """Whether transformers keeps this parameter in FP32 when it loads the model in BF16."""
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    parts = name.split(".")
-    return any(pattern in parts or pattern in name for pattern in kept)
+# ---- the head: whether its loss can be taken chunk by chunk, or needs the logits whole
+
+
+def output_of(model: Any) -> Any:
+    """The module that makes logits, or None."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def can_be_lazy(model: Any, causal_loss: Any) -> bool:
+    """Whether a model is a causal LM whose loss is transformers' own."""
+    head = output_of(model)
+    weight = getattr(head, "weight", None)
+    return head is not None and weight is not None and weight.ndim == 2 and uses(model, head, causal_loss)
+
+
+def uses(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
+    """Whether a module has transformers' causal loss for the output of this head."""
+    loss = getattr(module, "loss_function", None)
+    # An engine's chunked head stands in for it while it is attached.
+    loss = getattr(getattr(loss, "__self__", None), "own_loss", loss)
+    return loss is causal_loss and output_of(module) is head
+
+
+def kind_of_logits(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> str:
+    """What training has of a model's logits: "none", a "chunked" head's, or all of them "whole"."""
+    head = output_of(model)
+    if head is None:
+        return "none"
+    # transformers warns of configs that name no loss when one only looks which it is.
+    logger = logging.getLogger("transformers.modeling_utils")
+    before, logger.disabled = logger.disabled, True
+    try:
+        chunks = can_be_lazy(model, causal_loss) and any(module is head for module in blocks)
+        owners = [module for module in model.modules() if chunks and uses(module, head, causal_loss)]
+    finally:
+        logger.disabled = before
+    if not owners:
+        return "whole"
+    try:
+        source = inspect.getsource(inspect.unwrap(type(owners[-1]).forward))
+    except (OSError, TypeError):
+        return "chunked"
+    # Others (most that have an encoder and a decoder) have it and write their loss out.
+    return "chunked" if "loss_function" in source else "whole"

@@ -7,6 +7,7 @@ already live in an engine's store.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,9 @@ import torch
 
 from megatrain.errors import NothingToStream, SettingsError
 from megatrain.geometry import SMALL, padded
-from megatrain.model import blocks, fields, hooks
-from megatrain.model.blocks import Found
+from megatrain.model import fields, hooks
+from megatrain.model.blocks import Found, layered
 from megatrain.model.dtypes import Dtypes, natural_precision
-from megatrain.model.heads import kind_of_logits
 from megatrain.model.skeleton import config_named, config_of, is_config, skeleton
 from megatrain.model.trace import Traced, trace
 
@@ -113,7 +113,7 @@ class ModelShape:
     attention: str
     """The attention that transformers chose: "sdpa", "eager"..."""
     logits: str = "chunked"
-    """What training has of them: "none", a "chunked" head's, or all of them "whole" (model/heads.py)."""
+    """What training has of them: "none", a "chunked" head's, or all of them "whole" (`hooks.kind_of_logits`)."""
     softcap: bool = False
     """Whether they are bounded by a hyperbolic tangent."""
     positions: int = 0
@@ -149,16 +149,12 @@ def describe(source: Any) -> ModelShape:
 
 
 def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
-    found = _find(model)
+    known = hooks.load()
+    found = layered(model, known)
+    if not found:
+        raise NothingToStream(f"{type(model).__name__} has no repeated layers, so there is nothing to plan.")
     text = config.get_text_config() if config is not None else None
-    loaded = _loaded(model, config)
-    owners: dict[int, str] = {}
-    users: dict[int, set[str]] = {}
-    for item in found:
-        for _, parameter in item.parameters():
-            owners.setdefault(id(parameter), item.name)
-            users.setdefault(id(parameter), set()).add(item.name)
-    reader = _Reader(model, text, owners, {key for key, names in users.items() if len(names) > 1})
+    reader = _Reader(model, text, found)
     layers = [item for item in found if item.layer]
     traced = _traced(model, [item.name for item in layers])
     guessed = {type(item.module).__name__ for item in layers if item.name not in traced and not reader.follows(item)}
@@ -166,9 +162,9 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
         blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
-        precision=natural_precision(loaded),
+        precision=natural_precision(_loaded(model, config)),
         attention=_attention(model),
-        logits=kind_of_logits(model, [item.module for item in found], hooks.load().causal_loss),
+        logits=hooks.kind_of_logits(model, [item.module for item in found], known.causal_loss),
         softcap=bool(getattr(text, "final_logit_softcapping", None)),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         guessed=tuple(sorted(guessed)),
@@ -207,14 +203,6 @@ def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, Traced]:
     return _known[key]
 
 
-def _find(model: torch.nn.Module) -> list[Found]:
-    """As `find_blocks`, which refuses parameters on the meta device: here they are what is expected."""
-    layers = blocks._layers(model, hooks.load())
-    if not layers:
-        raise NothingToStream(f"{type(model).__name__} has no repeated layers, so there is nothing to plan.")
-    return list(blocks._walk("", model, {id(m): Found(name, m, layer=True) for name, m in layers}, set()))
-
-
 def _loaded(model: torch.nn.Module, config: Any) -> torch.dtype:
     """What most parameters are in; of a skeleton, what its config says."""
     made_here = all(parameter.device.type == "meta" for parameter in model.parameters())
@@ -226,12 +214,14 @@ def _loaded(model: torch.nn.Module, config: Any) -> torch.dtype:
 class _Reader:
     """Turns modules into block shapes."""
 
-    def __init__(self, model: Any, text: Any, owners: dict[int, str], shared: set[int]) -> None:
-        self._model, self._text, self._owners, self._shared = model, text, owners, shared
+    def __init__(self, model: Any, text: Any, found: Sequence[Found]) -> None:
+        self._model, self._text = model, text
         self._dtypes = Dtypes(model)
-        has_embeddings = hasattr(model, "get_input_embeddings")
-        self._embedding = model.get_input_embeddings() if has_embeddings else None
-        self._head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        self._head = hooks.output_of(model)
+        used = [(item.name, {id(parameter) for _, parameter in item.parameters()}) for item in found]
+        self._users = Counter(parameter for _, parameters in used for parameter in parameters)
+        self._owners = {parameter: name for name, parameters in reversed(used) for parameter in parameters}
+        """The first block that has a parameter."""
 
     def follows(self, item: Found) -> bool:
         """Whether a layer is of a family that the planner's formula was made for."""
@@ -269,7 +259,7 @@ class _Reader:
             head_norms=head_norms,
             span=span,
             attends=kind == "layer" and fields.attends(config, item.name, item.module),
-            tied=any(id(parameter) in self._shared for _, parameter in named),
+            tied=any(self._users[id(parameter)] > 1 for _, parameter in named),
             traced=traced,
         )
 

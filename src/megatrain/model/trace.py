@@ -126,7 +126,11 @@ def _run(
     """One forward: per layer that is called, bytes of graph, work and forward; and how many operations that took."""
     found: dict[Any, tuple[int, int, int]] = {}
     outputs: dict[Any, Any] = {}
-    kinds = {name: _structure(layer) for name, layer in layers.items()}
+    # Layers of one class with parameters of the same shapes are alike.
+    kinds = {
+        name: (type(layer), *((inner, parameter.shape) for inner, parameter in layer.named_parameters()))
+        for name, layer in layers.items()
+    }
     called: list[str] = []
     operations = 0
 
@@ -153,10 +157,6 @@ def _run(
         for layer in layers.values():
             layer.__dict__.pop("forward", None)
     return {name: found[kinds[name]] for name in called}, operations
-
-
-def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
-    return type(layer), *((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 def _count(
@@ -245,9 +245,7 @@ class _Live(TorchDispatchMode):
 class _Fused(TorchFunctionMode):
     """Attention as GPUs have it, and answers where the model asks for values: no token is padding, masks hide none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._answers = 0
+    _answers = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

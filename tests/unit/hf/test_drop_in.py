@@ -18,7 +18,7 @@ from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
 import megatrain as mt
 from megatrain.errors import SettingsError
-from megatrain.hf import stock
+from megatrain.hf import checkpoints
 from megatrain.hf.data import Rows
 
 TRAINERS = (mt.Trainer, transformers.Trainer)
@@ -147,7 +147,7 @@ def test_a_load_state_dict_that_changes_values_is_followed(tmp_path: Path) -> No
 
 def test_a_large_state_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(mt.Trainer, tmp_path / "small", max_steps=2)
-    monkeypatch.setattr(stock, "LARGEST", 64)
+    monkeypatch.setattr(checkpoints, "STOCK_BYTES", 64)
     trained(mt.Trainer, tmp_path / "large", max_steps=2)
     assert (tmp_path / "small" / "checkpoint-2" / "optimizer.pt").is_file()
     assert not (tmp_path / "large" / "checkpoint-2" / "optimizer.pt").exists()

@@ -35,7 +35,7 @@ def test_it_is_said_once(
     clock = [0.0]
 
     def tick() -> float:
-        clock[0] += 0.5  # each of the two callbacks looks twice at a step, so that one takes a second
+        clock[0] += 1.0  # looked at when a step begins and when it ends
         return clock[0]
 
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=tick))

@@ -90,10 +90,7 @@ def test_what_a_class_declares_holds_for_itself_and_those_behind_it(tmp_path: Pa
     )
     trainer = made(declaring, tmp_path)
     assert answers(trainer) == {**LOSS, "declared": True}
-    assert [trainer._subclass.passes_once(seen) for seen in (None, True, False)] == [False, False, True]
     further = type("Further", (declaring,), {"_prepare_inputs": through("_prepare_inputs")})
     assert answers(made(further, tmp_path))["why_in_turn"] == "Further overrides _prepare_inputs"
     refusing = type("Refusing", (mt.Trainer,), {"micro_batches_are_independent": False})
     assert not made(refusing, tmp_path)._subclass.repeatable
-    stock = made(mt.Trainer, tmp_path)._subclass
-    assert all(stock.passes_once(seen) for seen in (None, True, False)), "known, not observed"

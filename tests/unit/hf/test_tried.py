@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from megatrain.hf.tried import MOST, Tried
+from megatrain.hf.microbatches import MOST, Tried
 
 
 def batch(*shape: int, **others: tuple[int, ...]) -> dict[str, torch.Tensor]:
