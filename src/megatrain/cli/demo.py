@@ -29,6 +29,7 @@ SLOTS = 3
 ROWS, LENGTH = 4, 128  # of one batch
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1}
 """How far apart the losses of the two runs may be: rounding differs a little, and training amplifies it."""
+Batches = list[dict[str, Tensor]]
 PROMPT = "We the People of the United States"
 
 
@@ -57,7 +58,10 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
     where = torch.device(engine.device)
     batches = text_batches(tokenizer, steps, where)
     console.print(f"A small random Llama, {steps} steps on {where}: first in plain PyTorch, then streamed.")
-    plain_losses, plain_seconds = plain_run(plain, batches, precision)
+    plain_optimizer = torch.optim.AdamW(plain.to(where).parameters(), **ADAMW)
+    start = time.perf_counter()
+    plain_losses = list(train(plain, plain_optimizer, batches, plain=True, autocast=precision == "bf16"))
+    plain_seconds = time.perf_counter() - start
     optimizer = engine.optimizer(**ADAMW, max_grad_norm=MAX_GRAD_NORM)
     losses: list[float] = []
     table = Table("step", "MegaTrain", "plain PyTorch", "difference")
@@ -114,25 +118,17 @@ def small_llama() -> Any:
     return LlamaForCausalLM(config)
 
 
-def text_batches(tokenizer: Any, steps: int, device: torch.device) -> list[dict[str, Tensor]]:
+def text_batches(tokenizer: Any, steps: int, device: torch.device) -> Batches:
     """Random windows of the bundled text, one batch per step."""
     text = resources.files("megatrain.cli").joinpath("text/us-founding.txt").read_text(encoding="ascii")
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     starts = torch.randint(len(tokens) - LENGTH, (steps, ROWS), generator=torch.Generator().manual_seed(1))
-    batches = []
-    for step in starts.tolist():
-        ids = torch.stack([tokens[start : start + LENGTH] for start in step]).to(device)
-        batches.append({"input_ids": ids, "labels": ids})
-    return batches
+    windows = tokens.unfold(0, LENGTH, 1)[starts].to(device)
+    return [{"input_ids": ids, "labels": ids} for ids in windows]
 
 
 def train(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    batches: list[dict[str, Tensor]],
-    *,
-    clip: float | None = None,
-    autocast: bool = False,
+    model: Any, optimizer: torch.optim.Optimizer, batches: Batches, *, plain: bool = False, autocast: bool = False
 ) -> Iterator[float]:
     """The loop both runs share. The engine clips and casts on its own; plain PyTorch has to be told."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, len(batches)))
@@ -141,8 +137,8 @@ def train(
         with torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=autocast):
             loss = model(**batch).loss
         loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if plain:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -156,31 +152,16 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def plain_run(model: Any, batches: list[dict[str, Tensor]], precision: str) -> tuple[list[float], float]:
-    """The run that MegaTrain is held against: everything on the device, torch's AdamW."""
-    model.to(batches[0]["input_ids"].device)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    start = time.perf_counter()
-    losses = list(train(model, optimizer, batches, clip=MAX_GRAD_NORM, autocast=precision == "bf16"))
-    return losses, time.perf_counter() - start
-
-
-def continuation(directory: str, count: int = 100) -> str:
+def continuation(directory: str) -> str:
     """What the saved model writes after the prompt, greedily, as stock transformers loads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     prompt = tokenizer(PROMPT, return_tensors="pt")
-    tokens = model.generate(
-        prompt["input_ids"],
-        attention_mask=prompt["attention_mask"],
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-    )
-    written: str = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    return written
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=100, min_new_tokens=100, do_sample=False)
+    return str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def verdict(losses: list[float], apart: float, precision: str) -> str | None:

@@ -14,12 +14,7 @@ import typer
 from megatrain._version import __version__
 from megatrain.errors import MegaTrainError
 
-app = typer.Typer(
-    help="Train language models larger than the GPU by streaming their layers through it.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(asked: bool) -> None:

@@ -25,7 +25,7 @@ from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.watch import RamWatch
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
-from megatrain.model.skeleton import config_of
+from megatrain.model.hooks import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.settings import Settings
 from megatrain.store.export import exported

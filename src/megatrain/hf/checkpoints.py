@@ -26,7 +26,6 @@ from megatrain.telemetry.notices import announce, warn
 
 SCHEDULER_FILE = "scheduler.pt"
 BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
-"""What a Trainer's state says of the best model."""
 STOCK: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 """Kinds whose state a stock Trainer can go on with."""
 STOCK_BYTES = 256 << 20

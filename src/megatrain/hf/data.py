@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from megatrain.errors import DataError
-from megatrain.model.skeleton import config_of
+from megatrain.model.hooks import config_of
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +74,10 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def load_tokenizer(model: nn.Module | str, column: str = "text") -> Any:
-    """The tokenizer saved with the model (or under this name), from disk or cache; nothing is downloaded."""
+def load_tokenizer(name: str, column: str = "text") -> Any:
+    """The tokenizer saved with a model, from disk or cache; nothing is downloaded."""
     from transformers import AutoTokenizer
 
-    name = model if isinstance(model, str) else _model_name(model)
     remedy = f"column `{column}` needs a tokenizer: pass `processing_class=tokenizer` to the Trainer"
     if not name:
         raise DataError(f"{remedy} (the model was not loaded from a directory or name that could hold one).")
@@ -132,7 +130,8 @@ class RowEncoder:
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
-        self.model_name = _model_name(model)
+        named = getattr(getattr(model, "config", None), "_name_or_path", None)
+        self.model_name: str = named or getattr(model, "name_or_path", None) or ""
         forward = inspect.signature(model.forward).parameters
         self.inputs = frozenset(forward)
         self.takes_mask = "attention_mask" in forward or any(p.kind is p.VAR_KEYWORD for p in forward.values())
@@ -256,11 +255,6 @@ def _kind(row: Mapping[str, Any]) -> str | None:
     return next((name for name in known if name != "prompt" or "completion" in present), None)
 
 
-def _model_name(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    return getattr(config, "_name_or_path", None) or getattr(model, "name_or_path", None) or ""
-
-
 class CausalCollator:
     """Pads rows of token ids into one batch. All columns come out as int64 tensors.
 
@@ -290,13 +284,16 @@ class CausalCollator:
             batch: dict[str, Tensor] = default_data_collator([dict(row) for row in rows])
             return batch
         complete = [self._complete(columns_of(f"row {i} of the batch", row)) for i, row in enumerate(rows)]
+        width = max(len(row["input_ids"]) for row in complete)
         filler = {"input_ids": self.pad_token_id, "labels": IGNORED}
         batch = {}
         for name in complete[0]:
             if all(name in row for row in complete):
                 dtype = reduce(torch.promote_types, (row[name].dtype for row in complete))
-                columns = [row[name].to(dtype) for row in complete]
-                batch[name] = pad_sequence(columns, batch_first=True, padding_value=filler.get(name, 0))
+                padded = torch.full((len(rows), width), filler.get(name, 0), dtype=dtype)
+                for line, row in zip(padded, complete, strict=True):
+                    line[: len(row[name])] = row[name]
+                batch[name] = padded
         unmasked = all(row.get("attention_mask") is None for row in rows)
         if unmasked and ("position_ids" in batch or not self.makes_mask):
             del batch["attention_mask"]

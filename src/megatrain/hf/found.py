@@ -84,15 +84,14 @@ def _verified(path: Path) -> dict[str, object]:
         listed = sorted(os.listdir(path))
         holds = f"it holds {', '.join(listed[:3])}{'...' if len(listed) > 3 else ''}" if listed else "it is empty"
         raise CheckpointError(f"Can't find a valid checkpoint at {path}: {holds}.")
-    if complete:
-        what = "was saved with save_only_model=True: it holds weights only, no optimizer's state to resume with"
-    else:
-        what = (
-            f"holds weights, but neither {STATE_FILE} nor an optimizer's state: it is a saved model, or a checkpoint "
-        )
-        what += "that was not written to its end"
     raise CheckpointError(
-        f"{path} {what}. To start from its weights, load the model from it and train without resume_from_checkpoint."
+        (
+            f"{path} was saved with save_only_model=True: it holds weights only, no optimizer's state to resume with. "
+            if complete
+            else f"{path} holds weights, but neither {STATE_FILE} nor an optimizer's state: it is a saved model, or a "
+            "checkpoint that was not written to its end. "
+        )
+        + "To start from its weights, load the model from it and train without resume_from_checkpoint."
     )
 
 

@@ -60,12 +60,10 @@ class LabelCount(TrainerCallback):
         """No row so far has a label: raise if no other has one, as far as can be seen."""
         looked = self._rows
         if is_stream(self._trainer.train_dataset):
-            # A stream is only read as it comes.
             if looked < LOOKED_AT:
                 return
         elif self._said:
-            # Some of the others have one.
-            return
+            return  # some of the others have one
         else:
             with sampled(self._trainer, LOOKED_AT) as (rows, collate):
                 looked, without = self._count([collate([row]) for row in rows])

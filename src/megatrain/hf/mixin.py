@@ -59,15 +59,8 @@ class MegaMixin(MicroBatches, Checkpoints):
         own = (Pace(self), self._label_count, self._ram_stop, self._termination)
         self.callback_handler = Handler(self.callback_handler, own)
 
-    # ---- set-up
-
     def create_accelerator_and_postprocess(self) -> None:
-        self._adapt_arguments()
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self._set_autocast()
-
-    def _adapt_arguments(self) -> None:
-        """What a stock Trainer would do to the model that an engine does itself, or cannot do."""
+        """As ever, less what a stock Trainer would do to the model that an engine does itself, or cannot do."""
         args = self.args
         if args.fp16:
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
@@ -89,6 +82,8 @@ class MegaMixin(MicroBatches, Checkpoints):
                     )
             # The engine compiles its blocks; compiling the whole model around them would only break the graph.
             args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self._set_autocast()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return super()._build_accelerator_args(**kwargs) | {"device_placement": False}  # type: ignore[misc,no-any-return]
@@ -114,9 +109,8 @@ class MegaMixin(MicroBatches, Checkpoints):
             self._attach()
             return
         name, given = type(self.optimizer).__name__, Given(self.optimizer, self.model)
-        self._given_kind = given.kind
-        self._attach()
-        self._given_kind = None
+        with changed(self, _given_kind=given.kind):
+            self._attach()
         self.optimizer = self.callback_handler.optimizer = given.replaced(self.engine)
         announce(f"the {name} in optimizers= is replaced by the engine's {given.kind}, with its options and state")
 
@@ -188,8 +182,6 @@ class MegaMixin(MicroBatches, Checkpoints):
             gc.collect()
             self._attach()
 
-    # ---- a step
-
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trial = args[0] if args else kwargs.get("trial")
         self._failure = None
@@ -202,22 +194,19 @@ class MegaMixin(MicroBatches, Checkpoints):
             elif resume_from_checkpoint:
                 resume_from_checkpoint = str(replace.find(resume_from_checkpoint))
                 require_resumable(Path(resume_from_checkpoint))
-            result = self._train(resume_from_checkpoint, *args, **kwargs)
+            self.engine.relief.hold_to_plan()
+            try:
+                result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            except (OutOfRam, NotEnoughMemory) as error:
+                self._stop_with_a_checkpoint(error)
+                raise
+            finally:
+                # Whatever comes now (generating, say) was not planned.
+                if hasattr(self, "engine"):
+                    self.engine.relief.hold_to_plan(False)
         self._ram_stop.check()
         self._check_last_save()
         return result
-
-    def _train(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.relief.hold_to_plan()
-        try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
-        except (OutOfRam, NotEnoughMemory) as error:
-            self._stop_with_a_checkpoint(error)
-            raise
-        finally:
-            # Whatever comes now (generating, say) was not planned.
-            if hasattr(self, "engine"):
-                self.engine.relief.hold_to_plan(False)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.relief.hold_to_plan(False)

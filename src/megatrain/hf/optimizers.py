@@ -113,17 +113,16 @@ class Optimizing:
             return super().create_optimizer(*args)  # type: ignore[misc]
 
     def _made(self, choice: Choice, model: Any) -> Optimizer:
-        groups = self._groups() if choice.groups is None else choice.groups
+        groups = choice.groups
+        if groups is None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            groups = [
+                {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+                {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+            ]
         self._from_arguments = self.engine.optimizer(groups, kind=choice.kind, **choice.options)
         return self._from_arguments
-
-    def _groups(self) -> list[dict[str, Any]]:
-        decayed = set(self.get_decay_parameter_names(self.model))
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        return [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
-            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
-        ]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_model()
@@ -183,8 +182,7 @@ def of_class(cls: Any, kwargs: Mapping[str, Any], weight_decay: float, where: st
     groups = None if "params" not in kwargs else list(kwargs["params"])
     decays = [weight_decay]
     if groups is not None:
-        of_groups = [group.get("weight_decay", 0.0) for group in groups if isinstance(group, dict)]
-        decays = [options.get("weight_decay", 0.0), *of_groups]
+        decays = [group.get("weight_decay", 0.0) for group in (options, *groups) if isinstance(group, dict)]
     if kind == "adamw" and not decoupled and any(decays):
         raise SettingsError(
             f"{where}: Adam adds weight_decay={max(decays):g} to the gradient, which is not supported; use "

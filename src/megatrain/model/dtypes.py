@@ -8,7 +8,6 @@ import torch
 
 
 def store_dtype(precision: str) -> torch.dtype:
-    """What a precision keeps weights in."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
@@ -47,5 +46,4 @@ class Dtypes:
         return torch.float32 if kept and (skeleton or parameter.dtype == torch.float32) else None
 
     def stored(self, name: str, parameter: torch.Tensor, precision: str) -> torch.dtype:
-        """What the store of a run keeps a parameter in."""
         return self.fixed(name, parameter) or store_dtype(precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -91,10 +92,8 @@ def is_routed(name: str) -> bool:
 def _first(config: Any, *names: str) -> int:
     """The first of several fields that is a number above zero, else 0."""
     for name in names:
-        try:
+        with suppress(Exception):  # transformers refuses fields that differ between layers, by an error of its own
             value = getattr(config, name, None)
-        except Exception:  # transformers refuses fields that differ between layers, by an error of its own
-            continue
-        if isinstance(value, int) and value > 0:
-            return value
+            if isinstance(value, int) and value > 0:
+                return value
     return 0

@@ -54,6 +54,14 @@ def _find(module: str, name: str) -> Any:
         ) from cause
 
 
+def config_of(module: torch.nn.Module) -> Any:
+    """The transformers config that a module has; what others call `config` says nothing here."""
+    from transformers import PretrainedConfig
+
+    config = getattr(module, "config", None)
+    return config if isinstance(config, PretrainedConfig) else None
+
+
 class CaptureRecorder:
     """Tensors that transformers records inside modules (`output_router_logits`, `output_attentions`...)."""
 

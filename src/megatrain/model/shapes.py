@@ -6,6 +6,7 @@ already live in an engine's store.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from megatrain.geometry import SMALL, padded
 from megatrain.model import fields, hooks
 from megatrain.model.blocks import Found, layered
 from megatrain.model.dtypes import Dtypes, natural_precision
-from megatrain.model.skeleton import config_named, config_of, is_config, skeleton
+from megatrain.model.hooks import config_of
 from megatrain.model.trace import Traced, trace
 
 FORMULA = (
@@ -33,9 +34,8 @@ class SlabShape:
     """Parameters of a block that share a dtype in the store, and whether they train."""
 
     parameters: int
-    """How many numbers there are."""
     numel: int
-    """The same with every parameter padded, before the slab is padded to whole pages."""
+    """`parameters`, with every one of them padded, before the slab is padded to whole pages."""
     vectors: int
     """Padded elements of those that keep FP32 moments whatever is asked for."""
     trains: bool
@@ -64,7 +64,6 @@ class BlockShape:
     """Routed experts; 0: dense."""
     experts_per_token: int
     expert_biases: bool
-    """Whether the experts have biases."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -141,9 +140,14 @@ def describe(source: Any) -> ModelShape:
         return source
     if isinstance(source, torch.nn.Module):
         return _describe(source, config_of(source))
+    from transformers import AutoConfig, PretrainedConfig
+
     if isinstance(source, str | os.PathLike):
-        source = config_named(os.fspath(source))
-    if not is_config(source):
+        try:
+            source = AutoConfig.from_pretrained(os.fspath(source))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"no config was found for {os.fspath(source)!r}: {error}") from error
+    if not isinstance(source, PretrainedConfig):
         raise SettingsError(f"a plan needs a model, a transformers config or a name, not {type(source).__name__}.")
     return _describe(skeleton(source), source)
 
@@ -154,6 +158,11 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
     if not found:
         raise NothingToStream(f"{type(model).__name__} has no repeated layers, so there is nothing to plan.")
     text = config.get_text_config() if config is not None else None
+    # What transformers chose when it built the model is not in a config that was only read; a dtype is only there.
+    built = config_of(model)
+    attention = None if built is None else getattr(built.get_text_config(), "_attn_implementation", None)
+    skeletal = config is not None and all(parameter.device.type == "meta" for parameter in model.parameters())
+    loaded = (getattr(config, "dtype", None) or torch.bfloat16) if skeletal else Dtypes(model).loaded
     reader = _Reader(model, text, found)
     layers = [item for item in found if item.layer]
     traced = _traced(model, [item.name for item in layers])
@@ -162,20 +171,13 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
         blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
-        precision=natural_precision(_loaded(model, config)),
-        attention=_attention(model),
+        precision=natural_precision(loaded),
+        attention=str(attention or "sdpa"),
         logits=hooks.kind_of_logits(model, [item.module for item in found], known.causal_loss),
         softcap=bool(getattr(text, "final_logit_softcapping", None)),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         guessed=tuple(sorted(guessed)),
     )
-
-
-def _attention(model: torch.nn.Module) -> str:
-    """What transformers chose when it built the model: it is not in a config that was only read."""
-    config = config_of(model)
-    chosen = None if config is None else getattr(config.get_text_config(), "_attn_implementation", None)
-    return str(chosen or "sdpa")
 
 
 _known: dict[tuple[Any, ...], dict[str, Traced]] = {}
@@ -203,12 +205,44 @@ def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, Traced]:
     return _known[key]
 
 
-def _loaded(model: torch.nn.Module, config: Any) -> torch.dtype:
-    """What most parameters are in; of a skeleton, what its config says."""
-    made_here = all(parameter.device.type == "meta" for parameter in model.parameters())
-    if made_here and config is not None:
-        return getattr(config, "dtype", None) or torch.bfloat16
-    return Dtypes(model).loaded
+def skeleton(config: Any, cls: Any = None) -> torch.nn.Module:
+    """The model without weights: of a class, else of that which the config names, else of the one that fits it best."""
+    import transformers
+
+    # Constructors write to it.
+    config = copy.deepcopy(config)
+    asked = next(iter(getattr(config, "architectures", None) or ()), None) or ""
+    cls = cls or getattr(transformers, asked, None)
+    try:
+        with torch.device("meta"):
+            named = hasattr(cls, "_from_config")
+            built: torch.nn.Module = cls._from_config(config) if named else _auto(config).from_config(config)
+    except ImportError:
+        raise  # it names the package that is missing
+    except Exception as error:
+        # Whatever a model's constructor makes of a field that is missing.
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise SettingsError(
+            f"transformers cannot build a model from this {type(config).__name__} ({type(error).__name__}: {said}); "
+            "complete the config, or plan with a model."
+        ) from error
+    return built
+
+
+def _auto(config: Any) -> Any:
+    """The kind of model that transformers has for a config which names none."""
+    import transformers as hf
+
+    causal = (hf.AutoModelForCausalLM, hf.MODEL_FOR_CAUSAL_LM_MAPPING)
+    pairs = (hf.AutoModelForSeq2SeqLM, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+    speech = (hf.AutoModelForSpeechSeq2Seq, hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+    images = (hf.AutoModelForImageTextToText, hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    order = [pairs, speech, causal, images] if getattr(config, "is_encoder_decoder", False) else [causal, images, pairs]
+    # A causal model of such a config would be its language model alone.
+    if getattr(config, "vision_config", None) is not None:
+        order.insert(0, images)
+    # None of them: a class of its own, in the folder of the config, is found by any.
+    return next((auto for auto, known in order if type(config) in known), order[0][0])
 
 
 class _Reader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,8 @@ STEPS = (8, 16, 24)
 """The same for layers that go through a sequence token by token, which is slow, or whose positions end before that."""
 MOST_ANSWERS = 10_000
 """In one run: a loop that waits for a value would never end."""
+Bytes = tuple[int, int, int]
+"""Of graph, work and forward, as in `Traced`."""
 PAIRS_SHARE = 0.05
 """Growth with the square of the length is believed if it is this share of what the longest sequence takes (of shorter
 ones, less in proportion): scores of attention are more by then, and peaks that change places are less."""
@@ -86,7 +88,7 @@ def trace(model: torch.nn.Module, layers: Iterable[str], pairs: bool) -> dict[st
 
 def _runs(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], lengths: tuple[int, ...], pairs: bool
-) -> list[tuple[dict[str, tuple[int, int, int]], int]]:
+) -> list[tuple[dict[str, Bytes], int]]:
     """A run for each length; none if they fail."""
     # Models that leave layers out by chance draw numbers: plans are always the same, and training draws what it would.
     try:
@@ -100,8 +102,8 @@ def _runs(
         return []
 
 
-def _traced(lengths: tuple[int, ...], counted: list[tuple[int, int, int]]) -> Traced:
-    graph, work, forward = ([sizes[which] for sizes in counted] for which in range(3))
+def _traced(lengths: tuple[int, ...], counted: list[Bytes]) -> Traced:
+    graph, work, forward = zip(*counted, strict=True)
     share = PAIRS_SHARE * lengths[-1] / LENGTHS[-1]
     kept = _fit(lengths, graph, share)
     # Of a few tokens, a peak that moved looks the same as scores: these are kept too.
@@ -109,7 +111,7 @@ def _traced(lengths: tuple[int, ...], counted: list[tuple[int, int, int]]) -> Tr
     return Traced(kept, _fit(lengths, work, share), _fit(lengths, forward, share))
 
 
-def _fit(lengths: tuple[int, ...], sizes: list[int], share: float) -> Grows:
+def _fit(lengths: tuple[int, ...], sizes: Sequence[int], share: float) -> Grows:
     """Through three points that are equally far apart; above them, if they are on no such curve."""
     apart, last = lengths[1] - lengths[0], lengths[2]
     pair = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * apart * apart)
@@ -122,9 +124,9 @@ def _fit(lengths: tuple[int, ...], sizes: list[int], share: float) -> Grows:
 
 def _run(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], length: int, pairs: bool
-) -> tuple[dict[str, tuple[int, int, int]], int]:
-    """One forward: per layer that is called, bytes of graph, work and forward; and how many operations that took."""
-    found: dict[Any, tuple[int, int, int]] = {}
+) -> tuple[dict[str, Bytes], int]:
+    """One forward: what was counted of each layer that is called, and how many operations that took."""
+    found: dict[Any, Bytes] = {}
     outputs: dict[Any, Any] = {}
     # Layers of one class with parameters of the same shapes are alike.
     kinds = {
@@ -134,21 +136,18 @@ def _run(
     called: list[str] = []
     operations = 0
 
-    def standing_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal operations
-            kind = kinds[name]
-            called.append(name)
-            if kind not in found:
-                found[kind], outputs[kind], count = _count(layers[name], original, args, kwargs)
-                operations += count
-            return outputs[kind]
-
-        return forward
+    def standing_in(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal operations
+        kind = kinds[name]
+        called.append(name)
+        if kind not in found:
+            found[kind], outputs[kind], count = _count(layers[name], forward, args, kwargs)
+            operations += count
+        return outputs[kind]
 
     try:
         for name, layer in layers.items():
-            layer.__dict__["forward"] = standing_in(name, layer.forward)
+            layer.__dict__["forward"] = partial(standing_in, name, layer.forward)
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
         more = {"decoder_input_ids": ids} if pairs else {}
         with torch.inference_mode(False), torch.enable_grad(), _Fused():
@@ -159,10 +158,8 @@ def _run(
     return {name: found[kinds[name]] for name in called}, operations
 
 
-def _count(
-    layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[tuple[int, int, int], Any, int]:
-    """Bytes of graph, work and forward of one call, its output, and the operations it took."""
+def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Bytes, Any, int]:
+    """What one call takes, its output, and how many operations it took."""
     args, kwargs = tree_map(_cut, (args, kwargs))
     inputs = _tensors((args, kwargs))
     weights = list(layer.parameters())
@@ -227,9 +224,7 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.operations += 1
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._known and key not in self._sizes:

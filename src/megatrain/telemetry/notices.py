@@ -19,21 +19,19 @@ class _StderrUnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]
 
 def announce(message: str) -> None:
     """Say something the user should know, at level INFO."""
-    _install()
-    logger.info(message)
+    _installed().info(message)
 
 
 def warn(message: str) -> None:
     """Say something the user should act on, at level WARNING."""
-    _install()
-    logger.warning(message)
+    _installed().warning(message)
 
 
-def _install() -> None:
-    if logger.handlers:
-        return
-    handler = _StderrUnlessConfigured()
-    handler.setFormatter(logging.Formatter("[megatrain] %(message)s"))
-    logger.addHandler(handler)
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
+def _installed() -> logging.Logger:
+    if not logger.handlers:
+        handler = _StderrUnlessConfigured()
+        handler.setFormatter(logging.Formatter("[megatrain] %(message)s"))
+        logger.addHandler(handler)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    return logger

@@ -297,7 +297,7 @@ def test_tokenizer_comes_with_the_model(tmp_path: Any, tokenizer: Any) -> None:
     llama().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert load_tokenizer(model)("hello")["input_ids"] == HELLO
+    assert load_tokenizer(str(tmp_path))("hello")["input_ids"] == HELLO
     prepared, collator = prepare([{"text": "hello"}], model, None)
     assert prepared[0]["input_ids"].tolist() == ENDED
     assert collator is not None
@@ -331,7 +331,7 @@ def test_no_tokenizer(column: str, model: Any, tmp_path: Any) -> None:
 def test_unknown_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.config, "_name_or_path", "nobody/nothing-of-this-name")
     with pytest.raises(DataError, match="none could be loaded from 'nobody/nothing-of-this-name'"):
-        load_tokenizer(model)
+        prepare([{"text": "hello"}], model, None)
 
 
 @pytest.mark.parametrize(
