@@ -13,7 +13,7 @@ from tests import small
 from transformers import LlamaForSequenceClassification
 
 import megatrain as mt
-from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
+from megatrain.cli.demo import VOCAB_SIZE, byte_tokenizer
 
 PROMPTS = ["We the", "People of", "the United", "States, in"]
 COMPLETIONS = [" People", " the land", " Colonies", " order to form"]

@@ -19,7 +19,6 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
 from megatrain.engine.session import Engine
 from megatrain.settings import Debug
 
@@ -31,6 +30,8 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 0.1}
 """How far apart the losses of the two runs may be: rounding differs a little, and training amplifies it."""
 Batches = list[dict[str, Tensor]]
 PROMPT = "We the People of the United States"
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+VOCAB_SIZE = 256 + len(SPECIAL)
 
 
 def run_demo(*, steps: int, device: str | None, precision: str, out: Path | None) -> str | None:
@@ -109,13 +110,41 @@ def small_llama() -> Any:
         intermediate_size=448,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=LENGTH * 2,
         pad_token_id=256,
         bos_token_id=257,
         eos_token_id=258,
     )
     return LlamaForCausalLM(config)
+
+
+def byte_tokenizer(max_length: int | None = None) -> Any:
+    """A tokenizer whose tokens are bytes: byte b has id b, and `<pad>`, `<bos>`, `<eos>` have 256, 257, 258.
+
+    It is saved and loaded like any other, and gives every UTF-8 text back unchanged. No special token is added on its
+    own.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # `tokenizers` shows each byte as a printable letter: itself, or the next one from U+0100 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    pad, bos, eos = SPECIAL
+    limit = {} if max_length is None else {"model_max_length": max_length}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        clean_up_tokenization_spaces=False,
+        **limit,
+    )
 
 
 def text_batches(tokenizer: Any, steps: int, device: torch.device) -> Batches:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-import transformers
 from transformers import TrainerCallback
 
 DECLARATION = "micro_batches_are_independent"
@@ -99,7 +98,7 @@ class Subclass:
     def _stock(self, method: str) -> bool:
         """Whether a method is transformers' own, but for what MegaTrain puts around it."""
         found = [(name, _package(space[method])) for name, space in self._spaces() if method in space]
-        return [it for it in found if it[1] != "megatrain"] == [(_named(transformers.Trainer), "transformers")]
+        return [it for it in found if it[1] != "megatrain"] == [("transformers.trainer.Trainer", "transformers")]
 
     def _unknown_override(self, verified: frozenset[str]) -> str | None:
         """A method of which nothing is known: in a class in front of the one that declares, if one does."""
@@ -125,11 +124,7 @@ class Subclass:
         """The Trainer object and its classes, nearest first: what each of them holds."""
         yield f"this {type(self._trainer).__name__}", vars(self._trainer)
         for cls in type(self._trainer).__mro__:
-            yield _named(cls), vars(cls)
-
-
-def _named(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+            yield f"{cls.__module__}.{cls.__qualname__}", vars(cls)
 
 
 def _package(thing: Any) -> str:

@@ -126,24 +126,20 @@ def _run(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], length: int, pairs: bool
 ) -> tuple[dict[str, Bytes], int]:
     """One forward: what was counted of each layer that is called, and how many operations that took."""
-    found: dict[Any, Bytes] = {}
-    outputs: dict[Any, Any] = {}
+    counted: dict[Any, tuple[Bytes, Any, int]] = {}
     # Layers of one class with parameters of the same shapes are alike.
     kinds = {
         name: (type(layer), *((inner, parameter.shape) for inner, parameter in layer.named_parameters()))
         for name, layer in layers.items()
     }
     called: list[str] = []
-    operations = 0
 
     def standing_in(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal operations
         kind = kinds[name]
         called.append(name)
-        if kind not in found:
-            found[kind], outputs[kind], count = _count(layers[name], forward, args, kwargs)
-            operations += count
-        return outputs[kind]
+        if kind not in counted:
+            counted[kind] = _count(layers[name], forward, args, kwargs)
+        return counted[kind][1]
 
     try:
         for name, layer in layers.items():
@@ -155,7 +151,7 @@ def _run(
     finally:
         for layer in layers.values():
             layer.__dict__.pop("forward", None)
-    return {name: found[kinds[name]] for name in called}, operations
+    return {name: counted[kinds[name]][0] for name in called}, sum(operations for _, _, operations in counted.values())
 
 
 def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Bytes, Any, int]:
@@ -185,8 +181,7 @@ def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwarg
     trains = [weight for weight in weights if weight.requires_grad]
     try:
         # Gradients of weights are the planner's to count: they do not grow with tokens.
-        for weight in trains:
-            weight.requires_grad_(False)
+        layer.requires_grad_(False)
         with _Live(theirs) as live:
             result = [t for t in _tensors(forward(*args, **kwargs)) if t.requires_grad]
             there = live.now

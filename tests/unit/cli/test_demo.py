@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from megatrain._version import __version__
 from megatrain.cli import main as cli
-from megatrain.cli.bytes import SPECIAL, VOCAB_SIZE, byte_tokenizer
-from megatrain.cli.demo import learning_rate, run_demo, verdict
+from megatrain.cli.demo import SPECIAL, VOCAB_SIZE, byte_tokenizer, learning_rate, run_demo, verdict
 from megatrain.errors import SettingsError
 
 TOKENIZER = byte_tokenizer()

@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
+from megatrain.cli.demo import VOCAB_SIZE, byte_tokenizer
 from megatrain.errors import DataError
 from megatrain.hf.data import CausalCollator, Rows, StreamedRows, load_tokenizer, prepare
 

@@ -13,7 +13,7 @@ from tests import small
 from torch.utils.data import IterableDataset
 
 import megatrain as mt
-from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
+from megatrain.cli.demo import VOCAB_SIZE, byte_tokenizer
 from megatrain.errors import DataError
 from megatrain.hf.labels import LOOKED_AT
 

@@ -15,7 +15,7 @@ import torch
 from tests import small
 
 import megatrain as mt
-from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
+from megatrain.cli.demo import VOCAB_SIZE, byte_tokenizer
 
 PROMPT = [5, 6, 7]
 NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}

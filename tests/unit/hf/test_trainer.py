@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import megatrain as mt
-from megatrain.cli.bytes import VOCAB_SIZE, byte_tokenizer
+from megatrain.cli.demo import VOCAB_SIZE, byte_tokenizer
 from megatrain.errors import MissingLabels, SettingsError
 from megatrain.optim.optimizer import Optimizer
 from megatrain.store.split import join
