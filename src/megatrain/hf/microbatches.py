@@ -163,7 +163,8 @@ def _size(batches: Sequence[Any], together: int) -> Size | None:
         tuple(sorted((path, tuple(leaf.shape)) for path, leaf in leaves if isinstance(leaf, torch.Tensor)))
         for leaves in found
     ]
-    return together, tuple(sorted(shapes, key=_numel, reverse=True))
+    sized = sorted((sum(torch.Size(shape).numel() for _, shape in each), each) for each in shapes)
+    return together, tuple(each for _, each in reversed(sized))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -173,10 +174,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{path}/{key}")
     else:
         yield path, value
-
-
-def _numel(shapes: Shapes) -> tuple[int, Shapes]:
-    return sum(torch.Size(shape).numel() for _, shape in shapes), shapes
 
 
 def _covers(large: Size, small: Size) -> bool:

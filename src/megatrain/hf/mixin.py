@@ -252,10 +252,7 @@ class MegaMixin(MicroBatches, Checkpoints):
 
 
 class Handler(CallbackHandler):
-    """Calls the Trainer's callbacks, then MegaTrain's: those see what the others decided, and have the last word.
-
-    The Trainer's list stays what the user made it.
-    """
+    """Calls the Trainer's callbacks, whose list stays the user's, then MegaTrain's, which have the last word."""
 
     def __init__(self, handler: CallbackHandler, own: Sequence[TrainerCallback]) -> None:
         self.__dict__.update(vars(handler))

@@ -85,14 +85,6 @@ class Optimizing:
         if self._optim not in NAMES:
             raise SettingsError(f"optim={self._optim!r} is not supported; these are: {', '.join(NAMES)}.")
         kind, width = NAMES[self._optim]
-        self._check_optim_args(kind)
-        if kind == "sgd":
-            found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            return replace(of_class(*found, self.args.weight_decay, "optim_args"), moment_width=width)
-        options = {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
-        return Choice(kind, width, options | ({"eps": self.args.adam_epsilon} if kind == "adamw" else {}))
-
-    def _check_optim_args(self, kind: str) -> None:
         try:
             given = _parse_optim_args(self.args.optim_args)
         except ValueError as error:
@@ -104,6 +96,11 @@ class Optimizing:
                 f"optim_args: optim={self._optim!r} takes no {unread[0]}; learning_rate, weight_decay, adam_beta1, "
                 "adam_beta2 and adam_epsilon are fields of TrainingArguments."
             )
+        if kind == "sgd":
+            found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            return replace(of_class(*found, self.args.weight_decay, "optim_args"), moment_width=width)
+        options = {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
+        return Choice(kind, width, options | ({"eps": self.args.adam_epsilon} if kind == "adamw" else {}))
 
     def create_optimizer(self, *args: Any) -> Any:
         self._follow_model()

@@ -21,50 +21,42 @@ from megatrain.telemetry.notices import warn
 Result = TypeVar("Result")
 
 
-class Beginning:
-    """What a step can change before its update: random numbers, gradients, buffers."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._clean = not any(slab.grad.present for slab in engine.slabs)
-        self._buffers = [(name, buffer, buffer._version) for name, buffer in engine.model.named_buffers()]
-        self._versions = [slab.version for slab in engine.slabs]
-        self.generators = Generators.now(engine.device)
-
-    def obstacle(self) -> str | None:
-        """Why the step cannot be taken back; None: it can."""
-        if not self._clean:
-            return "gradients of earlier micro-batches had been summed already"
-        if self._versions != [slab.version for slab in self._engine.slabs]:
-            return "updates had started in its backward, so that some weights have moved"
-        now = dict(self._engine.model.named_buffers())
-        for name, buffer, version in self._buffers:
-            if now.get(name) is not buffer or buffer._version != version:
-                return f"its forward had changed the buffer {name}"
-        if self._engine.relief.leanest:
-            return "blocks already keep nothing on the GPU for their backward; use fewer tokens at a time"
-        return None
-
-
 def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, bool]:
     """Do the work of a step; if the GPU runs out of memory, take it back and do it once more with less.
 
     Its result, and whether it took the second time.
     """
-    beginning = Beginning(engine)
+    clean = not any(slab.grad.present for slab in engine.slabs)
+    versions = [slab.version for slab in engine.slabs]
+    buffers = [(name, buffer, buffer._version) for name, buffer in engine.model.named_buffers()]
+    drawn = Generators.now(engine.device)
+
+    def obstacle() -> str | None:
+        """Why the step cannot be taken back; None: it can."""
+        if not clean:
+            return "gradients of earlier micro-batches had been summed already"
+        if versions != [slab.version for slab in engine.slabs]:
+            return "updates had started in its backward, so that some weights have moved"
+        now = dict(engine.model.named_buffers())
+        for name, buffer, version in buffers:
+            if now.get(name) is not buffer or buffer._version != version:
+                return f"its forward had changed the buffer {name}"
+        if engine.relief.leanest:
+            return "blocks already keep nothing on the GPU for their backward; use fewer tokens at a time"
+        return None
+
     try:
         return work(), False
     except torch.OutOfMemoryError as error:
-        obstacle = beginning.obstacle()
-        if obstacle is not None:
-            error.add_note(f"megatrain: the step could not be done again, since {obstacle}.")
+        if (reason := obstacle()) is not None:
+            error.add_note(f"megatrain: the step could not be done again, since {reason}.")
             raise
         # Copies under way still write to memory that goes with the error.
         engine.quiesce()
         said = str(error).split(". ")[0]
     # Here the error is gone, and with it the frames that held the failed step's tensors.
     zero_grad()
-    beginning.generators.restore()
+    drawn.restore()
     _free(engine)
     warn(
         f"{said}: the step was taken back and is done again with less kept on the GPU, which changes no bit of "
