@@ -146,7 +146,8 @@ def test_evaluations_are_counted_too():
     block = next(block for block in shape.blocks if block.kind == "layer")
     assert block.traced.forward.pair == 0
     run = Run(length=LENGTH, evaluation=4096, predictions=False)
-    assert evaluation_bytes(shape, run, shape.attention) >= block.traced.forward.of(4096, LENGTH) > 0
+    for gpu in (False, True):
+        assert evaluation_bytes(shape, run, shape.attention, gpu) >= block.traced.forward.of(4096, LENGTH) > 0
 
 
 def test_scores_that_a_run_asks_for():
