@@ -17,7 +17,9 @@ PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
 KINDS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Optimizer → how many moments it keeps."""
-PLANNED = ("resident", "held_weights", "held_gradients", "policy", "window")
+PLACED = ("resident", "held_weights", "held_gradients", "streamed_states")
+"""Settings that are patterns of block names: what of them is in GPU memory, or comes there."""
+PLANNED = (*PLACED, "policy", "window")
 """Settings that a plan decides; whoever sets one of them decides alone."""
 PLANNED_SLOTS = ("slots", "grad_slots")
 """The same of `Settings.debug`."""
@@ -65,6 +67,8 @@ LANES = {
     "leave": Lane("stream", link="out", after_compute=True),  # held gradient sums, rounded, once per step
     "update": Lane("thread"),  # sums and updates in RAM
     "vram": Lane("stream", after_compute=True),  # the same in GPU memory
+    "states_in": Lane("stream", link="in"),  # states that are updated on the device, into slots
+    "states_out": Lane("stream", link="out"),  # the same back, and the weights that were updated there
     "disk": Lane(None),  # states from and to disk; not in this version's engine
 }
 """Every lane by its name. The engine's lanes, the timeline and the simulator have these and no others."""
@@ -81,8 +85,9 @@ class Tier:
 
 
 TIERS = {"vram": Tier("vram", on_device=True), "ram": Tier("update", on_device=False)}
-LEAVING = 2
-"""Gradients per ring, on the device and in RAM, that are on their way from a held sum to its update."""
+PASSING = 2
+"""Slots per ring of what passes once per step: gradients on their way from a held sum to its update, on the device and
+in RAM, and states that come to the device for theirs."""
 
 # ---- slabs and rings
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
-from megatrain.geometry import POLICIES, PRECISIONS, WIDTHS
+from megatrain.geometry import PLACED, POLICIES, PRECISIONS, WIDTHS
 
 COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
 KERNELS = ("native", "reference")
@@ -126,6 +126,9 @@ class Settings(_Choices, metaclass=_HadDebug):
     held_gradients: Sequence[str] = ()
     """The same of blocks whose FP32 gradient sum stays in GPU memory from the first micro-batch of a step to its
     update. A resident block's always does."""
+    streamed_states: Sequence[str] = ()
+    """The same of blocks whose residual and moments live in RAM and come to the GPU to be updated there; their weights
+    and gradients must be held."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool = False
@@ -149,7 +152,7 @@ class Settings(_Choices, metaclass=_HadDebug):
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
         moment_width(self.optimizer_compression)
-        for name in ("resident", "held_weights", "held_gradients"):
+        for name in PLACED:
             value = getattr(self, name)
             if isinstance(value, str):
                 raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")

@@ -12,6 +12,7 @@ import torch
 from tests import small
 from tests.tiny import differences, engine_of, roles
 
+from megatrain.geometry import PLACED
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 MICRO_BATCHES = 5
@@ -21,13 +22,14 @@ BLOCKS = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model
 def drawn(seed: int, tied: bool) -> dict[str, Any]:
     """Settings that must not change bits, by a seed."""
     source = random.Random(seed)
-    homes: dict[str, list[str]] = {"resident": [], "held_weights": [], "held_gradients": []}
+    homes: dict[str, list[str]] = {name: [] for name in PLACED}
     for block in BLOCKS[:-1] if tied else BLOCKS:
-        kind = source.choice(["resident", "held", "streamed", "weights", "gradients"])
+        kind = source.choice(["resident", "visits", "held", "streamed", "weights", "gradients"])
         if kind == "resident":
             homes["resident"].append(block)
-        homes["held_weights"] += [block] if kind in ("held", "weights") else []
-        homes["held_gradients"] += [block] if kind in ("held", "gradients") else []
+        homes["held_weights"] += [block] if kind in ("held", "visits", "weights") else []
+        homes["held_gradients"] += [block] if kind in ("held", "visits", "gradients") else []
+        homes["streamed_states"] += [block] if kind == "visits" else []
     policies = {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS}
     return {
         **{name: tuple(blocks) for name, blocks in homes.items()},

@@ -18,6 +18,7 @@ from tests.parity import zoo
 from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
 from megatrain.errors import MegaTrainError
+from megatrain.geometry import LANES
 from megatrain.store.gradient import Gradient
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order, Ticket
@@ -154,6 +155,32 @@ def held(lanes: Lanes) -> list[Any]:
     return train(lanes, "bf16", held_weights=("*",), held_gradients=("layers.*",), grad_slots=1)
 
 
+def visits(lanes: Lanes) -> list[Any]:
+    """States that come to the device for their update, of all layers but one."""
+    held = dict.fromkeys(("held_weights", "held_gradients"), ("*",))
+    return train(lanes, "bf16", streamed_states=("entry", "layers.[02]"), **held)
+
+
+def rewritten(lanes: Lanes) -> list[Any]:
+    """The same, with a weight that the user writes between a backward and its step."""
+    model = Stack()
+    everything = dict.fromkeys(("held_weights", "held_gradients", "streamed_states"), ("*",))
+    engine = engine_of(model, lanes=lanes, precision="bf16", **everything)
+    optimizer = engine.optimizer(lr=0.1)
+    for step in range(3):
+        model(inputs(step)).square().mean().backward()
+        with torch.no_grad():
+            model.layers[1].scale.mul_(0.5)
+        optimizer.step()
+    seen = [roles(engine), model(inputs(99)).detach()]
+    engine.close()
+    return seen
+
+
+def interfere_visits(lanes: Lanes) -> list[Any]:
+    return interfere(lanes, **dict.fromkeys(("held_weights", "held_gradients", "streamed_states"), ("*",)))
+
+
 def interfere_held(lanes: Lanes) -> list[Any]:
     return interfere(lanes, held_gradients=("*",))
 
@@ -262,7 +289,10 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
         assert differences(got, expected(interfere)) == [], seed
 
 
-@pytest.mark.parametrize("scenario", [language_model, bystander, windows, peek, early, held, resident, tied])
+@pytest.mark.parametrize(
+    "scenario",
+    [language_model, bystander, windows, peek, early, held, resident, tied, visits, rewritten, interfere_visits],
+)
 def test_other_scenarios_do_not_depend_on_delays(scenario: Any, expected: Any):
     for seed in range(20):
         got = scenario(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
@@ -319,6 +349,11 @@ NEEDED = [
     Missing("update", "update", "gradient written", "d2h", early, lag=5e-3),
     Missing("update", "update", "leaving written", "leave", held),
     Missing("vram", "update", "norm", "update", resident),
+    Missing("vram", "update", "state slot written", "states_in", visits),
+    Missing("vram", "update", "slot written", "hold", rewritten, lag=1e-2),
+    Missing("states_in", "bring", "state slot read", "states_out", visits),
+    Missing("states_in", "bring", "states written", "states_out", interfere_visits, lag=1e-2),
+    Missing("states_out", "send states", "state slot written", "vram", visits),
     Missing("compute", "", "slot written", "h2d", train),
     Missing("compute", "", "gradient slot read", "d2h", train),
     Missing("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
@@ -338,11 +373,23 @@ IMPLIED = {
     ("update", "add", "gradient written"),
     # Parts are merged for an update, which the next forward waits for, or for the user, who waits.
     ("compute", "", "gradient written"),
+    # Who writes a weight waits until it has gone home, so nothing writes or reads the old copy any more.
+    ("hold", "fetch", "slot read"),
+    ("hold", "fetch", "slot written"),
+    # States go home after the update that waited for them to come; the next ones come after that.
+    ("states_in", "bring", "state slot written"),
+    ("states_out", "send states", "states read"),
+    # A weight goes home after its states on the same lane, and its copy was filled before the update.
+    ("states_out", "send weight", "slot written"),
+    ("states_out", "send weight", "weight read"),
+    # A weight that an update overtakes on its way home goes there again after it.
+    ("vram", "update", "slot read"),
     # A copy that an update can overtake was guessed wrong, and its slot is stale (see the end of this file).
     ("update", "update", "weight read"),
 }
 """Waits that something else already implies here. One that is needed some day must move up."""
-SCENARIOS = (train, interfere, bystander, windows, peek, early, language_model, held, interfere_held, resident, tied)
+SCENARIOS = (train, interfere, bystander, windows, peek, early, language_model, held, interfere_held, resident, tied,
+             visits, rewritten, interfere_visits)  # fmt: skip
 
 
 def tampered(missing: Missing, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:
@@ -401,7 +448,7 @@ def test_every_wait_is_known(expected: Any):
     assert seen == {(m.who, m.job, m.wait) for m in NEEDED} | IMPLIED
 
 
-@pytest.mark.parametrize("lane", ["h2d", "d2h", "update", "hold", "leave", "vram"])
+@pytest.mark.parametrize("lane", [name for name, lane in LANES.items() if lane.runs])
 def test_a_lagging_lane_alone_is_not(lane: str, expected: Any):
     """What the tests above notice is the missing wait, not the lag."""
     for scenario in SCENARIOS:

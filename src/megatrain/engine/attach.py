@@ -42,6 +42,7 @@ from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes, SyncLanes
 from megatrain.stream.leave import Leaving
+from megatrain.stream.states import StateStream
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.notices import warn
 
@@ -132,6 +133,7 @@ class Attachment:
         fetcher = Fetcher(fetched, settings.debug.slots, device, lanes, transfers, counters)
         drain = Drain(slabs, settings.debug.grad_slots, device, lanes, transfers["d2h"], counters)
         leaving = Leaving(slabs, device, lanes, transfers["leave"], counters)
+        states = StateStream(fetched, device, lanes, fetcher, transfers, counters)
         for slab in slabs:
             slab.grad.several = settings.plan is not None and settings.plan.run.accumulation > 1
         watch = self.placement.watch
@@ -143,7 +145,7 @@ class Attachment:
             fetcher=fetcher,
             drain=drain,
             resume=transfers["h2d"],
-            updates=Updates(slabs, self.placement.kernels(), lanes, leaving, counters),
+            updates=Updates(slabs, self.placement.kernels(), lanes, leaving, states, counters),
             recorder=transformers_hooks.CaptureRecorder(hooks),
             for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
             check_open=self.check_open,
@@ -152,7 +154,7 @@ class Attachment:
             watch=watch.check,
             stepped=self._stepped,
         )
-        self.relief.holds = Holds(slabs, fetcher, leaving)
+        self.relief.holds = Holds(slabs, fetcher, leaving, states)
         self.closing.add(self.step.seats.close)
 
     def take_memory(self) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from megatrain.errors import SettingsError
+from megatrain.geometry import PLACED
 from megatrain.hardware import inventory
 from megatrain.hardware.watch import RamWatch
 from megatrain.optim.rules import Rule
@@ -39,12 +40,20 @@ class Placement:
         """Where the block of this name keeps its weight, states and gradient sum."""
         if _matches(block, self._settings.resident):
             return Homes.together(self.vram)
-        sums = self.vram if _matches(block, self._settings.held_gradients) else self.ram
-        return Homes(self.ram, self.ram, sums, held=_matches(block, self._settings.held_weights))
+        summed, held = (
+            _matches(block, names) for names in (self._settings.held_gradients, self._settings.held_weights)
+        )
+        visits = _matches(block, self._settings.streamed_states)
+        if visits and not (summed and held) and self._settings.plan is None:
+            raise SettingsError(
+                f"streamed_states matches {block}, whose {'gradients are' if held else 'weights are'} not held: its "
+                "states are updated on the GPU, so name it in held_weights and held_gradients too."
+            )
+        return Homes(self.ram, self.ram, self.vram if summed else self.ram, held=held, visits=visits)
 
     def check(self, blocks: Sequence[str]) -> None:
         """A pattern that matches nothing is a mistake, not a wish."""
-        for setting in ("resident", "held_weights", "held_gradients"):
+        for setting in PLACED:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
                     named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
@@ -55,8 +64,8 @@ class Placement:
         if self._settings.debug.kernels == "reference":
             return {"ram": reference_kernel, "vram": reference_kernel}
         native = native_kernel(inventory.update_threads())
-        resident = bool(self._settings.resident) and self._device.type == "cuda"
-        return {"ram": native, "vram": device_kernel() if resident else native}
+        there = bool(self._settings.resident or self._settings.streamed_states) and self._device.type == "cuda"
+        return {"ram": native, "vram": device_kernel() if there else native}
 
     def require_states(self, slabs: Iterable[Slab], rule: type[Rule], width: str, slots: int) -> None:
         """Refuse before the first allocation what the optimizer's states and the gradients would not leave room for.

@@ -21,6 +21,7 @@ from megatrain.settings import Settings
 from megatrain.store.slab import Slab
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.leave import Leaving
+from megatrain.stream.states import StateStream
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
 """Policy → the next one, which takes less of the device."""
@@ -67,8 +68,8 @@ class Policies:
 class Holds:
     """What the GPU holds for longer than one use, of slabs whose states are in RAM."""
 
-    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, leaving: Leaving) -> None:
-        self._slabs, self._fetcher, self._leaving = slabs, fetcher, leaving
+    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, leaving: Leaving, states: StateStream) -> None:
+        self._slabs, self._fetcher, self._leaving, self._states = slabs, fetcher, leaving, states
 
     def __bool__(self) -> bool:
         return self._fetcher.holding or bool(self._sums)
@@ -85,6 +86,7 @@ class Holds:
                 slab.grad.clear()
                 slab.grad.move_home(slab.homes.states)
             self._leaving.let_go(sums)
+            self._states.let_go(sums)
             self._fetcher.let_go()
 
 
@@ -205,7 +207,7 @@ class Relief:
 
     def _outside(self) -> int:
         assert self._plan is not None
-        return outside_allocator(self._plan.memory, self._plan.largest_window)
+        return outside_allocator(self._plan.memory, self._plan.largest_window, bool(self._plan.streamed_states))
 
     @property
     def leanest(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatrain.errors import NonFiniteGradients, UnsupportedCall
+from megatrain.geometry import TIERS
 from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, update_slab
 from megatrain.store.gradient import Gradient, Snapshot
@@ -22,6 +23,7 @@ from megatrain.store.ticket import DONE, Ticket, Wait
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.leave import Leaving
 from megatrain.stream.norm import gradient_square_sum, snapshot_square_sum, total
+from megatrain.stream.states import StateStream
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import warn
 
@@ -77,11 +79,12 @@ class Updates:
         kernels: Mapping[str, Kernel],
         lanes: Lanes,
         leaving: Leaving,
+        states: StateStream,
         counters: Counters,
     ) -> None:
         self._kernels = kernels
         """By tier."""
-        self._leaving = leaving
+        self._leaving, self._states = leaving, states
         self._slabs = slabs
         self._lanes = lanes
         self._counters = counters
@@ -129,6 +132,7 @@ class Updates:
             return gradient.scale
 
         self._submit(slab, slab.grad.snapshot(), early.rules[slab.index], allowed)
+        self._states.send_weights()
 
     def refuse_late(self, gradient: Gradient) -> None:
         """A gradient for a slab whose update is already under way would be lost."""
@@ -180,6 +184,7 @@ class Updates:
         for slab in self._slabs:
             if slab.index in gradients:
                 self._leaving.make_room(slab, gradients[slab.index])
+                self._states.make_room(slab)
         early = self._claim(rules, owner)
         outcome = early.outcome if early is not None else Outcome()
         started = early.started if early is not None else {}
@@ -202,6 +207,7 @@ class Updates:
         for slab in order:
             if slab.index in gradients and slab.index not in started and slab.index in rules:
                 self._submit(slab, gradients[slab.index], rules[slab.index], allowed, Wait("norm", outcome.ticket))
+        self._states.send_weights()
         self.last = outcome
         return outcome
 
@@ -259,21 +265,26 @@ class Updates:
         allowed: Callable[[Snapshot], float | None],
         *after: Wait,
     ) -> None:
-        """An update, where the slab's states are; `allowed` says, when it runs, what gradients are multiplied by, or
-        that nothing is to be changed (None)."""
+        """An update, where the slab's states are or come to; `allowed` says, when it runs, what gradients are
+        multiplied by, or that nothing is to be changed (None)."""
         # The weights that compute or a copy may still be reading are written, so it comes after them.
-        state = slab.open(writes=("weight", "states"))
-        gradient = self._leaving.bring(slab, gradient)
+        visit = self._states.open(slab)
+        state = visit or slab.open(writes=("weight", "states"))
+        tier = "vram" if visit is not None else slab.homes.states.tier
+        gradient = gradient if visit is not None else self._leaving.bring(slab, gradient)
 
         def work() -> None:
             factor = allowed(gradient)
             if factor is not None:
-                update_slab(state, gradient, rules, factor, self._kernels[slab.homes.states.tier])
+                update_slab(state, gradient, rules, factor, self._kernels[tier])
 
         self._lanes.submit(
-            slab.updates, "update", work, reads=[gradient.order], writes=state.writes, after=after, label=slab.name
-        )
+            TIERS[tier].updates, "update", work, reads=[gradient.order], writes=state.writes, after=after,
+            label=slab.name,
+        )  # fmt: skip
         slab.version += 1
+        if visit is not None:
+            self._states.close(visit)
 
     def _decide(
         self, outcome: Outcome, gradients: Mapping[int, Snapshot], max_norm: float | None, early: _Early | None

@@ -15,8 +15,8 @@ from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.planner.activations import head_chunk, input_bytes, masked, written_out
 from megatrain.planner.decision import Floats, Ints
-from megatrain.planner.memory import State, state_of
 from megatrain.planner.run import Run
+from megatrain.planner.state import State, state_of
 
 MATMUL_SHARE = {"bf16": 0.9, "fp32": 1.0}
 """Of the rate of a large product, what a layer's products reach."""
@@ -105,6 +105,8 @@ class Piece:
     """Of a sum in VRAM: its norm, and rounding it."""
     update: float
     """On the CPU, slowed down by one fetch of its weights."""
+    visit: float
+    """Its states to the GPU, or back."""
     merge: float
     """Beside an update on the CPU, of parts that are summed there."""
     gpu_update: float
@@ -133,6 +135,7 @@ class Costs:
         self._h2d, self._d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
         self._both = min(self._h2d, self._d2h, machine.duplex / 2) if gpu else machine.dram / 2
         self._slowed = _slowed(machine, run)
+        self.crowded = _crowded(machine, run)
         self._relative = touched(run) / TOUCHED[run.moment_width]
         """Bytes that an update touches, relative to those that the machine's rates were measured with."""
         self._read = sum(disk.read for disk in disks)
@@ -172,6 +175,7 @@ class Costs:
             leave=LATENCY + (2 * state.elements16 + 4 * state.elements32) / self._both if gradients else 0.0,
             norm=10 * elements / self._hbm,
             update=self._update(block) + self._slowed * fetch if block.trainable else 0.0,
+            visit=LATENCY + states / self._both if states else 0.0,
             merge=self._merge(block),
             gpu_update=self._gpu_update(block),
             disk_read=states / self._read if self._read else 0.0,
@@ -273,6 +277,13 @@ def _slowed(machine: Machine, run: Run) -> float:
     left = machine.dram - max(0.0, machine.dram - machine.dram_under_dma) * min(1.0, machine.h2d / machine.duplex)
     needed = machine.update[run.moment_width] * TOUCHED[run.moment_width]
     return max(0.0, 1 - left / needed)
+
+
+def _crowded(machine: Machine, run: Run) -> float:
+    """How much longer updates take while states travel both ways beside them."""
+    if machine.gpu is None:
+        return 1.0
+    return max(1.0, machine.update[run.moment_width] * TOUCHED[run.moment_width] / machine.dram_under_dma)
 
 
 def _nameless(block: BlockShape) -> BlockShape:

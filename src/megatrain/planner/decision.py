@@ -36,6 +36,9 @@ class Decision:
     """Layers whose weights stay in VRAM, the resident ones among them; the weights of the others are fetched."""
     summed: int = 0
     """Layers whose gradient sums stay in VRAM, the resident ones among them."""
+    visited: int = 0
+    """Layers whose states come to VRAM for their update if they are not there, the resident ones among them; weights
+    and sums of all layers are held then."""
     stored: int = 0
     """Layers with policy `store`."""
     offload: bool = False
@@ -64,6 +67,7 @@ class Decisions:
     layers: Ints
     held: Ints
     summed: Ints
+    visited: Ints
     stored: Ints
     offload: Ints
     first: Ints
@@ -79,7 +83,8 @@ class Decisions:
         for name, column in zip(NAMES, np.broadcast_arrays(*arrays), strict=True):
             setattr(self, name, column)
         self.first = np.where(self.first == 0, self.window, self.first)
-        self.held, self.summed = np.maximum(self.held, self.layers), np.maximum(self.summed, self.layers)
+        for name in ("held", "summed", "visited"):
+            setattr(self, name, np.maximum(getattr(self, name), self.layers))
 
     @classmethod
     def of(cls, decisions: Sequence[Decision]) -> Decisions:
@@ -97,6 +102,9 @@ class Decisions:
 
     def replace(self, **columns: Any) -> Decisions:
         return Decisions(**{name: getattr(self, name) for name in NAMES} | columns)
+
+    def joined(self, other: Decisions) -> Decisions:
+        return Decisions(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in NAMES})
 
     @property
     def largest(self) -> Ints:

@@ -1,10 +1,10 @@
-"""Plans of format 1: windows of one size, nothing held, and two lanes less. They are read as plans of today."""
+"""Plans of format 1: windows of one size, nothing held, and some lanes less. They are read as plans of today."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatrain.geometry import LANES, windows_of
+from megatrain.geometry import LANES, PLACED, windows_of
 from megatrain.hardware.described import is_count
 
 LANE_NAMES = {"vram update": "vram"}
@@ -14,7 +14,7 @@ LANE_NAMES = {"vram update": "vram"}
 def converted(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a plan of format 1 as they are now. What is not as it should be stays, and is refused as such."""
     run, window, step = data.get("run"), data.get("window"), data.get("step")
-    found: dict[str, Any] = {"held_weights": [], "held_gradients": []} | data
+    found: dict[str, Any] = {name: [] for name in PLACED} | data
     accumulation: Any = run.get("accumulation", 1) if isinstance(run, dict) else None
     if window is not None and is_count(window, 1) and is_count(accumulation, 1):
         del found["window"]

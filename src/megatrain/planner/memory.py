@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import LEAVING, WIDTHS, by_size, grad_slots, padded_slab, weight_slots
+from megatrain.geometry import PASSING, by_size, grad_slots, weight_slots
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
-from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
+from megatrain.model.shapes import ModelShape, SlabShape
 from megatrain.planner import decision as choices
 from megatrain.planner.activations import (
     BLAS_BYTES,
@@ -31,6 +31,7 @@ from megatrain.planner.activations import (
 )
 from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Bools, Decision, Decisions, Ints, Windows, looked_up
 from megatrain.planner.run import Run
+from megatrain.planner.state import State, slab_bytes, state_of
 
 GIB = 1 << 30
 TIERS = ("vram", "ram", "disk")
@@ -54,60 +55,6 @@ STAGES = 3
 """Blocks whose states are in RAM on their way from and to the disk: read ahead, updated, written."""
 
 
-@dataclass(frozen=True)
-class State:
-    """Bytes of one block's state by role; gradients apart, since they depend on the window."""
-
-    weights: int
-    residuals: int
-    moments: int
-    elements16: int
-    """Padded elements whose gradients have 2 bytes."""
-    elements32: int
-    tied: bool
-
-    def in_ram(self, windows: int, single: bool) -> int:
-        """Its gradient in RAM: rounded if the step has one window, else an FP32 sum; of a tied slab two parts, summed.
-
-        A window of a single micro-batch leaves the first gradient as it is, and then needs a sum beside it.
-        """
-        if self.tied:
-            return self.elements16 * (12 if windows > 1 and single else 8) + self.elements32 * 8
-        if windows == 1:
-            return self.elements16 * 2 + self.elements32 * 4
-        return self.elements16 * (6 if single else 4) + self.elements32 * 4
-
-    def in_vram(self, windows: int) -> int:
-        """Its gradient sum in VRAM: rounded if the step has one window, else FP32; of a tied slab two parts, merged."""
-        if self.tied:
-            return (self.elements16 + self.elements32) * 8
-        return self.elements16 * (2 if windows == 1 else 4) + self.elements32 * 4
-
-
-def slab_bytes(slab: SlabShape, run: Run) -> tuple[int, int]:
-    """Bytes of the weight, and padded elements."""
-    itemsize = slab.itemsize or run.itemsize
-    elements = padded_slab(slab.numel, itemsize)
-    return elements * itemsize, elements
-
-
-def state_of(block: BlockShape, run: Run) -> State:
-    """The bytes of a block's state."""
-    weights = residuals = moments = elements16 = elements32 = 0
-    for slab in block.slabs:
-        nbytes, elements = slab_bytes(slab, run)
-        weights += nbytes
-        if not slab.trains:
-            continue
-        half = (slab.itemsize or run.itemsize) == 2
-        residuals += elements * 2 if half and run.precision == "bf16" else 0
-        per_moment = slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes
-        moments += run.moments * -(-int(per_moment + 1) // 64) * 64
-        elements16 += elements if half else 0
-        elements32 += 0 if half else elements
-    return State(weights, residuals, moments, elements16, elements32, block.tied)
-
-
 Slabs = Counter[tuple[int, int, int]]
 """Slabs alike (bytes, elements, itemsize) → how many."""
 
@@ -127,15 +74,16 @@ class Account:
         return {tier: dict(zip(ROLES, getattr(self, tier), strict=True)) for tier in TIERS}
 
 
-def outside_allocator(memory: Mapping[str, Mapping[str, int]], window: int) -> int:
+def outside_allocator(memory: Mapping[str, Mapping[str, int]], window: int, visits: bool) -> int:
     """Of a plan's VRAM, by tier and role, what CUDA takes beside PyTorch's allocator."""
-    outside: int = cuda_bytes(_pinned([memory["ram"][role] for role in ROLES]), window)
+    outside: int = cuda_bytes(_pinned([memory["ram"][role] for role in ROLES], visits), window)
     return outside
 
 
-def _pinned(ram: Any) -> Any:
-    """Of RAM by role, of one decision or many, what takes part in transfers: weights, gradients, parked inputs."""
-    return ram[0] + ram[3] + ram[4]
+def _pinned(ram: Any, visits: Any) -> Any:
+    """Of RAM by role, of one decision or many, what takes part in transfers: weights, gradients, parked inputs; where
+    states visit the GPU, those (all are counted)."""
+    return ram[0] + ram[3] + ram[4] + visits * (ram[1] + ram[2])
 
 
 class Ledger:
@@ -164,6 +112,9 @@ class Ledger:
         self._gradients = [self._role(lambda state, k=k: state.in_ram(*k)) for k in kinds]  # type: ignore[misc]
         self._layer_slabs, self._rest_slabs = self._slabs(lambda slab: True)
         self._layer_trained, self._rest_trained = self._slabs(lambda slab: slab.trains)
+        alike = by_size({self.states[i] for i in self.layers}, lambda state: state.weights)
+        self._visiting = PASSING * sum(max(state.residuals + state.moments for state in ring) for ring in alike)
+        """Slots for states that come to VRAM."""
         # A refusal tries many runs of one model, and rings depend on little of a run.
         self._slot_bytes, self._ring_bytes = choices.tables(shape, run.itemsize, run.accumulation > 1)
         self._disk_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -180,6 +131,10 @@ class Ledger:
         """Blocks that are not resident and train, and whose gradient sums stay in VRAM."""
         trained = {i for i, block in enumerate(self.shape.blocks) if block.trainable}
         return [i for i in self._held(decision, decision.summed) if i in trained]
+
+    def visited(self, decision: Decision) -> list[int]:
+        """Blocks whose states come to VRAM for their update."""
+        return [i for i in self.held_sums(decision) if i in self.layers[: decision.visited]]
 
     def _held(self, decision: Decision, until: int) -> list[int]:
         found = [*self.layers[decision.layers : until], *(self.rest if decision.rest == HELD else [])]
@@ -223,10 +178,13 @@ class Ledger:
         zero = np.zeros_like(layers)
         ram = np.array([host[0], host[1] - residuals, host[2] - moments, in_ram, parked, PROCESS_BYTES + stages])
         vram = np.array([weights, device[1], device[2], in_vram + passing, on_device, work])
-        ram[5] += kernel_bytes(ram[:5].sum(axis=0), _pinned(ram) if self.gpu else zero)
+        visits = chosen.visited > layers
+        vram[2] += visits * self._visiting
+        ram[5] += kernel_bytes(ram[:5].sum(axis=0), _pinned(ram, visits) if self.gpu else zero)
         if self.gpu:
             taken = vram.sum(axis=0)
-            vram[5] += cuda_bytes(_pinned(ram), chosen.largest) + SLACK_BYTES + (SLACK_SHARE * taken).astype(np.int64)
+            vram[5] += cuda_bytes(_pinned(ram, visits), chosen.largest) + SLACK_BYTES
+            vram[5] += (SLACK_SHARE * taken).astype(np.int64)
         else:
             vram, ram = np.zeros_like(vram), ram + vram
         return np.array([vram, ram, [zero, residuals, moments, zero, zero, zero]])
@@ -243,7 +201,8 @@ class Ledger:
     def allocated(self, decision: Decision) -> int:
         """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
         account, largest = self.account(decision), max(decision.first, decision.window)
-        whole = account.total("vram") - cuda_bytes(_pinned(account.ram), largest) - SLACK_BYTES
+        pinned = _pinned(account.ram, decision.visited > decision.layers)
+        whole = account.total("vram") - cuda_bytes(pinned, largest) - SLACK_BYTES
         return int(whole / (1 + SLACK_SHARE))
 
     def filled(self, chosen: Decisions, capacity: Mapping[str, int]) -> Decisions:
@@ -327,7 +286,7 @@ class Ledger:
                 slots[most - 1] += _largest(ring)[1] * per * grad_slots(most, _count(ring))
         others = self._layer_slabs[layers] + (none if rest == RESIDENT else self._rest_slabs)
         leaving = sum(
-            _largest(ring)[0] * min(LEAVING, _count(ring))
+            _largest(ring)[0] * min(PASSING, _count(ring))
             for ring in _rings(others)
             if any(slab in held for slab, _ in ring)
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import LANES, LEAVING, grad_slots, weight_slots
+from megatrain.geometry import LANES, PASSING, grad_slots, weight_slots
 from megatrain.planner.cost import PARK, STREAM, Costs
 from megatrain.planner.decision import RESIDENT, STREAMED, Bools, Decisions, Floats, Ints
 from megatrain.planner.memory import MOST_GRAD_SLOTS, STAGES, Ledger
@@ -27,22 +27,27 @@ class Block:
         if self.kind == "layer":
             number = ledger.layers.index(index)
             self.resident, held, summed = chosen.layers > number, chosen.held > number, chosen.summed > number
-            self.stored = chosen.stored > number
+            self.stored, visits = chosen.stored > number, chosen.visited > number
             in_slots = number > len(ledger.layers) - chosen.slots
             on_disk = chosen.disk >= len(ledger.layers) - number
         else:
             self.resident, held = chosen.rest == RESIDENT, chosen.rest != STREAMED
-            summed, self.stored, in_slots = held, np.zeros(len(chosen), bool), np.zeros(len(chosen), bool)
+            summed = held
+            self.stored, visits, in_slots = (np.zeros(len(chosen), bool) for _ in range(3))
             place = len(ledger.rest) - ledger.rest.index(index)
             on_disk = chosen.disk >= len(ledger.layers) - chosen.layers + place
         owned = piece.fetch_bytes > 0
+        self.visits = visits & ~self.resident & (piece.update > 0)
+        here = self.resident | self.visits
+        """Updated in VRAM."""
         self.fetched = ~held & owned
-        self.held = held & ~self.resident & owned
+        self.held = held & ~here & owned
         self.fetched_back = self.fetched & ~in_slots & (self.kind != "head")
         self.drained = ~summed & (piece.drain > 0)
-        self.leaves = summed & ~self.resident & (piece.drain > 0)
-        self.updated = ~self.resident & (piece.update > 0)
-        self.update = np.where(self.resident, 0.0, piece.update) + piece.merge * ~summed
+        self.leaves = summed & ~here & (piece.drain > 0)
+        self.updated = ~here & (piece.update > 0)
+        crowded = np.where(chosen.visited > chosen.layers, costs.crowded, 1.0)
+        self.update = np.where(here, 0.0, piece.update * crowded) + piece.merge * ~summed
         self.on_disk = on_disk & ~self.resident
         self.parked = (chosen.offload > 0) & ~self.stored & (piece.park > 0)
         self.again = 0.0 if self.kind == "head" else np.where(self.stored, 0.0, piece.forward)
@@ -87,7 +92,10 @@ class Pass:
         rings = range(len(set(costs.rings.values())))
         self.released = [_Queue(MOST_SLOTS, count) for _ in rings]
         self.sent = [_Queue(MOST_GRAD_SLOTS, count) for _ in rings]
-        self.left = [_Queue(LEAVING, count) for _ in rings]
+        self.states_in, self.states_out = np.zeros(count), np.zeros(count)
+        self.rooms = [_Queue(PASSING, count) for _ in rings]
+        """States that have gone back to RAM: their slots are free."""
+        self.left = [_Queue(PASSING, count) for _ in rings]
         """Held sums that have been updated: their buffers in RAM are free."""
         fetched = [self._members(ring, [block.fetched for block in blocks]) for ring in rings]
         trained = [self._members(ring, [block.drained | block.leaves for block in blocks]) for ring in rings]
@@ -124,12 +132,12 @@ class Pass:
             piece = block.piece
             if block.ring is not None:
                 buffers = self.left[block.ring]
-                begin = np.maximum(self.link_out, buffers.before(np.full_like(self.micro, LEAVING)))
+                begin = np.maximum(self.link_out, buffers.before(np.full_like(self.micro, PASSING)))
                 self.link_out = np.where(block.leaves, begin + piece.leave, self.link_out)
                 free = np.where(block.leaves, np.maximum(free, self.link_out), free)
             free = np.where(block.on_disk, np.maximum(free, ready[0]), free)
             free = free + block.update
-            written.append(free)
+            written.append(np.where(block.visits, self._visit(block), free))
             if block.ring is not None:
                 buffers.add(free, block.leaves)
             if block.on_disk.any():
@@ -137,6 +145,17 @@ class Pass:
                 after = [*ready[1:], disk]
                 ready = [np.where(block.on_disk, new, old) for new, old in zip(after, ready, strict=True)]
         return written
+
+    def _visit(self, block: Block) -> Floats:
+        """States come to VRAM and go back, through a slot that must be free: when they are there."""
+        if block.ring is None or not block.visits.any():
+            return self.states_in
+        rooms, seconds = self.rooms[block.ring], block.piece.visit
+        arrived = np.maximum(self.states_in, rooms.before(np.full_like(self.micro, PASSING))) + seconds
+        self.states_in = np.where(block.visits, arrived, self.states_in)
+        self.states_out = np.where(block.visits, np.maximum(self.states_out, arrived) + seconds, self.states_out)
+        rooms.add(self.states_out, block.visits)
+        return self.states_in
 
     def _read_next(self) -> list[Floats]:
         """For each block on disk, the seconds in which the states of the one `AHEAD` places after it are read."""
@@ -176,7 +195,9 @@ class Pass:
                 self._arrive(self.link_in, piece.fetch, written, block.held, "hold")
                 self.compute = self.compute + STREAM * (block.held * 1 + block.leaves)
         if self.first and self.clipping:
-            self._update_here(block, block.resident)
+            if written is not None:
+                self._wait(written, block.visits, "states_in")
+            self._update_here(block, block.resident | block.visits)
         self.compute = self.compute + self.micro * (piece.forward + self.call)
         if block.ring is not None:
             self.released[block.ring].add(self.compute, block.fetched)
@@ -201,7 +222,7 @@ class Pass:
             self._fetch(block, block.fetched_back, piece.fetch_back, None)
         self.compute = self.compute + self.micro * (block.again + piece.backward + self.call)
         if not self.clipping:
-            self._update_here(block, block.resident & self.last)
+            self._update_here(block, (block.resident | block.visits) & self.last)
         if block.ring is None:
             return
         self.released[block.ring].add(self.compute, block.fetched)
@@ -230,10 +251,11 @@ class Pass:
         assert block.ring is not None
         piece, buffers = block.piece, self.left[block.ring]
         leaves, updated = block.leaves & self.last, block.updated & self.last
-        free = np.maximum(self.compute, buffers.before(np.full_like(self.micro, LEAVING)))
+        free = np.maximum(self.compute, buffers.before(np.full_like(self.micro, PASSING)))
         self.link_out = np.where(leaves, np.maximum(self.link_out, free) + piece.leave, self.link_out)
         landed = np.maximum(self.updates, self.link_out) + block.update
         self.disk = self.disk + (piece.disk_read + piece.disk_write) * (block.on_disk & self.last)
         landed = np.where(block.on_disk, np.maximum(landed, self.disk), landed)
         self.updates = np.where(updated, landed, self.updates)
+        self.updates = np.where(block.visits & self.last, np.maximum(self.updates, self._visit(block)), self.updates)
         buffers.add(self.updates, leaves)

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import LANES, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
+from megatrain.geometry import LANES, PLACED, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner import format1
 from megatrain.planner.memory import GIB, ROLES, TIERS
@@ -19,7 +19,7 @@ from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug
 
 FORMAT = 2
-PLACED = ("resident", "held_weights", "held_gradients", "on_disk")
+NAMING = (*PLACED, "on_disk")
 """Fields that name blocks."""
 
 
@@ -39,6 +39,8 @@ class Plan:
     """Of the others, those whose weights have a copy in VRAM; the rest are fetched for every window."""
     held_gradients: tuple[str, ...]
     """Of the others, those whose gradient sum is in VRAM until its update."""
+    streamed_states: tuple[str, ...]
+    """Of those with both, the ones whose states come to VRAM for their update."""
     on_disk: tuple[str, ...]
     """Streamed blocks whose residual and moments are on disk."""
     blocks: int
@@ -119,7 +121,7 @@ class Plan:
         data = format1.converted(data) if format == 1 else data
         try:
             values = fields_of(cls, data, "it")
-            lists = {name: _listed(name, values[name]) for name in (*PLACED, "windows", "lossy", "notes")}
+            lists = {name: _listed(name, values[name]) for name in (*NAMING, "windows", "lossy", "notes")}
             step = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
             return cls(
                 **{**values, **lists, "run": Run(**fields_of(Run, current_names(values["run"]), "run")), "step": step}
@@ -182,7 +184,8 @@ class Plan:
         placed, sums = len(self.resident), len(self.held_gradients)
         streamed = self.blocks - placed - len(self.held_weights)
         weights = f"{placed} of {self.blocks} blocks resident, {len(self.held_weights)} held, {streamed} streamed"
-        return f"{weights}; gradient sums of {sums} more held"
+        states = f", states of {len(self.streamed_states)} updated there" if self.streamed_states else ""
+        return f"{weights}; gradient sums of {sums} more held{states}"
 
     @property
     def policies(self) -> dict[str, int]:
@@ -219,11 +222,11 @@ def _check(plan: Plan) -> None:
         require(is_count(getattr(plan, name), 1), name, "must be a whole number of at least 1")
     good = isinstance(plan.windows, tuple) and all(is_count(size, 1) for size in plan.windows)
     require(good and len(plan.windows) > 0, "windows", "must be whole numbers of at least 1")
-    for name in (*PLACED, "lossy", "notes"):
+    for name in (*NAMING, "lossy", "notes"):
         value = getattr(plan, name)
         good = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
         require(good, name, "must be texts")
-    for name in PLACED:
+    for name in NAMING:
         placed = getattr(plan, name)
         once = len(set(placed)) == len(placed) <= plan.blocks
         require(once, name, f"must name each of {plan.blocks} blocks once at the most")

@@ -137,7 +137,23 @@ class Search:
             first=first, window=window, offload=offload, rest=rest, layers=resident, held=weights, summed=sums,
             slots=1, grad_slots=1,
         )  # fmt: skip
-        return self._least_stored(found.take(distinct))
+        return self._least_stored(found.take(distinct).joined(self._visiting(windows, layers)))
+
+    def _visiting(self, windows: Sequence[tuple[int, int]], layers: Sequence[int]) -> Decisions:
+        """Those in which states visit the GPU: weights and sums of all layers are held."""
+        count = len(self.ledger.layers)
+        wanted = [range(len(windows)), (HELD, RESIDENT), layers, self._levels(SUM_LEVELS)]
+        if not self.gpu:
+            wanted[0] = ()
+        number, rest, resident, visited = (
+            column.ravel() for column in np.meshgrid(*(np.array(w, np.int64) for w in wanted), indexing="ij")
+        )
+        first, window = np.array(windows).T[:, number]
+        found = Decisions(
+            first=first, window=window, rest=rest, layers=resident, held=count, summed=count, visited=visited,
+            slots=1, grad_slots=1,
+        )  # fmt: skip
+        return found.take(visited > resident)
 
     def _levels(self, parts: int) -> list[int]:
         count = len(self.ledger.layers)
@@ -194,10 +210,12 @@ class Search:
         return self.ledger.filled(chosen, self.capacity)
 
     def _on_disk(self, chosen: Decisions) -> Decisions:
-        """With the fewest blocks on disk that free as much RAM as is missing; if none do, with those that free most."""
+        """With the fewest blocks on disk that free as much RAM as is missing; if none do, with those that free most.
+        States that visit the GPU come from RAM."""
         if not (self.disks and self.gpu):
             return chosen
-        return self.ledger.relieved(chosen, self.ledger.totals(chosen)["ram"] - self.capacity["ram"])
+        over = self.ledger.totals(chosen)["ram"] - self.capacity["ram"]
+        return self.ledger.relieved(chosen, np.where(chosen.visited > chosen.layers, 0, over))
 
 
 def solve(
@@ -237,6 +255,7 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         resident=tuple(blocks[i].name for i in ledger.resident(decision)),
         held_weights=tuple(blocks[i].name for i in ledger.held_weights(decision)),
         held_gradients=tuple(blocks[i].name for i in ledger.held_sums(decision)),
+        streamed_states=tuple(blocks[i].name for i in ledger.visited(decision)),
         on_disk=tuple(blocks[i].name for i in ledger.on_disk(decision)),
         blocks=len(blocks),
         policy=stored | {"*": default},
@@ -265,8 +284,8 @@ def _order(decision: Decision) -> tuple[int, ...]:
     """Of equally fast decisions, the one that takes least memory, with the usual number of slots."""
     return (
         decision.disk, int(decision.offload), decision.rest, decision.layers, decision.held, decision.summed,
-        decision.stored, decision.window, decision.first, abs(decision.slots - 3), abs(decision.grad_slots - 2),
-        decision.slots,
+        decision.visited, decision.stored, decision.window, decision.first, abs(decision.slots - 3),
+        abs(decision.grad_slots - 2), decision.slots,
     )  # fmt: skip
 
 

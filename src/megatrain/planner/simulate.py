@@ -74,7 +74,15 @@ class Simulator:
             if waited is not None:
                 for lane in NAMES:
                     waited[lane] += times * one.waited[lane]
-        return np.maximum(seconds, busy["disk"])
+        return np.maximum(seconds, self._links(busy))
+
+    def _links(self, busy: dict[str, Floats]) -> Floats:
+        """No step is shorter than what the disk takes, or either direction of PCIe."""
+        longest = busy["disk"]
+        for link in ("in", "out"):
+            shared = [busy[name] for name, lane in LANES.items() if lane.link == link]
+            longest = np.maximum(longest, STEP + np.sum(shared, axis=0))
+        return longest
 
     def _norm(self, chosen: Decisions) -> Floats:
         """Norm and rounding of the sums that are in VRAM, beside nothing else."""
@@ -95,17 +103,22 @@ class Simulator:
         # The last layers of a forward are still in their slots when the backward begins.
         in_slots = np.maximum(chosen.held, len(self.ledger.layers) - chosen.slots + 1)
         h2d -= count * sums.after("fetch_back", in_slots, False)
-        hold = sums.after("fetch", chosen.layers, owned) - fetched
+        hold = sums.after("fetch", chosen.visited, owned) - fetched
         drained = sums.after("drain", chosen.summed, streamed)
         d2h = np.where(windows.several, count * sums.after("drain_sum", chosen.summed, streamed), drained)
-        leave = sums.after("leave", chosen.layers, owned) - sums.after("leave", chosen.summed, streamed)
+        leave = sums.after("leave", chosen.visited, owned) - sums.after("leave", chosen.summed, streamed)
         parked = len(self.ledger.layers) - chosen.stored
         compute += chosen.offload * 2 * micro * PARK * parked
         d2h += chosen.offload * micro * sums.after("park", chosen.stored, False)
         h2d += chosen.offload * micro * sums.after("unpark", chosen.stored, False)
-        update = sums.after("update", chosen.layers, owned) + sums.after("merge", chosen.summed, streamed)
-        vram = sums.all("gpu_update") - sums.after("gpu_update", chosen.layers, owned)
-        return dict(zip(NAMES, (compute, h2d, hold, d2h, leave, update, vram, self._disk(chosen)[0]), strict=True))
+        crowded = np.where(chosen.visited > chosen.layers, costs.crowded, 1.0)
+        update = crowded * sums.after("update", chosen.visited, owned) + sums.after("merge", chosen.summed, streamed)
+        vram = sums.all("gpu_update") - sums.after("gpu_update", chosen.visited, owned)
+        visits, weights = (sums.after(n, chosen.layers, False) - sums.after(n, chosen.visited, False)
+                           for n in ("visit", "fetch_back"))  # fmt: skip
+        disk = self._disk(chosen)[0]
+        lanes = (compute, h2d, hold, d2h, leave, update, vram, visits, visits + weights, disk)
+        return dict(zip(NAMES, lanes, strict=True))
 
     def _disk(self, chosen: Decisions) -> tuple[Floats, Floats]:
         """Seconds of the disk, and what the update of the last block there waits for: reads but the first, and writes
@@ -136,10 +149,7 @@ class Simulator:
         # Windows after the first wait for the sums of the one before.
         resumed = sums.after("resume", chosen.summed, chosen.rest == STREAMED)
         compute = busy["compute"] + (windows.count - 1) * resumed
-        longest = np.maximum(STEP + compute + busy["vram"], busy["disk"])
-        for link in ("in", "out"):
-            shared = [busy[name] for name, lane in LANES.items() if lane.link == link]
-            longest = np.maximum(longest, STEP + np.sum(shared, axis=0))
+        longest = np.maximum(STEP + compute + busy["vram"], self._links(busy))
         if not self.costs.run.clipping:
             return np.maximum(longest, STEP + busy["update"])
         # Of the first window, the forward up to the last block that the CPU updates is what updates can hide under.
@@ -148,7 +158,8 @@ class Simulator:
         hidden = hidden + self.costs.call(first) * self.count
         hidden = hidden + chosen.offload * PARK * (len(self.ledger.layers) - chosen.stored)
         after = STEP + compute - first * hidden
-        return np.maximum(longest, np.maximum(busy["update"], self._disk(chosen)[1]) + after)
+        updates = np.maximum(busy["states_in"], np.maximum(busy["update"], self._disk(chosen)[1]))
+        return np.maximum(longest, updates + after)
 
     def bound(self, decision: Decision) -> float:
         return float(self.bounds(Decisions.of([decision]))[0])

@@ -42,6 +42,8 @@ class Homes:
     sums: Memory
     held: bool = False
     """Whether the device has a copy of the weight that outlives one use."""
+    visits: bool = False
+    """Whether its states come to the device to be updated there, as long as weight and sum are there too."""
 
     def __post_init__(self) -> None:
         if self.weight.tier == "vram":

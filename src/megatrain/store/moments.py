@@ -7,6 +7,7 @@ that share a format are neighbours here, and one kernel call covers them. Scales
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +41,19 @@ class Piece:
 class Moment:
     """One moment of one slab."""
 
-    def __init__(self, layout: Layout, width: str, signed: bool, memory: Memory) -> None:
+    def __init__(self, layout: Layout, width: str, signed: bool, memory: Memory, transferred: bool = False) -> None:
         self.layout = layout
         self.signed = signed
         self.areas, nbytes = lay_out_areas(layout, width, signed)
         self._area_of = {index: area for area in self.areas for index in area.starts}
-        self.bytes = memory.allocate(nbytes, transferred=False).bytes
+        self.buffer = memory.allocate(nbytes, transferred=transferred)
+        self.bytes = self.buffer.bytes
+
+    def over(self, storage: torch.Tensor) -> Moment:
+        """The same moment in other memory, which has a copy of its bytes."""
+        other = copy(self)
+        other.bytes = storage
+        return other
 
     def format(self, index: int) -> Format:
         return self._area_of[index].format

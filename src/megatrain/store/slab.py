@@ -16,7 +16,7 @@ from megatrain.store import forks
 from megatrain.store.formats import Format
 from megatrain.store.gradient import Gradient
 from megatrain.store.layout import Layout
-from megatrain.store.memory import Homes
+from megatrain.store.memory import Buffer, Homes
 from megatrain.store.moments import Moment, lay_out_areas
 from megatrain.store.split import split
 from megatrain.store.ticket import Order, Ticket
@@ -43,6 +43,7 @@ class Slab:
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
         self.weight = self._weight_buffer.view(layout.dtype)
         self.residual: torch.Tensor | None = None
+        self._residual_buffer: Buffer | None = None
         self.moments: dict[str, Moment] = {}
         """The optimizer's running averages, by name."""
         self.saved: list[torch.dtype] = [layout.dtype] * len(layout.segments)
@@ -66,7 +67,8 @@ class Slab:
 
     def allocate_residual(self) -> torch.Tensor:
         if self.residual is None:
-            self.residual = self.homes.states.allocate(self.layout.numel * 2, transferred=False).view(torch.int16)
+            buffer = self.homes.states.allocate(self.layout.numel * 2, transferred=self.homes.visits)
+            self._residual_buffer, self.residual = buffer, buffer.view(torch.int16)
         return self.residual
 
     def allocate_states(self, moments: Mapping[str, bool], width: str) -> None:
@@ -75,7 +77,12 @@ class Slab:
             self.allocate_residual()
         for role, signed in moments.items():
             if role not in self.moments:
-                self.moments[role] = Moment(self.layout, width, signed, self.homes.states)
+                self.moments[role] = Moment(self.layout, width, signed, self.homes.states, self.homes.visits)
+
+    def state_buffers(self) -> list[Buffer]:
+        """Of the residual, if it has one, and of every moment."""
+        residual = [self._residual_buffer] if self.split_master and self._residual_buffer is not None else []
+        return residual + [moment.buffer for moment in self.moments.values()]
 
     def formats(self, index: int) -> tuple[Format, ...]:
         """How one parameter's moments are stored."""
@@ -111,9 +118,9 @@ class Slab:
         return self.grad.on_device and not self.on_device
 
     @property
-    def updates(self) -> str:
-        """The lane that updates it: where its states are."""
-        return TIERS[self.homes.states.tier].updates
+    def visits(self) -> bool:
+        """Whether its states come to the device for their update: all else that this needs is there."""
+        return self.homes.visits and self.homes.held and self.held_sum
 
     def open(self, *, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Span:
         """Its weight and states ("weight", "states") for one piece of work."""

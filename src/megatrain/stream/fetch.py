@@ -242,6 +242,13 @@ class Fetcher:
             if slab.index in self._held:
                 self.prefetch([slab], keep=())
 
+    def held_slot(self, slab: Slab) -> Slot | None:
+        """The slot of a held weight, with what the store has in it or on its way, to be updated there; None while
+        somebody has it pinned."""
+        self.prefetch([slab], keep=())
+        slot = self._rings[slab.index].find(slab)
+        return slot if slot is not None and not slot.pins else None
+
     def _after_compute(self, slot: Slot) -> None:
         """Before the first copy into it: compute so far may have used these bytes for something that is gone."""
         slot.order.read(self._lanes.mark())

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from megatrain.geometry import LEAVING, by_size
+from megatrain.geometry import PASSING, by_size
 from megatrain.store.gradient import Snapshot
 from megatrain.store.memory import Buffer, Memory
 from megatrain.store.slab import Slab
@@ -59,7 +59,7 @@ class Leaving:
         self._rings: dict[int, list[_Way]] = {}
         """By slab; whose turn it is comes first."""
         for members in by_size([s for s in slabs if not s.on_device], lambda slab: slab.layout.nbytes):
-            ring = [_Way(members[0].layout.nbytes, device) for _ in range(min(LEAVING, len(members)))]
+            ring = [_Way(members[0].layout.nbytes, device) for _ in range(min(PASSING, len(members)))]
             self._rings |= {slab.index: ring for slab in members}
 
     def make_room(self, slab: Slab, gradient: Snapshot) -> None:

@@ -13,6 +13,7 @@ from megatrain.stream import leave
 from megatrain.stream.lanes import ThreadLanes
 
 HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
+VISITS = HELD | {"streamed_states": ("*",)}
 
 
 def made(depth: int = 6, **settings: Any) -> tuple[Any, mt.Engine, Any]:
@@ -33,7 +34,7 @@ def ran_out(model: Any, seed: int) -> None:
     hook.remove()
 
 
-@pytest.mark.parametrize("held", [HELD, dict.fromkeys(HELD, ("layers.[1-3]", "entry"))])
+@pytest.mark.parametrize("held", [HELD, VISITS, dict.fromkeys(HELD, ("layers.[1-3]", "entry"))])
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lanes: str) -> None:
     def run(short: bool, **settings: Any) -> tuple[mt.Engine, list[Any]]:
@@ -62,6 +63,9 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     assert engine._step._fetcher.slot_bytes() == streamed._step._fetcher.slot_bytes(), "no ring beside those there are"
     ways = {id(way): way for ring in engine.relief.holds._leaving._rings.values() for way in ring}
     assert all(way._slot is None and way._buffer is None for way in ways.values())
+    rooms = {id(room): room for ring in engine.relief.holds._states._rings.values() for room in ring}
+    assert len(rooms) == (2 if held is VISITS else 0)
+    assert all(room._bytes is None for room in rooms.values())
     assert engine._memory.held <= streamed._memory.held
 
 

@@ -18,8 +18,9 @@ from megatrain.model.trace import _Live as Live
 from megatrain.optim.rules import RULES
 from megatrain.planner import activations
 from megatrain.planner.decision import HELD, RESIDENT, Decision
-from megatrain.planner.memory import GIB, Ledger, slab_bytes, state_of
+from megatrain.planner.memory import GIB, Ledger
 from megatrain.planner.run import Run
+from megatrain.planner.state import slab_bytes, state_of
 from megatrain.store import layout
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory

@@ -190,11 +190,12 @@ def decisions(search):
     here, rest, both = (counts, range(3), (0, 1)) if search.gpu else ((0,), (0,), (0,))
     disks = range(len(search.shape.blocks) + 1) if search.disks else (0,)
     windows = windows_of(search.run.accumulation)
-    each = itertools.product(rest, here, here, here, counts, both, windows, SLOTS, GRAD_SLOTS, disks)
+    each = itertools.product(rest, here, here, here, here, counts, both, windows, SLOTS, GRAD_SLOTS, disks)
     rows = [
-        (rest, layers, held, summed, stored, offload, *window, *others)
-        for rest, layers, held, summed, stored, offload, window, *others in each
+        (rest, layers, held, summed, visited, stored, offload, *window, slots, grad_slots, disk)
+        for rest, layers, held, summed, visited, stored, offload, window, slots, grad_slots, disk in each
         if held >= layers <= summed
+        and (not visited or (visited > layers and held == summed == counts[-1] and rest and not offload and not disk))
     ]
     made = Decisions(**dict(zip(NAMES, zip(*rows, strict=True), strict=True)))
     streamed = len(counts) - 1 - made.layers + (made.rest < 2) * len(search.ledger.rest)

@@ -1,0 +1,128 @@
+"""States that come to the device for their update: which ones do, through how much memory, and when they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import Stack, backward, differences, engine_of, roles
+
+import megatrain as mt
+from megatrain.errors import SettingsError
+from megatrain.geometry import PASSING
+from megatrain.stream.lanes import ThreadLanes
+
+HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
+VISITS = HELD | {"streamed_states": ("*",)}
+
+
+def jobs_of(engine: mt.Engine) -> list[tuple[str, str, str]]:
+    """Lane, job and label of all that is submitted from now on."""
+    seen: list[tuple[str, str, str]] = []
+    real = engine._lanes.submit
+
+    def submit(lane: str, job: str, work: Any, **options: Any) -> Any:
+        seen.append((lane, job, options.get("label", "")))
+        return real(lane, job, work, **options)
+
+    engine._lanes.submit = submit  # type: ignore[method-assign]
+    return seen
+
+
+def train(engine: mt.Engine, model: Any, steps: int = 3, clip: float | None = 0.5) -> dict[str, Any]:
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=clip)
+    for step in range(steps):
+        backward(model, 2 * step)
+        with optimizer.final_backward():
+            backward(model, 2 * step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return roles(engine)
+
+
+@pytest.mark.parametrize("compression", [False, "8bit", "4bit"])
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-sr"])
+def test_the_bits_are_those_of_updates_on_the_cpu(precision: str, clip: float | None, compression: Any) -> None:
+    found = []
+    for settings in ({}, VISITS):
+        model = Stack(4)
+        lanes = ThreadLanes(seed=1, max_delay=1e-4)
+        with engine_of(
+            model, precision=precision, optimizer_compression=compression, lanes=lanes, **settings
+        ) as engine:
+            found.append(train(engine, model, clip=clip))
+    assert differences(*found) == []
+
+
+def test_only_those_that_are_named_visit() -> None:
+    model = Stack(5)
+    engine = engine_of(model, precision="bf16", **HELD, streamed_states=("layers.[13]",))
+    seen = jobs_of(engine)
+    train(engine, model, steps=2)
+    first = [job for _, job, _ in seen].index("update")
+    updates = {label: lane for lane, job, label in seen if job == "update"}
+    assert {label for label, lane in updates.items() if lane == "vram"} == {"layers.1", "layers.3"}
+    assert set(updates.values()) == {"vram", "update"}
+    travelled = Counter((lane, label) for lane, job, label in seen if lane in ("states_in", "states_out"))
+    assert travelled == {(f"states_{way}", f"layers.{i}"): n for i in (1, 3) for way, n in (("in", 2), ("out", 4))}
+    # Their weights are not fetched again, and their gradients stay where they are.
+    assert not [job for job in seen[first:] if job[0] in ("hold", "leave") and job[2] in ("layers.1", "layers.3")]
+
+
+def test_weights_go_home_after_all_states() -> None:
+    model = Stack(4)
+    engine = engine_of(model, precision="bf16", **VISITS)
+    seen = jobs_of(engine)
+    train(engine, model, steps=1)
+    order = [job for lane, job, _ in seen if lane == "states_out"]
+    assert order == sorted(order)
+    assert set(order) == {"send states", "send weight"}
+
+
+def test_the_device_has_room_for_a_few() -> None:
+    model = Stack(8)
+    engine = engine_of(model, precision="bf16", **VISITS)
+    train(engine, model, steps=2)
+    rings = engine.relief.holds._states._rings
+    rooms = {id(room): room for index in rings for room in rings[index]}
+    assert len(rings) > len(rooms) == PASSING
+    state = max(sum(b.nbytes for b in slab.state_buffers()) for slab in engine.slabs)
+    assert all(state <= room.take().numel() <= 2 * state + 4096 for room in rooms.values())
+
+
+def test_a_weight_that_somebody_reads_is_updated_on_the_cpu() -> None:
+    """The copy on the device must stay what it is as long as another thread computes with it."""
+    model, expected = Stack(3), Stack(3)
+    engine = engine_of(model, precision="bf16", **VISITS)
+    optimizer = engine.optimizer(lr=0.1)
+    backward(model, 0)
+    fetcher = engine._step._fetcher
+    lease = fetcher.acquire([engine.slabs[1]])
+    view, before = lease.views[1], lease.views[1].clone()
+    seen = jobs_of(engine)
+    optimizer.step()
+    assert torch.equal(view, before)
+    assert {lane for lane, job, label in seen if job == "update" and label == engine.slabs[1].name} == {"update"}
+    fetcher.release(lease)
+    other = engine_of(expected, precision="bf16")
+    its = other.optimizer(lr=0.1)
+    backward(expected, 0)
+    its.step()
+    assert differences(roles(engine), roles(other)) == []
+
+
+@pytest.mark.parametrize("missing", ["held_weights", "held_gradients"])
+def test_what_visits_must_be_held(missing: str) -> None:
+    with pytest.raises(SettingsError, match="name it in held_weights and held_gradients too"):
+        engine_of(Stack(2), **{name: value for name, value in VISITS.items() if name != missing})
+
+
+def test_a_resident_block_has_nothing_to_stream() -> None:
+    model = Stack(3)
+    engine = engine_of(model, precision="bf16", **VISITS, resident=("layers.*",))
+    seen = jobs_of(engine)
+    train(engine, model, steps=1)
+    assert not [job for job in seen if job[0] == "states_in" and job[2].startswith("layers")]
