@@ -14,7 +14,7 @@ LANE_NAMES = {"vram update": "vram"}
 def converted(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a plan of format 1 as they are now. What is not as it should be stays, and is refused as such."""
     run, window, step = data.get("run"), data.get("window"), data.get("step")
-    found: dict[str, Any] = {name: [] for name in PLACED} | data
+    found: dict[str, Any] = {name: [] for name in PLACED if name != "resident"} | data
     accumulation: Any = run.get("accumulation", 1) if isinstance(run, dict) else None
     if window is not None and is_count(window, 1) and is_count(accumulation, 1):
         del found["window"]

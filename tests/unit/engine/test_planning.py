@@ -31,6 +31,7 @@ def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) 
         resident=("model.layers.0", "lm_head"),
         held_weights=("model.layers.1",),
         held_gradients=(),
+        streamed_states=(),
         policy={"model.layers.1": "store", "*": "recompute"},
         windows=(3, 3),
         slots=2,
@@ -52,6 +53,7 @@ def test_what_the_user_has_set_stays() -> None:
         resident=("*",),
         held_weights=(),
         held_gradients=(),
+        streamed_states=(),
         policy={"*": "store"},
         windows=(3,),
     )
