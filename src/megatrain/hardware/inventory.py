@@ -25,6 +25,10 @@ SHORT = (GIB // 2, 0.1)
 CRITICAL = (GIB // 4, 0.05)
 """The same: the next block does not run any more, and nothing is allocated that would leave less."""
 
+COMPILERS = (3 * GIB // 2, 0.1)
+"""The same: what the processes take that torch.compile starts, one per core. With 16 cores RAM of others grew by 1.4
+GiB (H200, 14B)."""
+
 
 def choose_device(asked: str | None) -> torch.device:
     """The compute device: what was asked for, or CUDA if there is one, else the CPU, announced."""
@@ -109,12 +113,12 @@ def held_beside(device: torch.device, model: torch.nn.Module) -> int:
     return max(0, held)
 
 
-def within_reach(device: torch.device, model: torch.nn.Module) -> Reach:
+def within_reach(device: torch.device, model: torch.nn.Module, compiles: bool = False) -> Reach:
     """What training this model could have now: what is free, what it has itself, and the process's bare needs."""
     _let_go_of_what_was_dropped()
     ram = available_ram() + min(own_ram(), _bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
     # A plan that took the last byte would be stopped in its first step.
-    ram = max(0, ram - level(LOW, cgroups.usable_ram()))
+    ram = max(0, ram - level(LOW, cgroups.usable_ram()) - compiles * level(COMPILERS, cgroups.usable_ram()))
     if device.type == "cpu":
         return Reach(ram=ram)
     free, total = torch.cuda.mem_get_info(device)

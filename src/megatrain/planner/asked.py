@@ -37,6 +37,7 @@ def run_of(
     evaluation: int = 0,
     predictions: bool = True,
     head_chunk: int | None = None,
+    trainer: bool = False,
     padded: bool = False,
     optimizer_compression: bool | str = False,
     precision: str | None = None,
@@ -53,7 +54,7 @@ def run_of(
         micro_batch=batch, length=length, accumulation=accumulation, precision=precision or loaded,
         optimizer_compression=optimizer_compression, kind=optimizer, compile=compile, clipping=clipping,
         evaluation=evaluation, predictions=predictions, head_chunk=head_chunk,
-        padded=padded, together=together,
+        trainer=trainer, padded=padded, together=together,
     )  # fmt: skip
     limits = {"max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir, "reach": reach}
     return run, limits

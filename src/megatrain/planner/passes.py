@@ -193,7 +193,7 @@ class Pass:
             self._fetch(block, block.fetched, piece.fetch, written)
             if self.first:
                 self._arrive(self.link_in, piece.fetch, written, block.held, "hold")
-                self.compute = self.compute + STREAM * (block.held * 1 + block.leaves)
+                self.compute = self.compute + STREAM * (block.held * 1 + block.leaves + 2 * block.visits)
         if self.first and self.clipping:
             if written is not None:
                 self._wait(written, block.visits, "states_in")

@@ -58,6 +58,8 @@ class Run(metaclass=_Aliased):
     head_chunk: int | None = None
     """Tokens whose logits are there at once; 0: all of a micro-batch, as a loss that looks at them needs; None: as many
     as MegaTrain chooses."""
+    trainer: bool = False
+    """Whether a Trainer makes the steps: what it does between them takes time too."""
     padded: bool = False
     """Whether sequences of a batch differ in length, so that attention is given a mask."""
     attention: str | None = None
@@ -72,7 +74,7 @@ class Run(metaclass=_Aliased):
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
         if self.head_chunk is not None and (type(self.head_chunk) is not int or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
-        for name in ("together", "compile", "clipping", "predictions", "padded"):
+        for name in ("together", "compile", "clipping", "predictions", "trainer", "padded"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         moment_width(self.optimizer_compression)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatrain.geometry import LANES
-from megatrain.planner.cost import PARK, STEP, Costs, Piece
+from megatrain.planner.cost import PARK, STEP, TRAINER, Costs, Piece
 from megatrain.planner.decision import RESIDENT, STREAMED, Bools, Decision, Decisions, Floats, Ints, Windows, looked_up
 from megatrain.planner.memory import Ledger
 from megatrain.planner.passes import AHEAD, NAMES, Block, Pass
@@ -40,6 +40,7 @@ class Simulator:
     def __init__(self, costs: Costs, ledger: Ledger) -> None:
         self.costs, self.ledger = costs, ledger
         self.count = len(costs.pieces)
+        self._around = STEP + TRAINER * costs.run.trainer
         self._sums = _Sums(costs, ledger)
         self._disk_seconds: dict[tuple[int, ...], tuple[float, ...]] = {}
         last = max(range(self.count), key=lambda i: (costs.pieces[i].fetch_bytes > 0, i))
@@ -60,10 +61,10 @@ class Simulator:
         busy = self.busy(chosen)
         if self.costs.machine.gpu is None:
             # Without a GPU everything is done inline, one after the other.
-            return STEP + sum(busy.values(), np.zeros(len(chosen)))
+            return self._around + sum(busy.values(), np.zeros(len(chosen)))
         windows = Windows(chosen, self.costs.run.accumulation)
         blocks = [Block(self.costs, self.ledger, chosen, index) for index in range(self.count)]
-        seconds = STEP + self._norm(chosen)
+        seconds = self._around + self._norm(chosen)
         for number, (size, times) in enumerate(zip(windows.sizes, windows.times, strict=True)):
             if not times.any():
                 continue
@@ -81,7 +82,7 @@ class Simulator:
         longest = busy["disk"]
         for link in ("in", "out"):
             shared = [busy[name] for name, lane in LANES.items() if lane.link == link]
-            longest = np.maximum(longest, STEP + np.sum(shared, axis=0))
+            longest = np.maximum(longest, self._around + np.sum(shared, axis=0))
         return longest
 
     def _norm(self, chosen: Decisions) -> Floats:
@@ -149,15 +150,15 @@ class Simulator:
         # Windows after the first wait for the sums of the one before.
         resumed = sums.after("resume", chosen.summed, chosen.rest == STREAMED)
         compute = busy["compute"] + (windows.count - 1) * resumed
-        longest = np.maximum(STEP + compute + busy["vram"], self._links(busy))
+        longest = np.maximum(self._around + compute + busy["vram"], self._links(busy))
         if not self.costs.run.clipping:
-            return np.maximum(longest, STEP + busy["update"])
+            return np.maximum(longest, self._around + busy["update"])
         # Of the first window, the forward up to the last block that the CPU updates is what updates can hide under.
         first = windows.sizes[0]
         hidden = sums.all("forward") - np.where(chosen.rest == RESIDENT, 0.0, self._tail)
         hidden = hidden + self.costs.call(first) * self.count
         hidden = hidden + chosen.offload * PARK * (len(self.ledger.layers) - chosen.stored)
-        after = STEP + compute - first * hidden
+        after = self._around + compute - first * hidden
         updates = np.maximum(busy["states_in"], np.maximum(busy["update"], self._disk(chosen)[1]))
         return np.maximum(longest, updates + after)
 

@@ -160,6 +160,9 @@ def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest
     assert inventory.within_reach(cpu, model) == Reach(ram=10 * GIB + PROCESS_BYTES + (4 << 20) - low)
     monkeypatch.setattr(inventory, "own_ram", lambda: 1 << 20)
     assert inventory.within_reach(cpu, model).ram == 10 * GIB + (1 << 20) - low
+    # Processes that compile are yet to come.
+    compilers = inventory.level(inventory.COMPILERS, cgroups.usable_ram())
+    assert inventory.within_reach(cpu, model, compiles=True).ram == 10 * GIB + (1 << 20) - low - compilers
 
 
 def test_what_was_dropped_is_not_held() -> None:

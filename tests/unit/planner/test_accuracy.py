@@ -1,4 +1,4 @@
-"""The planner against the runs of `benchmarks/accuracy.py` on six H200 machines, each as it was probed.
+"""The planner against the runs of `benchmarks/accuracy.py` on eight H200 machines, each as it was probed.
 
 What was decided then is written down with each row, and what the planner says of that decision is compared: it may
 decide otherwise now. VRAM is compared where nothing was resident: gradients of resident blocks took other bytes then.
@@ -23,7 +23,7 @@ from megatrain.planner.search import Search
 
 RUNS = json.loads((Path(__file__).parent / "accuracy.json").read_text())
 """Commit → the machine as it was probed there, and what every row took."""
-OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_compression")
+OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_compression", "trainer")
 TAKEN_AHEAD = list(RUNS)[2:]
 """Runs in which VRAM of a plan was taken when the engine attached, so that what is held here is that steps fit in it;
 `test_memory.py` holds tensors alone."""
@@ -31,8 +31,12 @@ OLD_HEAD = list(RUNS)[:6]
 """Runs with PyTorch's own cross-entropy, and chunks of half as many logits."""
 FITTED_RUN = "533b65e"
 """Its ten rows gave the seconds around calls, fetches and parked inputs, and the RAM of the process."""
-FITTED_ROWS = [{"length": 128}, {"precision": "fp32"}, {"length": 32768}]
-"""And single rows of later runs: merged gradients of a tied embedding, scores that are written out, long attention."""
+FITTED_ROWS = [
+    {"length": 128}, {"precision": "fp32"}, {"length": 32768}, {"shape": "qwen2.5-1.5b", "trainer": True},
+    {"shape": "qwen2.5-14b", "trainer": True},
+]  # fmt: skip
+"""And single rows of later runs: merged gradients of a tied embedding, scores that are written out, long attention,
+what a Trainer takes between steps, states that visit the GPU."""
 FARTHER_OFF = {"gpt2-xl": 0.15}
 """Whose steps the host bounds, and more so while the CPU updates."""
 CASES = [(commit, number) for commit, found in RUNS.items() for number in range(len(found["rows"]))]
@@ -94,9 +98,9 @@ def test_what_is_held_out_is_more_than_what_was_fitted_to():
     fitted = {configuration(*case) for case in FITTED}
     elsewhere = [case for case in HELD_OUT if configuration(*case) in fitted]
     otherwise = {configuration(*case) for case in HELD_OUT} - fitted
-    assert (len(FITTED), len(HELD_OUT)) == (14, 48)
+    assert (len(FITTED), len(HELD_OUT)) == (17, 52)
     assert len(elsewhere) == 31
-    assert len(otherwise) == 14
+    assert len(otherwise) == 18
     assert {dict(kind)["shape"] for kind in otherwise} > {"gpt2-xl", "gemma2-2b", "qwen3-30b-a3b", "deepseek-v2-lite"}
 
 
