@@ -107,8 +107,9 @@ def _ways(parameter: StoreTensor, moment: str) -> list[Tensors]:
         {f"{moment}.bf16": ("BF16", shape)},
         {f"{moment}{CODED}": ("U8", (0,))},
     ]
-    for name in ("8bit", "4bit"):
-        codes = FORMATS[name][0]
+    for name, (codes, _) in FORMATS.items():
+        if not codes.block:
+            continue
         blocks = -(-numel // codes.block)
         ways.append(
             {

@@ -24,6 +24,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, kernels: Any) -> torch.Tensor:
+        targets = targets.long()
         counts = targets != ignore_index
         # As PyTorch's own: an assertion on the device, which nobody waits for.
         inside = (targets >= 0) & (targets < logits.shape[-1])

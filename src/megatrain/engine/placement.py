@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import PLACED
+from megatrain.geometry import PASSING, PLACED, by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.watch import RamWatch
 from megatrain.optim.rules import Rule
@@ -72,10 +72,14 @@ class Placement:
 
         `slots`: bytes of the device that they pass through, and that are not taken yet.
         """
+        slabs = list(slabs)
         needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
             needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.layout.nbytes
+        visiting = [slab for slab in slabs if slab.visits]
+        for ring in by_size(visiting, lambda slab: slab.layout.nbytes):
+            needed["vram"] += min(PASSING, len(ring)) * max(slab.state_bytes(rule.moments, width) for slab in ring)
         if needed["vram"]:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(

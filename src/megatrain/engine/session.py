@@ -119,6 +119,9 @@ class Engine:
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
         owned = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
         self._placement.require_states(owned.values(), rule_named(kind), width, self._headroom.slots())
+        plan = self.settings.plan
+        if plan is not None and plan.run.kind != kind:
+            warn(f"kind={kind!r}: the plan is for {plan.run.kind!r}; memory and time will not be as planned")
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
         lossless = self.settings.optimizer_compression == "lossless"
         return Optimizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -143,11 +144,12 @@ def uses(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
     return loss is causal_loss and output_of(module) is head
 
 
-def kind_of_logits(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> str:
-    """What training has of a model's logits: "none", a "chunked" head's, or all of them "whole"."""
+def kind_of_logits(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> tuple[str, bool]:
+    """What training has of a model's logits: "none", a "chunked" head's, or all of them "whole"; and whether the model
+    turns them into FP32."""
     head = output_of(model)
     if head is None:
-        return "none"
+        return "none", False
     # transformers warns of configs that name no loss when one only looks which it is.
     logger = logging.getLogger("transformers.modeling_utils")
     before, logger.disabled = logger.disabled, True
@@ -157,10 +159,10 @@ def kind_of_logits(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], ca
     finally:
         logger.disabled = before
     if not owners:
-        return "whole"
+        return "whole", False
     try:
         source = inspect.getsource(inspect.unwrap(type(owners[-1]).forward))
     except (OSError, TypeError):
-        return "chunked"
+        return "chunked", True
     # Others (most that have an encoder and a decoder) have it and write their loss out.
-    return "chunked" if "loss_function" in source else "whole"
+    return "chunked" if "loss_function" in source else "whole", re.search(r"logits.*float", source) is not None

@@ -115,6 +115,8 @@ class ModelShape:
     """What training has of them: "none", a "chunked" head's, or all of them "whole" (`hooks.kind_of_logits`)."""
     softcap: bool = False
     """Whether they are bounded by a hyperbolic tangent."""
+    fp32_logits: bool = False
+    """Whether the model turns them into FP32."""
     positions: int = 0
     """Tokens in the longest sequence that its config names; 0: it names none."""
     guessed: tuple[str, ...] = ()
@@ -167,13 +169,15 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
     layers = [item for item in found if item.layer]
     traced = _traced(model, [item.name for item in layers])
     guessed = {type(item.module).__name__ for item in layers if item.name not in traced and not reader.follows(item)}
+    logits, fp32 = hooks.kind_of_logits(model, [item.module for item in found], known.causal_loss)
     return ModelShape(
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
         blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision=natural_precision(loaded),
         attention=str(attention or "sdpa"),
-        logits=hooks.kind_of_logits(model, [item.module for item in found], known.causal_loss),
+        logits=logits,
+        fp32_logits=fp32,
         softcap=bool(getattr(text, "final_logit_softcapping", None)),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         guessed=tuple(sorted(guessed)),

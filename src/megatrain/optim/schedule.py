@@ -64,6 +64,7 @@ class _Early:
     outcome: Outcome = field(default_factory=Outcome)
     started: dict[int, str] = field(default_factory=dict)
     """Slabs whose update has been submitted: index → name."""
+    updates: list[Ticket] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
     """Names of those whose update has run."""
     sums: dict[int, float] = field(default_factory=dict)
@@ -131,8 +132,10 @@ class Updates:
             early.updated.append(slab.name)
             return gradient.scale
 
-        self._submit(slab, slab.grad.snapshot(), early.rules[slab.index], allowed)
-        self._states.send_weights()
+        try:
+            early.updates.append(self._submit(slab, slab.grad.snapshot(), early.rules[slab.index], allowed))
+        finally:
+            self._states.send_weights()
 
     def refuse_late(self, gradient: Gradient) -> None:
         """A gradient for a slab whose update is already under way would be lost."""
@@ -189,7 +192,7 @@ class Updates:
         outcome = early.outcome if early is not None else Outcome()
         started = early.started if early is not None else {}
         # What has started took its own sum, and says whether it moved anything.
-        waits = [Wait("update", slab.orders["weight"].written) for slab in self._slabs if slab.index in started]
+        waits = [Wait("update", ticket) for ticket in early.updates] if early is not None else []
         others = [slab for slab in self._slabs if slab.index in gradients and slab.index not in started]
         waits += self._measure([slab for slab in others if slab.grad.on_device], gradients)
         outcome.ticket = self._lanes.submit(
@@ -204,10 +207,13 @@ class Updates:
         def allowed(gradient: Snapshot) -> float | None:
             return None if outcome.skipped else outcome.clip * gradient.scale
 
-        for slab in order:
-            if slab.index in gradients and slab.index not in started and slab.index in rules:
-                self._submit(slab, gradients[slab.index], rules[slab.index], allowed, Wait("norm", outcome.ticket))
-        self._states.send_weights()
+        try:
+            for slab in order:
+                if slab.index in gradients and slab.index not in started and slab.index in rules:
+                    self._submit(slab, gradients[slab.index], rules[slab.index], allowed, Wait("norm", outcome.ticket))
+        finally:
+            # Also of a step that fails: what was updated on the device is not what RAM has.
+            self._states.send_weights()
         self.last = outcome
         return outcome
 
@@ -264,7 +270,7 @@ class Updates:
         rules: Mapping[int, Rule],
         allowed: Callable[[Snapshot], float | None],
         *after: Wait,
-    ) -> None:
+    ) -> Ticket:
         """An update, where the slab's states are or come to; `allowed` says, when it runs, what gradients are
         multiplied by, or that nothing is to be changed (None)."""
         # The weights that compute or a copy may still be reading are written, so it comes after them.
@@ -278,13 +284,14 @@ class Updates:
             if factor is not None:
                 update_slab(state, gradient, rules, factor, self._kernels[tier])
 
-        self._lanes.submit(
+        ticket = self._lanes.submit(
             TIERS[tier].updates, "update", work, reads=[gradient.order], writes=state.writes, after=after,
             label=slab.name,
         )  # fmt: skip
         slab.version += 1
         if visit is not None:
             self._states.close(visit)
+        return ticket
 
     def _decide(
         self, outcome: Outcome, gradients: Mapping[int, Snapshot], max_norm: float | None, early: _Early | None

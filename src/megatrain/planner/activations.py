@@ -181,7 +181,8 @@ def logits_bytes(shape: ModelShape, run: Run) -> int:
 
 def logit_bytes(shape: ModelShape, run: Run, gpu: bool) -> int:
     """Peak of one chunk, per logit; on the GPU the logits and their gradient (compute/loss.py), and a soft cap's."""
-    return (3 if shape.softcap else 2) * run.itemsize if gpu else LOGIT_BYTES
+    itemsize = 4 if shape.fp32_logits else run.itemsize
+    return (3 if shape.softcap else 2) * itemsize if gpu else LOGIT_BYTES
 
 
 def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool, gpu: bool) -> int:

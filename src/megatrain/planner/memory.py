@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.geometry import PASSING, by_size, grad_slots, weight_slots
+from megatrain.geometry import TIERS as ENGINE_TIERS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import ModelShape, SlabShape
 from megatrain.planner import decision as choices
@@ -34,7 +35,7 @@ from megatrain.planner.run import Run
 from megatrain.planner.state import State, slab_bytes, state_of
 
 GIB = 1 << 30
-TIERS = ("vram", "ram", "disk")
+TIERS = (*ENGINE_TIERS, "disk")
 ROLES = ("weights", "residuals", "moments", "gradients", "activations", "workspace")
 
 SLACK_BYTES = 13 * GIB // 8

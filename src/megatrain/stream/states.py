@@ -23,16 +23,20 @@ from megatrain.telemetry.counters import Counters
 
 
 class _Room:
-    """Bytes on the device for the states of one slab; taken at first use."""
+    """Bytes on the device for the states of one slab; taken at first use, and again when states have grown."""
 
     def __init__(self, members: Sequence[Slab], device: torch.device) -> None:
         self.order = Order("state slot")
         self._members, self._device = members, device
         self._bytes: torch.Tensor | None = None
 
-    def take(self) -> torch.Tensor:
-        if self._bytes is None:
-            self._bytes = lasting(max(_size(slab) for slab in self._members), self._device)
+    def take(self, lanes: Lanes) -> torch.Tensor:
+        needed = max(_size(slab) for slab in self._members)
+        if self._bytes is None or self._bytes.numel() < needed:
+            self.order.until_writable()
+            self._bytes = lasting(needed, self._device)
+            # Compute so far may have used these bytes for something that is gone.
+            self.order.read(lanes.mark())
         return self._bytes
 
     def give_back(self) -> None:
@@ -43,12 +47,12 @@ class _Room:
 class Visit(Span):
     """A slab's weight and states on the device, for one update there."""
 
-    def __init__(self, slab: Slab, held: Slot, room: _Room) -> None:
+    def __init__(self, slab: Slab, held: Slot, room: _Room, taken: torch.Tensor) -> None:
         super().__init__(slab, (), ("weight", "states"))
         self.held, self.room = held, room
         self.home = slab.open(writes=("weight", "states"))
         self.writes = [held.order, room.order]
-        taken, at = room.take(), 0
+        at = 0
         self.copies: list[torch.Tensor] = []
         """Of the buffers of its states, in their order."""
         for buffer in slab.state_buffers():
@@ -94,10 +98,11 @@ class StateStream:
     def make_room(self, slab: Slab) -> None:
         """Take what `open` needs. It may not be there, so this comes before anything of a step is submitted."""
         for room in self._rings.get(slab.index, ()) if slab.visits else ():
-            room.take()
+            room.take(self._lanes)
 
     def let_go(self, slabs: Iterable[Slab]) -> None:
         """Give back the room of slabs that the CPU updates from now on."""
+        self.send_weights()
         for slab in slabs:
             for room in self._rings.get(slab.index, ()):
                 room.give_back()
@@ -114,7 +119,7 @@ class StateStream:
         ring = self._rings[slab.index]
         room = ring.pop(0)
         ring.append(room)
-        visit = Visit(slab, held, room)
+        visit = Visit(slab, held, room, room.take(self._lanes))
         home = slab.open(reads=("states",))
         buffers, transfer = slab.state_buffers(), self._transfers["states_in"]
 

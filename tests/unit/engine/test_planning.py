@@ -89,3 +89,11 @@ def test_a_refusal_has_the_shortfall_and_what_would_help() -> None:
     with pytest.raises(NotEnoughMemory, match=r"GiB") as refusal:
         mt.plan(small.llama(hidden_size=4096, intermediate_size=8192), machine="rtx4090-64gb", max_ram_gb=1.0)
     assert refusal.value.suggestions
+
+
+def test_an_optimizer_that_the_plan_is_not_for_is_named(said: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(small.llama(), plan=planned())
+    engine.optimizer(lr=0.1)
+    assert not any("the plan is for" in line for line in said.messages)
+    engine.optimizer(kind="sgd", lr=0.1)
+    assert any("kind='sgd': the plan is for 'adamw'" in line for line in said.messages)

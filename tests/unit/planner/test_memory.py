@@ -359,3 +359,11 @@ def test_an_fp32_sum_in_ram_is_not_needed_where_it_is_held():
     shape = shape_of("llama2-7b")
     account = Ledger(shape, Run(accumulation=4)).account(Decision(rest=HELD, held=32, summed=32))
     assert sum(account.ram[:4]) / shape.parameters == pytest.approx(12, rel=0.02)
+
+
+@pytest.mark.parametrize(("family", "copies"), [("llama", 2 * 2), ("gemma2", 3 * 2), ("mamba", 2 * 4)])
+def test_logits_on_the_gpu_are_counted_as_the_model_makes_them(family, copies):
+    """Logits and their gradient in the compute dtype; with a soft cap its output too; in FP32 if the model says so."""
+    shape = shapes.describe(AutoConfig.for_model(family))
+    assert activations.logit_bytes(shape, Run(), gpu=True) == copies
+    assert activations.logit_bytes(shape, Run(), gpu=False) == activations.LOGIT_BYTES
