@@ -9,7 +9,6 @@ from tests import small
 
 import megatrain as mt
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, cuda_bytes
-from megatrain.planner.memory import outside_allocator
 from megatrain.store.ram import HostMemory
 
 GIB = 1 << 30
@@ -131,7 +130,7 @@ def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
     trainer, _ = trained(tmp_path)
     plan = trainer.engine.settings.plan
     assert any("blocks resident" in line for line in said.messages)
-    planned = plan.total("vram") - outside_allocator(plan.memory, plan.largest_window) + others
+    planned = plan.total("vram") - plan.outside_allocator + others
     assert planned - GIB // 8 <= torch.cuda.max_memory_reserved() <= planned + (8 << 20)
     assert all(slab.on_device for slab in trainer.engine.slabs)
 

@@ -16,7 +16,6 @@ from megatrain.compute.interrupts import Deferred
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import cuda_bytes
-from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
 from megatrain.store.slab import Slab
 from megatrain.stream.fetch import Fetcher
@@ -207,7 +206,8 @@ class Relief:
 
     def _outside(self) -> int:
         assert self._plan is not None
-        return outside_allocator(self._plan.memory, self._plan.largest_window, bool(self._plan.streamed_states))
+        outside: int = self._plan.outside_allocator
+        return outside
 
     @property
     def leanest(self) -> bool:

@@ -75,13 +75,7 @@ class Account:
         return {tier: dict(zip(ROLES, getattr(self, tier), strict=True)) for tier in TIERS}
 
 
-def outside_allocator(memory: Mapping[str, Mapping[str, int]], window: int, visits: bool) -> int:
-    """Of a plan's VRAM, by tier and role, what CUDA takes beside PyTorch's allocator."""
-    outside: int = cuda_bytes(_pinned([memory["ram"][role] for role in ROLES], visits), window)
-    return outside
-
-
-def _pinned(ram: Any, visits: Any) -> Any:
+def pinned_bytes(ram: Any, visits: Any) -> Any:
     """Of RAM by role, of one decision or many, what takes part in transfers: weights, gradients, parked inputs; where
     states visit the GPU, those (all are counted)."""
     return ram[0] + ram[3] + ram[4] + visits * (ram[1] + ram[2])
@@ -181,10 +175,10 @@ class Ledger:
         vram = np.array([weights, device[1], device[2], in_vram + passing, on_device, work])
         visits = chosen.visited > layers
         vram[2] += visits * self._visiting
-        ram[5] += kernel_bytes(ram[:5].sum(axis=0), _pinned(ram, visits) if self.gpu else zero)
+        ram[5] += kernel_bytes(ram[:5].sum(axis=0), pinned_bytes(ram, visits) if self.gpu else zero)
         if self.gpu:
             taken = vram.sum(axis=0)
-            vram[5] += cuda_bytes(_pinned(ram, visits), chosen.largest) + SLACK_BYTES
+            vram[5] += cuda_bytes(pinned_bytes(ram, visits), chosen.largest) + SLACK_BYTES
             vram[5] += (SLACK_SHARE * taken).astype(np.int64)
         else:
             vram, ram = np.zeros_like(vram), ram + vram
@@ -202,7 +196,7 @@ class Ledger:
     def allocated(self, decision: Decision) -> int:
         """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
         account, largest = self.account(decision), max(decision.first, decision.window)
-        pinned = _pinned(account.ram, decision.visited > decision.layers)
+        pinned = pinned_bytes(account.ram, decision.visited > decision.layers)
         whole = account.total("vram") - cuda_bytes(pinned, largest) - SLACK_BYTES
         return int(whole / (1 + SLACK_SHARE))
 

@@ -12,8 +12,9 @@ from typing import Any
 from megatrain.errors import SettingsError
 from megatrain.geometry import LANES, PLACED, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
+from megatrain.hardware.machine import cuda_bytes
 from megatrain.planner import format1
-from megatrain.planner.memory import GIB, ROLES, TIERS
+from megatrain.planner.memory import GIB, ROLES, TIERS, pinned_bytes
 from megatrain.planner.run import Run, current_names
 from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug
@@ -101,6 +102,12 @@ class Plan:
         """The plan as settings of an engine."""
         slots = Debug(**{name: getattr(self, name) for name in PLANNED_SLOTS})
         return {name: getattr(self, name) for name in PLANNED} | {"policy": dict(self.policy), "debug": slots}
+
+    @property
+    def outside_allocator(self) -> int:
+        """Bytes of its VRAM that CUDA takes beside PyTorch's allocator."""
+        pinned = pinned_bytes([self.memory["ram"][role] for role in ROLES], bool(self.streamed_states))
+        return int(cuda_bytes(pinned, self.largest_window))
 
     def total(self, tier: str) -> int:
         """Bytes of a tier at the peak."""

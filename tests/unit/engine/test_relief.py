@@ -15,7 +15,6 @@ from megatrain.errors import NotEnoughMemory
 from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import THREAD_BYTES, Machine, cuda_bytes
 from megatrain.planner import plan
-from megatrain.planner.memory import outside_allocator
 from megatrain.settings import Settings
 
 GPU = torch.device("cuda", 0)
@@ -78,7 +77,7 @@ def relief_of(**settings: Any) -> tuple[Relief, int]:
     followed = Settings(plan=decided, **decided.settings(), **settings)
     relief = Relief(followed, GPU, small.llama())
     relief.hold_to_plan()
-    return relief, decided.total("vram") - outside_allocator(decided.memory, decided.largest_window)
+    return relief, decided.total("vram") - decided.outside_allocator
 
 
 def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +127,7 @@ def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.
     roles = relief._plan.memory["vram"]  # type: ignore[union-attr]
     assert allocator.reserved == min(
         planned - GRANULARITY,
-        roles["activations"] + roles["workspace"] - outside_allocator(relief._plan.memory, relief._plan.largest_window),  # type: ignore[union-attr]
+        roles["activations"] + roles["workspace"] - relief._plan.outside_allocator,  # type: ignore[union-attr]
     )
     allocator.empty_cache()
     relief.stepped(SETTLED, allocator.quiet)
