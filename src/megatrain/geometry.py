@@ -136,15 +136,21 @@ def grad_slots(slots: int, slabs: int) -> int:
 
 # ---- a step
 
-CHUNK_ELEMENTS = 1 << 28
-"""Logits in a chunk of the head. A constant: a chunk changes the last bits of a sum, so no memory cap may choose it."""
+CHUNK_ELEMENTS = {False: 1 << 27, True: 1 << 28}
+"""Whether the loss is fused → logits in a chunk of the head. Constants: a chunk changes the last bits of a sum, so no
+memory cap may choose it."""
 MOST_MICRO_BATCHES = 64
 """A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""
 
 
-def chunk_tokens(vocabulary: int) -> int:
+def fuses_loss(compiled: bool, gpu: bool) -> bool:
+    """Whether cross-entropy is a kernel of our own, whose last bits are not PyTorch's: like compiled layers."""
+    return compiled and gpu
+
+
+def chunk_tokens(vocabulary: int, fused: bool) -> int:
     """Tokens per chunk of the head: a multiple of 64, at least 64."""
-    return max(64, CHUNK_ELEMENTS // max(1, vocabulary) // 64 * 64)
+    return max(64, CHUNK_ELEMENTS[fused] // max(1, vocabulary) // 64 * 64)
 
 
 def windows_of(sizes: int | Sequence[int], micro_batches: int) -> tuple[int, ...]:

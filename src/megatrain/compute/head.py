@@ -41,7 +41,9 @@ class Head:
     In evaluation logits are computed at once, unless somebody has said that only the loss is wanted (`loss_only`).
     """
 
-    def __init__(self, flow: node.Flow, block: Block, own_loss: Callable[..., Any], features: int, tokens: int) -> None:
+    def __init__(
+        self, flow: node.Flow, block: Block, own_loss: Callable[..., Any], features: int, tokens: int, fused: bool
+    ) -> None:
         self.flow = flow
         self.block = block
         self.own_loss = own_loss
@@ -49,6 +51,8 @@ class Head:
         self.features = features
         self.tokens = tokens
         """Tokens per chunk."""
+        self.fused = fused
+        """Whether cross-entropy is a kernel of our own."""
         self.enabled = True
         self._checked = False
         self._wanted = threading.local()
@@ -182,7 +186,7 @@ class _Task:
         for operation in self.chain:
             logits = operation(logits)
         targets = self.targets[start : start + hidden.shape[0]]
-        mean: torch.Tensor = cross_entropy(logits, targets, self.ignore_index) / self.divisor
+        mean: torch.Tensor = cross_entropy(logits, targets, self.ignore_index, self.head.fused) / self.divisor
         return mean
 
 

@@ -11,9 +11,10 @@ from torch.nn import functional
 from megatrain.native.kernels import triton_kernel
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """In FP32, whatever the dtype of the logits. On the GPU without an FP32 copy of them, where Triton works."""
-    if logits.is_cuda and logits.is_contiguous() and (kernels := _fused_kernels()) is not None:
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, fused: bool) -> torch.Tensor:
+    """In FP32, whatever the dtype of the logits; `fused`: without an FP32 copy of them on the GPU, where Triton works.
+    The last bits differ."""
+    if fused and logits.is_cuda and logits.is_contiguous() and (kernels := _fused_kernels()) is not None:
         rows: torch.Tensor = _Rows.apply(logits, targets, ignore_index, kernels)  # type: ignore[no-untyped-call]
         return rows.sum()
     return functional.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum")

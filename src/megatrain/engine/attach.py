@@ -27,7 +27,7 @@ from megatrain.engine.summary import announce_attached
 from megatrain.engine.surface import Surface
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
-from megatrain.geometry import LANES, chunk_tokens
+from megatrain.geometry import LANES, chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import Found
@@ -181,7 +181,8 @@ class Attachment:
                 warn(f"head_chunk={chunk} has no effect: logits of {type(model).__name__} are computed whole")
             return
         features = module.weight.shape[0]
-        self.step.head = Head(self.step, block, loss, features, chunk or chunk_tokens(features))
+        fused = fuses_loss(self.settings.compile, self.device.type == "cuda")
+        self.step.head = Head(self.step, block, loss, features, chunk or chunk_tokens(features, fused), fused)
         # The module whose forward calls the loss function: under adapters it is inside the one the user holds.
         owner = [inner for inner in model.modules() if uses(inner, module, loss)][-1]
         self.releasing.patch(owner, "_loss_function", self.step.head.loss, yields=True)

@@ -93,7 +93,7 @@ class Headroom:
         config: Any = getattr(self._model, "config", None)
         text = config.get_text_config() if config is not None else None
         hidden, layers = getattr(text, "hidden_size", 1024), getattr(text, "num_hidden_layers", 32)
-        logits = min(tokens * getattr(text, "vocab_size", 1), CHUNK_ELEMENTS)
+        logits = min(tokens * getattr(text, "vocab_size", 1), CHUNK_ELEMENTS[False])
         return int(tokens * hidden * 4 * (IN_A_LAYER + 2 * layers) + logits * LOGIT_BYTES)
 
 

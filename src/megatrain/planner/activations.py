@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatrain.geometry import chunk_tokens
+from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.model.trace import Grows
 from megatrain.planner.run import Run
 
 LOGIT_BYTES = 13
-"""Peak of one chunk on the CPU, per logit: log-softmax, its gradient and the gradient of its input in FP32, 3 × 4
-bytes. Measured 12.3 (1.67 GiB with 126.5M logits, less 0.2 GiB of weight gradients)."""
+"""Peak of one chunk with PyTorch's own loss, per logit: log-softmax, its gradient and the gradient of its input in
+FP32, 3 × 4 bytes. Measured 12.3 (1.67 GiB with 126.5M logits, less 0.2 GiB of weight gradients)."""
 BLAS_BYTES = 32 << 20
 """cuBLAS takes a workspace of this size for every thread that computes (Hopper; less on older GPUs)."""
 
@@ -167,11 +167,11 @@ def whole_logits(shape: ModelShape, run: Run) -> bool:
     return shape.logits == "whole" or (shape.logits == "chunked" and run.head_chunk == 0)
 
 
-def head_chunk(shape: ModelShape, run: Run, tokens: int) -> int:
+def head_chunk(shape: ModelShape, run: Run, tokens: int, gpu: bool) -> int:
     """Of so many tokens, those whose logits are there at once."""
     if whole_logits(shape, run):
         return tokens
-    return min(tokens, run.head_chunk or chunk_tokens(shape.vocab_size))
+    return min(tokens, run.head_chunk or chunk_tokens(shape.vocab_size, fuses_loss(run.compile, gpu)))
 
 
 def logits_bytes(shape: ModelShape, run: Run) -> int:
@@ -180,9 +180,9 @@ def logits_bytes(shape: ModelShape, run: Run) -> int:
 
 
 def logit_bytes(shape: ModelShape, run: Run, gpu: bool) -> int:
-    """Peak of one chunk, per logit; on the GPU the logits and their gradient (compute/loss.py), and a soft cap's."""
+    """Peak of one chunk, per logit; of the fused loss the logits and their gradient, and a soft cap's."""
     itemsize = 4 if shape.fp32_logits else run.itemsize
-    return (3 if shape.softcap else 2) * itemsize if gpu else LOGIT_BYTES
+    return (3 if shape.softcap else 2) * itemsize if fuses_loss(run.compile, gpu) else LOGIT_BYTES
 
 
 def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool, gpu: bool) -> int:
@@ -192,7 +192,7 @@ def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool, gpu
     of the chunk.
     """
     vocabulary = shape.vocab_size
-    chunk = head_chunk(shape, run, run.micro_tokens)
+    chunk = head_chunk(shape, run, run.micro_tokens, gpu)
     numel = block.hidden_size * vocabulary if trains else 0
     first = chunk * vocabulary
     if whole_logits(shape, run):
@@ -212,8 +212,10 @@ def evaluation_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> 
         return 0
     widest = max((block.hidden_size for block in shape.blocks), default=0)
     vocabulary = max(1, shape.vocab_size)
-    tokens = run.evaluation if run.predictions else head_chunk(shape, run, run.evaluation)
-    each = logit_bytes(shape, run, gpu) if gpu and not run.predictions else run.itemsize + 8
+    tokens = run.evaluation if run.predictions else head_chunk(shape, run, run.evaluation, gpu)
+    each = run.itemsize + 8
+    if fuses_loss(run.compile, gpu) and not run.predictions:
+        each = logit_bytes(shape, run, gpu)
     head = tokens * vocabulary * each + 4 * run.evaluation * widest * run.itemsize
     return max([head, *(_forward_bytes(block, run, attention) for block in shape.blocks)])
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatrain.geometry import by_size
+from megatrain.geometry import by_size, fuses_loss
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.planner.activations import head_chunk, input_bytes, masked, written_out
@@ -44,8 +44,8 @@ TRAFFIC = {
 attention and one pass over the weights (two in the backward): within 3%. Rows of experts are from one shape
 (Qwen3-30B-A3B)."""
 LOGIT_TRAFFIC = {False: 78, True: 8}
-"""On the GPU → bytes moved per logit of the head. Our loss reads and writes six; PyTorch's own moves 78. Head and loss
-of 8k tokens (H 3584, V 152064) take 47 ms in five chunks, and took 77 in ten with PyTorch's own."""
+"""Whether the loss is fused → bytes moved per logit of the head. The fused one reads and writes six. Head and loss of
+8k tokens (H 3584, V 152064) take 47 ms with it in five chunks, and took 77 in ten with PyTorch's own."""
 CHUNK_TRAFFIC = 12
 """Bytes moved per weight of the head and chunk: its gradient is written, read and added to the FP32 sum."""
 ATTENTION_HALF = (800, 54)
@@ -242,8 +242,10 @@ class Costs:
         """Head and loss in chunks, with their gradients, which are taken at once."""
         tokens, vocabulary = self.run.micro_tokens, max(1, self.shape.vocab_size)
         weights = block.hidden_size * vocabulary
-        chunks = -(-tokens // head_chunk(self.shape, self.run, tokens))
-        moved = tokens * vocabulary * LOGIT_TRAFFIC[self.machine.gpu is not None] + chunks * weights * CHUNK_TRAFFIC
+        gpu = self.machine.gpu is not None
+        chunks = -(-tokens // head_chunk(self.shape, self.run, tokens, gpu))
+        per_logit = LOGIT_TRAFFIC[fuses_loss(self.run.compile, gpu)]
+        moved = tokens * vocabulary * per_logit + chunks * weights * CHUNK_TRAFFIC
         return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self._hbm
 
     def _update(self, block: BlockShape) -> float:

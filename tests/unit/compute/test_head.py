@@ -100,7 +100,7 @@ def test_the_chunk_changes_the_loss_by_rounding_only(family: str, chunk: int | N
     if family in ("gpt2", "smollm3", "granite") and chunk not in (7, None):
         pytest.skip("the same path as the others")
     assert_close(lossy(family, chunk), lossy(family, WHOLE))
-    assert chunked == [-(-TOKENS // (chunk or chunk_tokens(zoo.VOCAB)))]
+    assert chunked == [-(-TOKENS // (chunk or chunk_tokens(zoo.VOCAB, False)))]
 
 
 @pytest.mark.parametrize("chunk", [7, 60])
@@ -121,9 +121,10 @@ def test_the_chunk_is_the_only_thing_that_changes_bits(lanes: str):
 
 
 def test_the_default_chunk_depends_on_the_vocabulary_alone():
-    assert chunk_tokens(152_064) == CHUNK_ELEMENTS // 152_064 // 64 * 64
-    assert chunk_tokens(1 << 40) == 64
-    assert chunk_tokens(97) * 97 <= CHUNK_ELEMENTS
+    for fused, elements in CHUNK_ELEMENTS.items():
+        assert chunk_tokens(152_064, fused) == elements // 152_064 // 64 * 64
+        assert chunk_tokens(1 << 40, fused) == 64
+        assert chunk_tokens(97, fused) * 97 <= elements
 
 
 @pytest.mark.parametrize("items", [37, torch.tensor(37), torch.tensor(37.0), 1], ids=str)

@@ -362,8 +362,9 @@ def test_an_fp32_sum_in_ram_is_not_needed_where_it_is_held():
 
 
 @pytest.mark.parametrize(("family", "copies"), [("llama", 2 * 2), ("gemma2", 3 * 2), ("mamba", 2 * 4)])
-def test_logits_on_the_gpu_are_counted_as_the_model_makes_them(family, copies):
+def test_logits_of_the_fused_loss_are_counted_as_the_model_makes_them(family, copies):
     """Logits and their gradient in the compute dtype; with a soft cap its output too; in FP32 if the model says so."""
     shape = shapes.describe(AutoConfig.for_model(family))
-    assert activations.logit_bytes(shape, Run(), gpu=True) == copies
-    assert activations.logit_bytes(shape, Run(), gpu=False) == activations.LOGIT_BYTES
+    assert activations.logit_bytes(shape, Run(compile=True), gpu=True) == copies
+    for run, gpu in ((Run(), True), (Run(compile=True), False)):
+        assert activations.logit_bytes(shape, run, gpu) == activations.LOGIT_BYTES
