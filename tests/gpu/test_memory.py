@@ -75,6 +75,7 @@ def test_a_trainers_step_is_done_again_with_fewer_graphs(tmp_path, deterministic
     assert small.same(small.snapshot(limited.model), small.snapshot(stored.model))
 
 
+@pytest.mark.slow
 def test_an_own_loop_goes_on_after_zero_grad(deterministic):
     def run(failing):
         model = small.llama(**SHAPE).to(torch.bfloat16)
