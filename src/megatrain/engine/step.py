@@ -10,6 +10,7 @@
                in a backward that is known to be the last, updates start there)
 
 What stays on the device skips the copies: weights that are resident or held, and sums that are added to in place.
+Where both are there, states may come to the device for their update and go back to RAM (stream/states.py).
 
 Compute is the user's thread. Everything else runs on lanes (stream/lanes.py). A job says what it reads and writes, and
 waits for whoever uses that memory (store/ticket.py).

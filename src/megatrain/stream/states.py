@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatrain.geometry import PASSING, by_size
+from megatrain.geometry import PASSING, by_size, round_up
 from megatrain.store.moments import Moment
 from megatrain.store.slab import Slab, Span
 from megatrain.store.ticket import Order
@@ -20,6 +20,9 @@ from megatrain.stream.fetch import Fetcher, Slot
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.counters import Counters
+
+ALIGNED = 256
+"""Bytes: each role starts on a multiple of it in its slot."""
 
 
 class _Room:
@@ -57,7 +60,7 @@ class Visit(Span):
         """Of the buffers of its states, in their order."""
         for buffer in slab.state_buffers():
             self.copies.append(taken[at : at + buffer.nbytes])
-            at += _aligned(buffer.nbytes)
+            at += round_up(buffer.nbytes, ALIGNED)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -163,8 +166,4 @@ class StateStream:
 
 
 def _size(slab: Slab) -> int:
-    return sum(_aligned(buffer.nbytes) for buffer in slab.state_buffers())
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 256) * 256
+    return sum(round_up(buffer.nbytes, ALIGNED) for buffer in slab.state_buffers())
