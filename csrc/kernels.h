@@ -1,4 +1,4 @@
-// The update kernels, once per instruction set. Each kernels_*.cpp compiles kernels.inl into its own namespace.
+// The kernels, once per instruction set. Each kernels_*.cpp compiles kernels.inl into its own namespace.
 #pragma once
 
 #include <stddef.h>
@@ -12,10 +12,15 @@ using Update = struct ::mt_update;  // a function has the same name
 // Groups of 256 elements [begin, end) of an update; the last group of all may be partial.
 using Work = void (*)(const Update& what, size_t begin, size_t end);
 
+// The sum of squares of a chunk of a gradient that has `count` elements (mt_square_sums in megatrain.h).
+using Sum = double (*)(const void* values, int count, int chunk);
+constexpr int kMostSummed = 1 << 16;
+
 struct Kernels {
     const char* name;
     Work update;
     Work touch;
+    Sum square_sum[3];  // by mt_gradient
 };
 
 namespace portable { extern const Kernels kernels; }

@@ -5,9 +5,11 @@
 // second loop. Every operation is a correctly rounded IEEE one on one element and there are no sums over elements, so
 // every instruction set gives the same bits. Loops have a constant length and no branches: compilers vectorise them.
 //
-// This file is compiled once per instruction set. It may not use anything of the C++ library, nor define anything with
+// This file is compiled once per instruction set. It may not call anything of the C++ library, nor define anything with
 // external linkage but `kernels`: the linker keeps one copy of an inline function, and it could be the AVX-512 one.
 #include <stdint.h>
+
+#include <utility>
 
 #include "formats.h"
 #include "kernels.h"
@@ -25,13 +27,15 @@ namespace {
 
 // ---- one group
 
-// Where one group's streams begin.
+// The streams of an update: where a group's begin, and its bytes there. Null and 0: there is no such stream.
+enum { kWeight, kResidual, kGradient, kMoments, kScales = kMoments + 2, kStreams = kScales + 2 };
+
 struct Streams {
-    uint8_t* weight;
-    uint8_t* residual;
-    const uint8_t* gradient;
-    uint8_t* moments[2];
-    uint8_t* scales[2];
+    uint8_t* at[kStreams];
+};
+
+struct Widths {
+    size_t of[kStreams];
 };
 
 template <int kind>
@@ -43,22 +47,23 @@ inline float load_gradient(const uint8_t* from, int i) {
 
 template <int kind>
 inline float load_weight(const Streams& here, int i) {
-    if (kind == MT_WEIGHT_FP32) return reinterpret_cast<const float*>(here.weight)[i];
-    const uint16_t high = reinterpret_cast<const uint16_t*>(here.weight)[i];
-    return kind == MT_WEIGHT_SPLIT ? joined(high, reinterpret_cast<const int16_t*>(here.residual)[i]) : widened(high);
+    if (kind == MT_WEIGHT_FP32) return reinterpret_cast<const float*>(here.at[kWeight])[i];
+    const uint16_t high = reinterpret_cast<const uint16_t*>(here.at[kWeight])[i];
+    if (kind == MT_WEIGHT_BF16) return widened(high);
+    return joined(high, reinterpret_cast<const int16_t*>(here.at[kResidual])[i]);
 }
 
 template <int kind>
 inline void store_weight(const Streams& here, int i, float value, uint32_t place) {
     if (kind == MT_WEIGHT_FP32) {
-        reinterpret_cast<float*>(here.weight)[i] = value;
+        reinterpret_cast<float*>(here.at[kWeight])[i] = value;
     } else if (kind == MT_WEIGHT_SPLIT) {
         const uint32_t bits = without_nan(as_bits(value));
-        reinterpret_cast<uint16_t*>(here.weight)[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+        reinterpret_cast<uint16_t*>(here.at[kWeight])[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
         // The bits less the high half as it was rounded, modulo 2^16.
-        reinterpret_cast<int16_t*>(here.residual)[i] = static_cast<int16_t>(bits);
+        reinterpret_cast<int16_t*>(here.at[kResidual])[i] = static_cast<int16_t>(bits);
     } else {
-        reinterpret_cast<uint16_t*>(here.weight)[i] = rounded_at_random(value, drawn(place) & 0xffffu);
+        reinterpret_cast<uint16_t*>(here.at[kWeight])[i] = rounded_at_random(value, drawn(place) & 0xffffu);
     }
 }
 
@@ -92,21 +97,21 @@ inline void apply(const Streams& here, uint64_t key, const Scalars<rule>& scalar
         // Two runs of 4-bit codes, one after the other, lie in the lower and upper halves of the same bytes.
         const int block = kFour ? run / 2 : run, nibble = run % 2 * 4;
         const int back = kFour ? (run - block) * kRun : 0;
-        const float scale0 = kScaled ? reinterpret_cast<const float*>(here.scales[0])[block] : 0.0f;
-        const float scale1 = kScaled && kTwo ? reinterpret_cast<const float*>(here.scales[1])[block] : 0.0f;
+        const float scale0 = kScaled ? reinterpret_cast<const float*>(here.at[kScales])[block] : 0.0f;
+        const float scale1 = kScaled && kTwo ? reinterpret_cast<const float*>(here.at[kScales + 1])[block] : 0.0f;
         uint32_t place = place_of(static_cast<uint32_t>(key), run * kRun);
         uint32_t weight_place = place_of(static_cast<uint32_t>(key >> 32), run * kRun);
         MT_INDEPENDENT
         for (int i = run * kRun; i < (run + 1) * kRun; ++i) {
-            const float g = load_gradient<gradient>(here.gradient, i);
+            const float g = load_gradient<gradient>(here.at[kGradient], i);
             float w = load_weight<weight>(here, i), v = 0.0f;
-            float m = load_moment<state, Signed8, Signed4>(here.moments[0], i - back, nibble, scale0);
-            if (kTwo) v = load_moment<state, Positive8, Positive4>(here.moments[1], i - back, nibble, scale1);
+            float m = load_moment<state, Signed8, Signed4>(here.at[kMoments], i - back, nibble, scale0);
+            if (kTwo) v = load_moment<state, Positive8, Positive4>(here.at[kMoments + 1], i - back, nibble, scale1);
             scalars.apply(w, m, v, g);
             store_weight<weight>(here, i, w, weight_place);
             const uint32_t draws = state == MT_STATE_BF16 ? drawn(place) : 0u;
-            store_moment<state>(here.moments[0], first, i, m, draws & 0xffffu);
-            if (kTwo) store_moment<state>(here.moments[1], second, i, v, draws >> 16);
+            store_moment<state>(here.at[kMoments], first, i, m, draws & 0xffffu);
+            if (kTwo) store_moment<state>(here.at[kMoments + 1], second, i, v, draws >> 16);
             place += kStride;
             weight_place += kStride;
         }
@@ -121,11 +126,11 @@ __attribute__((noinline)) void encode(const float* first, const float* second, u
         const float* m = first + block * kBlock;
         const float* v = second + block * kBlock;
         const float scale0 = largest<kBlock>(m), scale1 = two ? largest<kBlock>(v) : 1.0f;
-        reinterpret_cast<float*>(here.scales[0])[block] = scale0;
-        if (two) reinterpret_cast<float*>(here.scales[1])[block] = scale1;
+        reinterpret_cast<float*>(here.at[kScales])[block] = scale0;
+        if (two) reinterpret_cast<float*>(here.at[kScales + 1])[block] = scale1;
         const float inverse0 = 1.0f / scale0, inverse1 = 1.0f / scale1;
-        uint8_t* codes0 = here.moments[0] + block * kBytes;
-        uint8_t* codes1 = two ? here.moments[1] + block * kBytes : nullptr;
+        uint8_t* codes0 = here.at[kMoments] + block * kBytes;
+        uint8_t* codes1 = two ? here.at[kMoments + 1] + block * kBytes : nullptr;
         uint32_t place = place_of(key, block * kBlock);
         MT_INDEPENDENT
         for (int i = 0; i < kBytes; ++i) {
@@ -156,112 +161,59 @@ void update_group(const Streams& here, uint64_t key, const float* numbers, int c
     if (state == MT_STATE_4BIT) encode<Signed4, Positive4, kTwo>(first, second, static_cast<uint32_t>(key), here);
 }
 
-// ---- which loop
+// ---- ranges of groups
 
 using Group = void (*)(const Streams&, uint64_t key, const float* scalars, int count);
 
-template <int rule, int weight, int gradient>
-Group of_state(int state) {
-    switch (state) {
-        case MT_STATE_FP32: return update_group<rule, weight, gradient, MT_STATE_FP32>;
-        case MT_STATE_BF16: return update_group<rule, weight, gradient, MT_STATE_BF16>;
-        case MT_STATE_8BIT: return update_group<rule, weight, gradient, MT_STATE_8BIT>;
-        default: return update_group<rule, weight, gradient, MT_STATE_4BIT>;
-    }
+// A loop for every combination of kinds: 3 rules, 3 weights, 3 gradients, 4 states.
+template <int... number>
+Group loop_of(const Update& what, std::integer_sequence<int, number...>) {
+    static constexpr Group loops[] = {update_group<number / 36, number / 12 % 3, number / 4 % 3, number % 4>...};
+    return loops[((what.rule * 3 + what.weight_kind) * 3 + what.gradient_kind) * 4 + what.state_kind];
 }
-
-template <int rule, int weight>
-Group of_gradient(const Update& what) {
-    switch (what.gradient_kind) {
-        case MT_GRADIENT_FP32: return of_state<rule, weight, MT_GRADIENT_FP32>(what.state_kind);
-        case MT_GRADIENT_BF16: return of_state<rule, weight, MT_GRADIENT_BF16>(what.state_kind);
-        default: return of_state<rule, weight, MT_GRADIENT_FP32_TO_BF16>(what.state_kind);
-    }
-}
-
-template <int rule>
-Group of_weight(const Update& what) {
-    switch (what.weight_kind) {
-        case MT_WEIGHT_FP32: return of_gradient<rule, MT_WEIGHT_FP32>(what);
-        case MT_WEIGHT_SPLIT: return of_gradient<rule, MT_WEIGHT_SPLIT>(what);
-        default: return of_gradient<rule, MT_WEIGHT_BF16>(what);
-    }
-}
-
-Group loop_of(const Update& what) {
-    switch (what.rule) {
-        case MT_RULE_ADAMW: return of_weight<MT_RULE_ADAMW>(what);
-        case MT_RULE_LION: return of_weight<MT_RULE_LION>(what);
-        default: return of_weight<MT_RULE_SGD>(what);
-    }
-}
-
-// ---- ranges of groups
-
-// Bytes per 256 elements.
-struct Widths {
-    size_t weight, residual, gradient, moment, scale;
-};
 
 Widths widths_of(const Update& what) {
     constexpr size_t moments[] = {4 * kGroup, 2 * kGroup, kGroup * Signed8::kBits / 8, kGroup * Signed4::kBits / 8};
     constexpr size_t scales[] = {0, 0, 4 * kGroup / Signed8::kBlock, 4 * kGroup / Signed4::kBlock};
-    return {
-        size_t{what.weight_kind == MT_WEIGHT_FP32 ? 4u : 2u} * kGroup,
-        size_t{what.weight_kind == MT_WEIGHT_SPLIT ? 2u : 0u} * kGroup,
-        size_t{what.gradient_kind == MT_GRADIENT_BF16 ? 2u : 4u} * kGroup,
-        moments[what.state_kind],
-        scales[what.state_kind],
-    };
+    const size_t weight = what.weight_kind == MT_WEIGHT_FP32 ? 4 : 2;
+    const size_t gradient = what.gradient_kind == MT_GRADIENT_BF16 ? 2 : 4;
+    const size_t residual = what.weight_kind == MT_WEIGHT_SPLIT ? 2 : 0, second = what.rule == MT_RULE_ADAMW ? 1 : 0;
+    const size_t moment = moments[what.state_kind], scale = scales[what.state_kind];
+    return {{weight * kGroup, residual * kGroup, gradient * kGroup, moment, moment * second, scale, scale * second}};
 }
 
-inline uint8_t* at(const void* base, size_t offset) {
-    return base ? const_cast<uint8_t*>(static_cast<const uint8_t*>(base)) + offset : nullptr;
-}
-
-inline Streams streams_of(const Update& what, const Widths& widths, size_t group) {
-    Streams here;
-    here.weight = at(what.weight, group * widths.weight);
-    here.residual = at(what.residual, group * widths.residual);
-    here.gradient = at(what.gradient, group * widths.gradient);
-    for (int i = 0; i < 2; ++i) {
-        here.moments[i] = at(what.moments[i], group * widths.moment);
-        here.scales[i] = at(what.scales[i], group * widths.scale);
+Streams streams_of(const Update& what, const Widths& widths, size_t group) {
+    const void* const bases[kStreams] = {what.weight,     what.residual,  what.gradient, what.moments[0],
+                                         what.moments[1], what.scales[0], what.scales[1]};
+    Streams here = {};
+    for (int i = 0; i < kStreams; ++i) {
+        if (widths.of[i]) here.at[i] = static_cast<uint8_t*>(const_cast<void*>(bases[i])) + group * widths.of[i];
     }
     return here;
 }
 
 // A partial group is worked on in a whole one, of which only its own part is copied back.
 void update_part(const Update& what, const Widths& widths, const Streams& here, Group loop, uint64_t key, int count) {
-    alignas(64) uint8_t rooms[7][4 * kGroup] = {};
-    const Streams inside = {rooms[0], rooms[1], rooms[2], {rooms[3], rooms[4]}, {rooms[5], rooms[6]}};
-    const size_t n = static_cast<size_t>(count);
+    alignas(64) uint8_t rooms[kStreams][4 * kGroup] = {};
+    Streams inside;
+    size_t bytes[kStreams];
     // Codes and scales exist for whole blocks.
-    const size_t block = what.state_kind == MT_STATE_8BIT ? Signed8::kBlock : Signed4::kBlock;
-    const size_t blocks = (n + block - 1) / block;
-    const size_t whole = widths.scale ? blocks * block : n;
-    const size_t weight = n * widths.weight / kGroup, residual = n * widths.residual / kGroup;
-    const size_t moment = whole * widths.moment / kGroup, scale = widths.scale ? blocks * sizeof(float) : 0;
-    __builtin_memcpy(inside.weight, here.weight, weight);
-    if (residual) __builtin_memcpy(inside.residual, here.residual, residual);
-    __builtin_memcpy(rooms[2], here.gradient, n * widths.gradient / kGroup);
-    const int moments = what.rule == MT_RULE_ADAMW ? 2 : 1;
-    for (int i = 0; i < moments; ++i) {
-        __builtin_memcpy(inside.moments[i], here.moments[i], moment);
-        if (scale) __builtin_memcpy(inside.scales[i], here.scales[i], scale);
+    const int block = what.state_kind == MT_STATE_8BIT ? Signed8::kBlock : Signed4::kBlock;
+    const size_t whole = what.state_kind >= MT_STATE_8BIT ? (count + block - 1) / block * block : count;
+    for (int i = 0; i < kStreams; ++i) {
+        inside.at[i] = rooms[i];
+        bytes[i] = (i < kMoments ? count : whole) * widths.of[i] / kGroup;
+        if (bytes[i]) __builtin_memcpy(rooms[i], here.at[i], bytes[i]);
     }
     loop(inside, key, what.scalars, count);
-    __builtin_memcpy(here.weight, inside.weight, weight);
-    if (residual) __builtin_memcpy(here.residual, inside.residual, residual);
-    for (int i = 0; i < moments; ++i) {
-        __builtin_memcpy(here.moments[i], inside.moments[i], moment);
-        if (scale) __builtin_memcpy(here.scales[i], inside.scales[i], scale);
+    for (int i = 0; i < kStreams; ++i) {
+        if (bytes[i] && i != kGradient) __builtin_memcpy(here.at[i], rooms[i], bytes[i]);
     }
 }
 
 void update(const Update& what, size_t begin, size_t end) {
     const Widths widths = widths_of(what);
-    const Group loop = loop_of(what);
+    const Group loop = loop_of(what, std::make_integer_sequence<int, 108>());
     for (size_t group = begin; group < end; ++group) {
         const Streams here = streams_of(what, widths, group);
         const uint64_t key = key_of(what.seed, what.first / kGroup + group);
@@ -274,18 +226,7 @@ void update(const Update& what, size_t begin, size_t end) {
     }
 }
 
-// ---- the same loads and stores, without arithmetic
-
-void read_and_write(uint8_t* stream, size_t bytes, uint8_t zero) {
-    for (size_t i = 0; i < bytes; ++i) stream[i] ^= zero;
-}
-
-uint8_t read(const uint8_t* stream, size_t bytes) {
-    uint8_t seen = 0;
-    for (size_t i = 0; i < bytes; ++i) seen |= stream[i];
-    return seen;
-}
-
+// The same loads and stores, without arithmetic.
 void touch(const Update& what, size_t begin, size_t end) {
     const Widths widths = widths_of(what);
     volatile uint8_t nothing = 0;  // or the compiler would know that nothing changes
@@ -293,21 +234,57 @@ void touch(const Update& what, size_t begin, size_t end) {
     uint8_t seen = 0;
     for (size_t group = begin; group < end && (group + 1) * kGroup <= what.count; ++group) {
         const Streams here = streams_of(what, widths, group);
-        seen |= read(here.gradient, widths.gradient);
-        read_and_write(here.weight, widths.weight, zero);
-        if (here.residual) read_and_write(here.residual, widths.residual, zero);
-        for (int i = 0; i < (what.rule == MT_RULE_ADAMW ? 2 : 1); ++i) {
-            read_and_write(here.moments[i], widths.moment, zero);
-            if (here.scales[i]) read_and_write(here.scales[i], widths.scale, zero);
+        for (int i = 0; i < kStreams; ++i) {
+            uint8_t* stream = here.at[i];
+            for (size_t at = 0; at < widths.of[i]; ++at) {
+                if (i == kGradient) {
+                    seen |= stream[at];
+                } else {
+                    stream[at] ^= zero;
+                }
+            }
         }
     }
     nothing = seen;
+}
+
+// ---- sums of squares: bit for bit what `reference_square_sum` in src/megatrain/stream/norm.py gives
+//
+// A chunk is one tree: its second half is added to its first until one number is left. Seen as eight rows, the first
+// three halvings add rows to rows, so one loop goes from the gradient to one row of sums; the others halve that row in
+// the cache. Squares are exact in FP64, and a chunk is never cut, so neither threads nor instruction sets matter.
+
+// Eight rows of squares into one of sums, in the order of three halvings; elements from `count` on are zeros.
+template <int kind, bool whole>
+inline void add_rows(const uint8_t* from, int count, int row, double* __restrict sums) {
+    for (int i = 0; i < row; ++i) {
+        const auto at = [=](int k) {
+            const double value = whole || i + k * row < count ? load_gradient<kind>(from, i + k * row) : 0.0f;
+            return value * value;
+        };
+        sums[i] = ((at(0) + at(4)) + (at(2) + at(6))) + ((at(1) + at(5)) + (at(3) + at(7)));
+    }
+}
+
+template <int kind>
+double square_sum_of(const void* values, int count, int chunk) {
+    constexpr int kRows = 8;
+    alignas(64) double sums[kMostSummed / kRows];
+    // Chunks of fewer than eight are as good with zeros behind them: the halvings that meet those change nothing.
+    const int row = chunk < kRows ? 1 : chunk / kRows;
+    (count == row * kRows ? add_rows<kind, true> : add_rows<kind, false>)(
+        static_cast<const uint8_t*>(values), count, row, sums);
+    for (int half = row / 2; half > 0; half /= 2) {
+        MT_INDEPENDENT
+        for (int i = 0; i < half; ++i) sums[i] += sums[half + i];
+    }
+    return sums[0];
 }
 
 }  // namespace
 
 #define MT_TEXT(word) #word
 #define MT_NAME(word) MT_TEXT(word)
-const Kernels kernels = {MT_NAME(MT_ISA), update, touch};
+const Kernels kernels = {MT_NAME(MT_ISA), update, touch, {square_sum_of<0>, square_sum_of<1>, square_sum_of<2>}};
 
 }  // namespace megatrain::MT_ISA

@@ -53,7 +53,7 @@
 
 #include "parallel.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)  // which does not clone templates
 #define MT_EVERY_ISA __attribute__((target_clones("default", "arch=x86-64-v3")))
 #else
 #define MT_EVERY_ISA
@@ -114,58 +114,43 @@ uint64_t checksum(const uint8_t* bytes, size_t size) {
 
 // ---- Elements and planes ----
 
-template <int kPlane>
-inline uint8_t plane_of(uint32_t x) {
-    if (kPlane == 0) return static_cast<uint8_t>(x >> 23);
-    if (kPlane == 1) return static_cast<uint8_t>((x >> 16 & 0x7f) | (x >> 24 & 0x80));
+// Elements are integers of 4 or 2 bytes; they have as many planes. The top half of an FP32 number is a BF16 number.
+template <typename Element>
+constexpr int kTop = 8 * sizeof(Element) - 16;
+
+template <int kPlane, typename Element>
+inline uint8_t plane_of(Element x) {
+    if (kPlane == 0) return static_cast<uint8_t>(x >> (kTop<Element> + 7));
+    if (kPlane == 1) return static_cast<uint8_t>((x >> kTop<Element> & 0x7f) | (x >> (kTop<Element> + 8) & 0x80));
     return static_cast<uint8_t>(kPlane == 2 ? x >> 8 : x);
 }
 
-template <int kPlane>
-inline uint8_t plane_of(uint16_t x) {
-    return static_cast<uint8_t>(kPlane == 0 ? x >> 7 : (x & 0x7f) | (x >> 8 & 0x80));
-}
-
-MT_EVERY_ISA void split_fp32(const uint32_t* __restrict from, size_t count, uint8_t* __restrict p0,
-                             uint8_t* __restrict p1, uint8_t* __restrict p2, uint8_t* __restrict p3) {
+template <typename Element>
+MT_EVERY_ISA void split(const Element* __restrict from, size_t count, uint8_t* __restrict p0, uint8_t* __restrict p1,
+                        uint8_t* __restrict p2, uint8_t* __restrict p3) {
     for (size_t i = 0; i < count; ++i) {
-        const uint32_t x = from[i];
-        p0[i] = plane_of<0>(x), p1[i] = plane_of<1>(x), p2[i] = plane_of<2>(x), p3[i] = plane_of<3>(x);
+        const Element x = from[i];
+        p0[i] = plane_of<0>(x), p1[i] = plane_of<1>(x);
+        if (sizeof(Element) == 4) p2[i] = plane_of<2>(x), p3[i] = plane_of<3>(x);
     }
 }
 
-MT_EVERY_ISA void split_bf16(const uint16_t* __restrict from, size_t count, uint8_t* __restrict p0,
-                             uint8_t* __restrict p1) {
-    for (size_t i = 0; i < count; ++i) p0[i] = plane_of<0>(from[i]), p1[i] = plane_of<1>(from[i]);
-}
-
-MT_EVERY_ISA void merge_fp32(uint32_t* __restrict to, size_t count, const uint8_t* __restrict p0,
-                             const uint8_t* __restrict p1, const uint8_t* __restrict p2,
-                             const uint8_t* __restrict p3) {
-    for (size_t i = 0; i < count; ++i) {
-        const uint32_t exponent = p0[i], top = p1[i], middle = p2[i], low = p3[i];
-        to[i] = (top & 0x80) << 24 | exponent << 23 | (top & 0x7f) << 16 | middle << 8 | low;
-    }
-}
-
-MT_EVERY_ISA void merge_bf16(uint16_t* __restrict to, size_t count, const uint8_t* __restrict p0,
-                             const uint8_t* __restrict p1) {
+template <typename Element>
+MT_EVERY_ISA void merge(Element* __restrict to, size_t count, const uint8_t* __restrict p0,
+                        const uint8_t* __restrict p1, const uint8_t* __restrict p2, const uint8_t* __restrict p3) {
     for (size_t i = 0; i < count; ++i) {
         const uint32_t exponent = p0[i], top = p1[i];
-        to[i] = static_cast<uint16_t>((top & 0x80) << 8 | exponent << 7 | (top & 0x7f));
+        uint32_t x = ((top & 0x80) << 8 | exponent << 7 | (top & 0x7f)) << kTop<Element>;
+        if (sizeof(Element) == 4) x |= uint32_t{p2[i]} << 8 | p3[i];
+        to[i] = static_cast<Element>(x);
     }
 }
 
 // The bits in which elements differ from the first.
-MT_EVERY_ISA uint32_t differing_fp32(const uint32_t* __restrict elements, size_t count) {
-    uint32_t bits = 0;
-    for (size_t i = 0; i < count; ++i) bits |= elements[i] ^ elements[0];
-    return bits;
-}
-
-MT_EVERY_ISA uint16_t differing_bf16(const uint16_t* __restrict elements, size_t count) {
-    uint16_t bits = 0;
-    for (size_t i = 0; i < count; ++i) bits = static_cast<uint16_t>(bits | (elements[i] ^ elements[0]));
+template <typename Element>
+MT_EVERY_ISA Element differing(const Element* __restrict elements, size_t count) {
+    Element bits = 0;
+    for (size_t i = 0; i < count; ++i) bits = static_cast<Element>(bits | (elements[i] ^ elements[0]));
     return bits;
 }
 
@@ -439,28 +424,23 @@ inline __attribute__((always_inline)) void look_up(Lane& lane, const uint64_t* _
     lane.out += entry >> 56;
 }
 
-MT_EVERY_ISA void decode_together(Lane lanes[kLanes], const uint64_t* many) {
-    Lane a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3];
+// The lanes at once, as long as all have so much left.
+template <int kCount>
+MT_EVERY_ISA void decode_lanes(Lane* given, const uint64_t* many) {
+    Lane lanes[kCount];
+    std::copy(given, given + kCount, lanes);
     for (;;) {
-        size_t turns = std::min({a.safe_turns(), b.safe_turns(), c.safe_turns(), d.safe_turns()});
+        size_t turns = SIZE_MAX;
+        for (const Lane& lane : lanes) turns = std::min(turns, lane.safe_turns());
         if (turns == 0) break;
         do {
-            refill(a), refill(b), refill(c), refill(d);
-            for (int i = 0; i < kLookups; ++i) look_up(a, many), look_up(b, many), look_up(c, many), look_up(d, many);
+            for (Lane& lane : lanes) refill(lane);
+            for (int i = 0; i < kLookups; ++i) {
+                for (Lane& lane : lanes) look_up(lane, many);
+            }
         } while (--turns != 0);
     }
-    lanes[0] = a, lanes[1] = b, lanes[2] = c, lanes[3] = d;
-}
-
-MT_EVERY_ISA void decode_alone(Lane& whole, const uint64_t* many) {
-    Lane lane = whole;
-    while (size_t turns = lane.safe_turns()) {
-        do {
-            refill(lane);
-            for (int i = 0; i < kLookups; ++i) look_up(lane, many);
-        } while (--turns != 0);
-    }
-    whole = lane;
+    std::copy(lanes, lanes + kCount, given);
 }
 
 // The last symbols of a lane, one by one. False unless they end in the last byte of the lane, and zeros fill it.
@@ -509,10 +489,10 @@ bool decode_huffman(const uint8_t* payload, size_t size, uint8_t* out, size_t co
         lanes[lane] = {in, in + bytes, begin, begin + lane_size(count, lane), kMark};
         in += bytes;
     }
-    decode_together(lanes, decoder.many);
+    decode_lanes<kLanes>(lanes, decoder.many);
     bool sound = true;
     for (Lane& lane : lanes) {
-        decode_alone(lane, decoder.many);
+        decode_lanes<1>(&lane, decoder.many);
         sound = decode_rest(lane, decoder.one) && sound;
     }
     return sound;
@@ -553,40 +533,31 @@ int for_each_chunk(const Layout& layout, size_t count, int threads, Work work) n
     });
 }
 
-void plan_chunk(const uint8_t* bytes, size_t count, size_t planes, ChunkPlan& plan) {
-    plan.sum = checksum(bytes, count * planes);
-    if (planes == 4) {
-        const auto* const elements = reinterpret_cast<const uint32_t*>(bytes);
-        const uint32_t differing = differing_fp32(elements, count);
-        plan.planes[0] = plan_plane<0>(elements, count, differing);
-        plan.planes[1] = plan_plane<1>(elements, count, differing);
-        plan.planes[2] = plan_plane<2>(elements, count, differing);
-        plan.planes[3] = plan_plane<3>(elements, count, differing);
-    } else {
-        const auto* const elements = reinterpret_cast<const uint16_t*>(bytes);
-        const uint16_t differing = differing_bf16(elements, count);
-        plan.planes[0] = plan_plane<0>(elements, count, differing);
-        plan.planes[1] = plan_plane<1>(elements, count, differing);
-    }
+template <typename Element>
+void plan_chunk(const uint8_t* bytes, size_t count, ChunkPlan& plan) {
+    const auto* const elements = reinterpret_cast<const Element*>(bytes);
+    const Element bits = differing(elements, count);
+    plan.sum = checksum(bytes, count * sizeof(Element));
+    plan.planes[0] = plan_plane<0>(elements, count, bits);
+    plan.planes[1] = plan_plane<1>(elements, count, bits);
+    if (sizeof(Element) == 2) return;
+    plan.planes[2] = plan_plane<2>(elements, count, bits);
+    plan.planes[3] = plan_plane<3>(elements, count, bits);
 }
 
-void encode_chunk(const uint8_t* elements, size_t count, size_t planes, Scratch& scratch, const ChunkPlan& plan,
-                  uint8_t* out) {
+template <typename Element>
+void encode_chunk(const uint8_t* bytes, size_t count, Scratch& scratch, const ChunkPlan& plan, uint8_t* out) {
     uint8_t* to[kMaxPlanes] = {};
     uint8_t* at = out;
-    for (size_t p = 0; p < planes; ++p) {
+    for (size_t p = 0; p < sizeof(Element); ++p) {
         const PlanePlan& plane = plan.planes[p];
         store(at, plane.mode << 24 | plane.payload);
         to[p] = plane.mode == kRaw ? at + kPlaneHead : scratch.planes[p];
         at += kPlaneHead + plane.payload;
     }
-    if (planes == 4) {
-        split_fp32(reinterpret_cast<const uint32_t*>(elements), count, to[0], to[1], to[2], to[3]);
-    } else {
-        split_bf16(reinterpret_cast<const uint16_t*>(elements), count, to[0], to[1]);
-    }
+    split(reinterpret_cast<const Element*>(bytes), count, to[0], to[1], to[2], to[3]);
     at = out;
-    for (size_t p = 0; p < planes; ++p) {
+    for (size_t p = 0; p < sizeof(Element); ++p) {
         const PlanePlan& plane = plan.planes[p];
         at += kPlaneHead;
         if (plane.mode == kConstant) *at = plane.first;
@@ -595,10 +566,10 @@ void encode_chunk(const uint8_t* elements, size_t count, size_t planes, Scratch&
     }
 }
 
-bool decode_chunk(const uint8_t* in, size_t size, uint64_t sum, uint8_t* elements, size_t count, size_t planes,
-                  Scratch& scratch) {
+template <typename Element>
+bool decode_chunk(const uint8_t* in, size_t size, uint64_t sum, uint8_t* bytes, size_t count, Scratch& scratch) {
     const uint8_t* from[kMaxPlanes] = {};
-    for (size_t p = 0; p < planes; ++p) {
+    for (size_t p = 0; p < sizeof(Element); ++p) {
         if (size < kPlaneHead) return false;
         const uint32_t mode = load<uint32_t>(in) >> 24, payload = load<uint32_t>(in) & 0xffffff;
         in += kPlaneHead, size -= kPlaneHead;
@@ -614,12 +585,8 @@ bool decode_chunk(const uint8_t* in, size_t size, uint64_t sum, uint8_t* element
         in += payload, size -= payload;
     }
     if (size != 0) return false;
-    if (planes == 4) {
-        merge_fp32(reinterpret_cast<uint32_t*>(elements), count, from[0], from[1], from[2], from[3]);
-    } else {
-        merge_bf16(reinterpret_cast<uint16_t*>(elements), count, from[0], from[1]);
-    }
-    return checksum(elements, count * planes) == sum;
+    merge(reinterpret_cast<Element*>(bytes), count, from[0], from[1], from[2], from[3]);
+    return checksum(bytes, count * sizeof(Element)) == sum;
 }
 
 uint64_t head_sum(const uint8_t* head, size_t size) {
@@ -649,8 +616,9 @@ int mt_lossless_encode(const void* elements, size_t count, int dtype, void* enco
     const std::unique_ptr<ChunkPlan[]> plans(new (std::nothrow) ChunkPlan[layout.chunks]);
     if (!plans) return ENOMEM;
     ChunkPlan* const plan = plans.get();
+    const auto plan_any = dtype == MT_LOSSLESS_FP32 ? plan_chunk<uint32_t> : plan_chunk<uint16_t>;
     const auto plan_one = [=](size_t chunk, size_t size, Scratch&) {
-        plan_chunk(from + chunk * layout.bytes_per_chunk, size, layout.planes, plan[chunk]);
+        plan_any(from + chunk * layout.bytes_per_chunk, size, plan[chunk]);
     };
     if (const int error = for_each_chunk(layout, count, threads, plan_one)) return error;
 
@@ -670,9 +638,10 @@ int mt_lossless_encode(const void* elements, size_t count, int dtype, void* enco
     store<uint64_t>(out + 32, head_sum(out, layout.head));
     *used = end;
 
+    const auto encode_any = dtype == MT_LOSSLESS_FP32 ? encode_chunk<uint32_t> : encode_chunk<uint16_t>;
     const auto encode_one = [=](size_t chunk, size_t size, Scratch& scratch) {
         const size_t begin = chunk == 0 ? layout.head : load<uint64_t>(out + kHeader + (chunk - 1) * kEntry);
-        encode_chunk(from + chunk * layout.bytes_per_chunk, size, layout.planes, scratch, plan[chunk], out + begin);
+        encode_any(from + chunk * layout.bytes_per_chunk, size, scratch, plan[chunk], out + begin);
     };
     return for_each_chunk(layout, count, threads, encode_one);
 }
@@ -700,6 +669,7 @@ int mt_lossless_decode(const void* encoded, size_t bytes, void* elements, size_t
 
     std::atomic<size_t> first_bad{SIZE_MAX};
     const auto end_of = [=](size_t chunk) { return load<uint64_t>(in + kHeader + chunk * kEntry); };
+    const auto decode_any = dtype == MT_LOSSLESS_FP32 ? decode_chunk<uint32_t> : decode_chunk<uint16_t>;
     const auto decode_one = [=, &first_bad](size_t chunk, size_t size, Scratch& scratch) {
         const uint64_t begin = chunk == 0 ? layout.head : end_of(chunk - 1), end = end_of(chunk);
         // The end of the last chunk is the end of everything, so that nothing can be lost or added unnoticed.
@@ -707,7 +677,7 @@ int mt_lossless_decode(const void* encoded, size_t bytes, void* elements, size_t
                             (chunk + 1 < layout.chunks || end == bytes);
         const uint64_t sum = load<uint64_t>(in + kHeader + chunk * kEntry + 8);
         uint8_t* const at = to + chunk * layout.bytes_per_chunk;
-        if (placed && decode_chunk(in + begin, end - begin, sum, at, size, layout.planes, scratch)) return;
+        if (placed && decode_any(in + begin, end - begin, sum, at, size, scratch)) return;
         for (size_t seen = first_bad; chunk < seen && !first_bad.compare_exchange_weak(seen, chunk);) {
         }
     };

@@ -8,7 +8,6 @@
 #include <new>
 #include <system_error>
 
-#include "cpus.h"
 #include "pool.h"
 
 namespace megatrain {

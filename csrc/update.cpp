@@ -1,12 +1,11 @@
-// One optimizer step over all streams of a slab: which kernels, on which threads.
+// One optimizer step over all streams of a slab, and the norm of a gradient: which kernels, on which threads.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 
-#include "cpus.h"
 #include "formats.h"
 #include "kernels.h"
-#include "pool.h"
+#include "parallel.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -123,6 +122,23 @@ int mt_update(const struct mt_update* what, int threads) {
 
 int mt_touch_streams(const struct mt_update* what, int threads) {
     return megatrain::run(what, threads, megatrain::in_use().touch);
+}
+
+int mt_square_sums(const void* values, int kind, size_t count, size_t chunk, double* partials, int threads) {
+    using namespace megatrain;
+    if (kind < MT_GRADIENT_FP32 || kind > MT_GRADIENT_FP32_TO_BF16) return EINVAL;
+    if (chunk == 0 || chunk > kMostSummed || (chunk & (chunk - 1)) != 0) return EINVAL;
+    if (count != 0 && (values == nullptr || partials == nullptr)) return EFAULT;
+    const Sum square_sum = in_use().square_sum[kind];
+    const size_t item = kind == MT_GRADIENT_BF16 ? 2 : 4, grain = chunk * item;
+    // An origin that is a multiple of the grain makes every cut fall between chunks.
+    return in_parallel(grain, count * item, grain, threads, [=](size_t begin, size_t end) {
+        const PlainArithmetic plain;
+        for (size_t at = begin; at < end; at += grain) {
+            const size_t here = std::min(chunk, count - at / item);
+            partials[at / grain] = square_sum(static_cast<const char*>(values) + at, here, chunk);
+        }
+    });
 }
 
 int mt_isa_count(void) { return megatrain::available().count; }

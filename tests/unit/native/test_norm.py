@@ -1,8 +1,9 @@
-"""Sums of squares in host memory: the bits of the PyTorch reference, for every number of threads."""
+"""Sums of squares in host memory: the bits of the PyTorch reference, for all threads and instruction sets."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,13 @@ KINDS = {
 }
 """Dtype of the values, and what they count as."""
 LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.fixture(params=library.isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    library.use_isa(request.param)
+    yield
+    library.use_isa(library.isas()[-1])
 
 
 def normal(numel: int) -> torch.Tensor:
@@ -51,7 +59,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize("make", [normal, wild])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numel", SIZES)
-def test_same_bits_as_the_reference(numel, kind, make):
+def test_same_bits_as_the_reference(numel, kind, make, isa):
     stored, counted = KINDS[kind]
     values = make(numel).to(stored)
     expected = reference_square_sum(values.to(counted))
@@ -71,7 +79,7 @@ def halved(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [16, 1024, CHUNK])
-def test_the_order_of_every_chunk(chunk, kind):
+def test_the_order_of_every_chunk(chunk, kind, isa):
     """Of many chunks, whose values are so far apart that other orders give other bits in some of them."""
     stored, counted = KINDS[kind]
     numel = 40 * CHUNK
