@@ -86,8 +86,7 @@ class Headroom:
             head_chunk=self._settings.head_chunk,
         )  # fmt: skip
         ledger = Ledger(shape, run, gpu=False)
-        decision = Decision(stored=len(ledger.layers) if policy == "store" else 0)
-        return ledger.computing(decision), ledger.workspace(decision)
+        return ledger.computing(Decision(stored=len(ledger.layers) if policy == "store" else 0))
 
     def _guess(self, tokens: int) -> int:
         config: Any = getattr(self._model, "config", None)

@@ -6,6 +6,7 @@ other operations move through GPU memory. Coefficients are from one H200 (774 TF
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,18 +94,17 @@ class Piece:
     """Seconds for one block; compute is per micro-batch, all else per window or step."""
 
     forward: float
+    again: float
+    """Its forward once more, where its graph was not kept; nothing for the head, whose gradients are taken at once."""
     backward: float
-    """Without the recompute."""
     fetch: float
     """Its weights to the GPU, in the forward."""
     fetch_back: float
-    """The same in the backward, beside copies in the other direction."""
+    """The same in the backward, beside copies in the other direction; not of the head."""
     drain: float
     """Its gradients to RAM, rounded."""
     drain_sum: float
-    """Its gradients to RAM as FP32 sums."""
-    resume: float
-    """Such sums back to the GPU."""
+    """Its gradients to RAM as FP32 sums, or back."""
     leave: float
     """Its sum from VRAM to RAM, rounded."""
     norm: float
@@ -140,20 +140,21 @@ class Costs:
         self._launch = 1 / machine.launches if gpu else 0.0
         self._h2d, self._d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
         self._both = min(self._h2d, self._d2h, machine.duplex / 2) if gpu else machine.dram / 2
-        self._slowed = _slowed(machine, run)
-        self.crowded = _crowded(machine, run)
-        self._relative = touched(run) / TOUCHED[run.moment_width]
+        self._slowed, self.crowded = _beside_copies(machine, run)
+        # The master is read and written (8 bytes, or 4 without one), the gradient read, each moment read and written.
+        per_moment = (TOUCHED[run.moment_width] - 10) / 2
+        touched = (4 if run.precision == "bf16-sr" else 8) + run.itemsize + run.moments * per_moment
+        self._relative = touched / TOUCHED[run.moment_width]
         """Bytes that an update touches, relative to those that the machine's rates were measured with."""
         self._read = sum(disk.read for disk in disks)
         self._write = sum(disk.write for disk in disks)
         made: dict[BlockShape, Piece] = {}
         self.pieces: list[Piece] = []
         for block in shape.blocks:
-            alike = _nameless(block)
+            alike = dataclasses.replace(block, name="")
             if alike not in made:
                 made[alike] = self._piece(block)
             self.pieces.append(made[alike])
-        self.kinds = [block.kind for block in shape.blocks]
         groups = by_size({piece.fetch_bytes for piece in self.pieces if piece.fetch_bytes}, lambda size: size)
         self.rings = {size: number for number, group in enumerate(groups) for size in group}
         """Bytes of weights → which ring of slots they use."""
@@ -164,30 +165,32 @@ class Costs:
         return np.where(window > 1, SWITCH, CALL)
 
     def _piece(self, block: BlockShape) -> Piece:
-        run, state = self.run, state_of(block, self.run)
+        run, machine, state = self.run, self.machine, state_of(block, self.run)
         forward, backward = self._compute(block, state)
-        gradients = state.in_ram(1, False)
         elements = state.elements16 + state.elements32
-        fetch = LATENCY + state.weights / self._h2d if state.weights else 0.0
+        fetch = _copy(state.weights, self._h2d)
         states = state.moments + state.residuals
+        head, parked = block.kind == "head", input_bytes(block, run) if block.kind == "layer" else 0
+        updated = block.trainable * self._relative
+        single = run.accumulation == 1 and run.itemsize == 2
         return Piece(
             forward=forward,
+            again=0.0 if head else forward,
             backward=backward,
             fetch=fetch,
-            fetch_back=LATENCY + state.weights / self._both if state.weights else 0.0,
-            drain=LATENCY + gradients / self._both if gradients else 0.0,
-            drain_sum=LATENCY + elements * 4 / self._both if gradients else 0.0,
-            resume=LATENCY + elements * 4 / self._both if gradients else 0.0,
-            leave=LATENCY + (2 * state.elements16 + 4 * state.elements32) / self._both if gradients else 0.0,
+            fetch_back=0.0 if head else _copy(state.weights, self._both),
+            drain=_copy(state.in_ram(1, False), self._both),
+            drain_sum=_copy(elements * 4, self._both),
+            leave=_copy(2 * state.elements16 + 4 * state.elements32, self._both),
             norm=10 * elements / self._hbm,
-            update=self._update(block) + self._slowed * fetch if block.trainable else 0.0,
-            visit=LATENCY + states / (VISIT_SHARE * self._both) if states else 0.0,
-            merge=self._merge(block),
-            gpu_update=self._gpu_update(block),
+            update=updated / machine.update[run.moment_width] + self._slowed * fetch if block.trainable else 0.0,
+            visit=_copy(states, VISIT_SHARE * self._both),
+            merge=block.trainable * MERGED[single] / machine.dram if block.tied else 0.0,
+            gpu_update=updated / machine.gpu_update[run.moment_width] if machine.gpu else 0.0,
             disk_read=states / self._read if self._read else 0.0,
             disk_write=states / self._write if self._write else 0.0,
-            park=input_bytes(block, run) / self._d2h if block.kind == "layer" else 0.0,
-            unpark=input_bytes(block, run) / self._both if block.kind == "layer" else 0.0,
+            park=parked / self._d2h,
+            unpark=parked / self._both,
             fetch_bytes=state.weights,
         )
 
@@ -248,18 +251,9 @@ class Costs:
         moved = tokens * vocabulary * per_logit + chunks * weights * CHUNK_TRAFFIC
         return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self._hbm
 
-    def _update(self, block: BlockShape) -> float:
-        """Seconds on the CPU, by the bytes that the rule touches relative to AdamW on a split master."""
-        return block.trainable * self._relative / self.machine.update[self.run.moment_width]
 
-    def _merge(self, block: BlockShape) -> float:
-        single = self.run.accumulation == 1 and self.run.itemsize == 2
-        return block.trainable * MERGED[single] / self.machine.dram if block.tied else 0.0
-
-    def _gpu_update(self, block: BlockShape) -> float:
-        if self.machine.gpu is None:
-            return 0.0
-        return block.trainable * self._relative / self.machine.gpu_update[self.run.moment_width]
+def _copy(nbytes: int, rate: float) -> float:
+    return LATENCY + nbytes / rate if nbytes else 0.0
 
 
 def _reached(length: int, head_dim: int) -> float:
@@ -268,31 +262,14 @@ def _reached(length: int, head_dim: int) -> float:
     return length / (length + half_length) * head_dim / (head_dim + half_dim)
 
 
-def touched(run: Run) -> float:
-    """Bytes that an update reads and writes per parameter."""
-    # The master is read and written (8 bytes, or 4 without one), the gradient read, each moment read and written.
-    per_moment = (TOUCHED[run.moment_width] - 10) / 2
-    return (4 if run.precision == "bf16-sr" else 8) + run.itemsize + run.moments * per_moment
-
-
-def _slowed(machine: Machine, run: Run) -> float:
-    """The share of an update's speed that a copy to the GPU takes away while it runs: they share the host's memory.
+def _beside_copies(machine: Machine, run: Run) -> tuple[float, float]:
+    """Updates and copies share the host's memory: the share of an update's speed that a copy to the GPU takes away
+    while it runs, and how much longer updates take while states travel both ways beside them.
 
     `dram_under_dma` is with copies both ways; one way takes its part of that. (Measured 0.13 where this gives 0.16.)
     """
     if machine.gpu is None:
-        return 0.0
-    left = machine.dram - max(0.0, machine.dram - machine.dram_under_dma) * min(1.0, machine.h2d / machine.duplex)
+        return 0.0, 1.0
     needed = machine.update[run.moment_width] * TOUCHED[run.moment_width]
-    return max(0.0, 1 - left / needed)
-
-
-def _crowded(machine: Machine, run: Run) -> float:
-    """How much longer updates take while states travel both ways beside them."""
-    if machine.gpu is None:
-        return 1.0
-    return max(1.0, machine.update[run.moment_width] * TOUCHED[run.moment_width] / machine.dram_under_dma)
-
-
-def _nameless(block: BlockShape) -> BlockShape:
-    return BlockShape(**{**{f: getattr(block, f) for f in block.__dataclass_fields__}, "name": ""})
+    left = machine.dram - max(0.0, machine.dram - machine.dram_under_dma) * min(1.0, machine.h2d / machine.duplex)
+    return max(0.0, 1 - left / needed), max(1.0, needed / machine.dram_under_dma)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from megatrain.geometry import windows_of
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -22,6 +19,8 @@ Bools = npt.NDArray[np.bool_]
 
 STREAMED, HELD, RESIDENT = range(3)
 """Where all that is not a layer (embedding, head, norms) is."""
+SLOTS = (4, 3, 2, 1)
+GRAD_SLOTS = (2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +50,6 @@ class Decision:
     grad_slots: int = 2
     disk: int = 0
     """Blocks that are not resident whose residual and moments are on disk: layers from the last, then the others."""
-
-    def windows(self, micro_batches: int) -> tuple[int, ...]:
-        """The windows of a step."""
-        return windows_of((self.first or self.window, self.window), micro_batches)
 
 
 NAMES = tuple(field.name for field in fields(Decision))
@@ -130,39 +125,48 @@ class Windows:
         """Whether the step has several windows and one of them is a single micro-batch."""
 
 
+class Sums:
+    """Numbers of blocks, added up: of the first layers, of those after them, and of all that is not a layer."""
+
+    def __init__(self, values: Sequence[float], layers: Sequence[int], rest: Sequence[int]) -> None:
+        self._before: npt.NDArray[Any] = np.cumsum([0, *(values[i] for i in layers)])
+        self._rest = sum(values[i] for i in rest)
+
+    def before(self, layers: Ints, rest: Bools) -> npt.NDArray[Any]:
+        """Of the first layers, and of the rest or not."""
+        found: npt.NDArray[Any] = self._before[layers] + rest * self._rest
+        return found
+
+    def after(self, layers: Ints, rest: Bools | bool) -> npt.NDArray[Any]:
+        """Of the layers after them."""
+        found: npt.NDArray[Any] = self._before[-1] - self._before[layers] + rest * self._rest
+        return found
+
+    @property
+    def total(self) -> float:
+        return float(self._before[-1]) + self._rest
+
+
+def most_layers(low: Ints, high: int, fit: Callable[[Ints], Bools]) -> Ints:
+    """How many layers fit in each choice, of fewer than `high`, where `low` do; found by halving."""
+    above = np.full_like(low, high)
+    while (above - low > 1).any():
+        middle = (low + above) // 2
+        enough = fit(middle)
+        low, above = np.where(enough, middle, low), np.where(enough, above, middle)
+    return low
+
+
 Table = dict[tuple[int, ...], tuple[Any, ...]]
-
-
-def tables(shape: object, itemsize: int, several: bool) -> tuple[Table, Table]:
-    """What has been looked up of a model's weight slots and gradient rings, which depend on no more of a run."""
-    return _tables(_Same(shape), itemsize, several)
-
-
-class _Same:
-    """Stands for one object: comparing the content of a model's shape would take as long as what is kept for it."""
-
-    def __init__(self, of: object) -> None:
-        self.of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.of is self.of
-
-    def __hash__(self) -> int:
-        return id(self.of)
-
-
-@lru_cache(maxsize=16)
-def _tables(shape: _Same, itemsize: int, several: bool) -> tuple[Table, Table]:
-    return {}, {}
 
 
 def looked_up(known: Table, function: Callable[..., tuple[Any, ...]], *columns: Any) -> Any:
     """A function of small numbers for many decisions: results × decisions, each computed once."""
     keys = np.zeros(len(columns[0]), np.int64)
+    if not len(keys):
+        return np.zeros((len(function(*(0 for _ in columns))), 0), np.int64)
     for column in columns:
         keys = keys * 4096 + column
-    if not len(keys):
-        return np.zeros((9, 0), np.int64)
     _, first, where = np.unique(keys, return_index=True, return_inverse=True)
     rows = []
     for index in first:

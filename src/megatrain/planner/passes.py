@@ -8,12 +8,11 @@ import numpy as np
 
 from megatrain.geometry import LANES, PASSING, grad_slots, weight_slots
 from megatrain.planner.cost import PARK, STREAM, Costs
-from megatrain.planner.decision import RESIDENT, STREAMED, Bools, Decisions, Floats, Ints
-from megatrain.planner.memory import MOST_GRAD_SLOTS, STAGES, Ledger
+from megatrain.planner.decision import GRAD_SLOTS, RESIDENT, SLOTS, STREAMED, Bools, Decisions, Floats, Ints, Windows
+from megatrain.planner.memory import STAGES, Ledger
 
 AHEAD = STAGES - 1
 """Blocks whose states are read from disk ahead of their update."""
-MOST_SLOTS = 4
 NAMES = tuple(LANES)
 _weight_slots, _grad_slots = np.vectorize(weight_slots), np.vectorize(grad_slots)
 
@@ -23,8 +22,9 @@ class Block:
 
     def __init__(self, costs: Costs, ledger: Ledger, chosen: Decisions, index: int) -> None:
         piece = costs.pieces[index]
-        self.piece, self.kind, self.ring = piece, costs.kinds[index], costs.rings.get(piece.fetch_bytes)
-        if self.kind == "layer":
+        kind = costs.shape.blocks[index].kind
+        self.piece, self.ring = piece, costs.rings.get(piece.fetch_bytes)
+        if kind == "layer":
             number = ledger.layers.index(index)
             self.resident, held, summed = chosen.layers > number, chosen.held > number, chosen.summed > number
             self.stored, visits = chosen.stored > number, chosen.visited > number
@@ -42,7 +42,7 @@ class Block:
         """Updated in VRAM."""
         self.fetched = ~held & owned
         self.held = held & ~here & owned
-        self.fetched_back = self.fetched & ~in_slots & (self.kind != "head")
+        self.fetched_back = self.fetched & ~in_slots & (kind != "head")
         self.drained = ~summed & (piece.drain > 0)
         self.leaves = summed & ~here & (piece.drain > 0)
         self.updated = ~here & (piece.update > 0)
@@ -50,7 +50,7 @@ class Block:
         self.update = np.where(here, 0.0, piece.update * crowded) + piece.merge * ~summed
         self.on_disk = on_disk & ~self.resident
         self.parked = (chosen.offload > 0) & ~self.stored & (piece.park > 0)
-        self.again = 0.0 if self.kind == "head" else np.where(self.stored, 0.0, piece.forward)
+        self.again = np.where(self.stored, 0.0, piece.again)
 
 
 class _Queue:
@@ -60,7 +60,7 @@ class _Queue:
         self._times = np.zeros((length, decisions))
         self._each = np.arange(decisions)
 
-    def before(self, count: Ints) -> Floats:
+    def before(self, count: Ints | int) -> Floats:
         """When the one was done that came so many before the next; 0 if there was none."""
         found: Floats = self._times[count - 1, self._each]
         return found
@@ -74,24 +74,17 @@ class Pass:
     """One window, forward and backward; the first with the updates before it, the last without clipping with those in
     its backward."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        chosen: Decisions,
-        blocks: list[Block],
-        micro: Ints,
-        several: Bools,
-        first: bool,
-        last: Bools,
-    ) -> None:
+    def __init__(self, costs: Costs, chosen: Decisions, blocks: list[Block], windows: Windows, number: int) -> None:
         count = len(chosen)
-        self.blocks, self.micro, self.several, self.first, self.last = blocks, micro, several, first, last
+        self.blocks, self.micro, self.several, self.first = blocks, windows.sizes[number], windows.several, number == 0
+        # A step of one window has its updates in that one, whichever they belong to.
+        self.last = ~windows.several if self.first else np.full(count, number == 2)
         self.clipping = costs.run.clipping
-        self.call = costs.call(micro)
+        self.call = costs.call(self.micro)
         self.compute, self.link_in, self.link_out, self.updates, self.disk = (np.zeros(count) for _ in range(5))
         rings = range(len(set(costs.rings.values())))
-        self.released = [_Queue(MOST_SLOTS, count) for _ in rings]
-        self.sent = [_Queue(MOST_GRAD_SLOTS, count) for _ in rings]
+        self.released = [_Queue(max(SLOTS), count) for _ in rings]
+        self.sent = [_Queue(max(GRAD_SLOTS), count) for _ in rings]
         self.states_in, self.states_out = np.zeros(count), np.zeros(count)
         self.rooms = [_Queue(PASSING, count) for _ in rings]
         """States that have gone back to RAM: their slots are free."""
@@ -132,7 +125,7 @@ class Pass:
             piece = block.piece
             if block.ring is not None:
                 buffers = self.left[block.ring]
-                begin = np.maximum(self.link_out, buffers.before(np.full_like(self.micro, PASSING)))
+                begin = np.maximum(self.link_out, buffers.before(PASSING))
                 self.link_out = np.where(block.leaves, begin + piece.leave, self.link_out)
                 free = np.where(block.leaves, np.maximum(free, self.link_out), free)
             free = np.where(block.on_disk, np.maximum(free, ready[0]), free)
@@ -151,7 +144,7 @@ class Pass:
         if block.ring is None or not block.visits.any():
             return self.states_in
         rooms, seconds = self.rooms[block.ring], block.piece.visit
-        arrived = np.maximum(self.states_in, rooms.before(np.full_like(self.micro, PASSING))) + seconds
+        arrived = np.maximum(self.states_in, rooms.before(PASSING)) + seconds
         self.states_in = np.where(block.visits, arrived, self.states_in)
         self.states_out = np.where(block.visits, np.maximum(self.states_out, arrived) + seconds, self.states_out)
         rooms.add(self.states_out, block.visits)
@@ -237,7 +230,7 @@ class Pass:
         piece, slots = block.piece, self.sent[block.ring]
         if not self.first:
             # The sum so far is fetched when the first micro-batch needs it, not ahead.
-            resumed = np.maximum(self.link_in, self.compute) + piece.resume
+            resumed = np.maximum(self.link_in, self.compute) + piece.drain_sum
             self.link_in = np.where(block.drained, resumed, self.link_in)
             self._wait(self.link_in, block.drained, "h2d")
         self._wait(slots.before(self.grad_slots[block.ring]), block.drained, "d2h")
@@ -251,7 +244,7 @@ class Pass:
         assert block.ring is not None
         piece, buffers = block.piece, self.left[block.ring]
         leaves, updated = block.leaves & self.last, block.updated & self.last
-        free = np.maximum(self.compute, buffers.before(np.full_like(self.micro, PASSING)))
+        free = np.maximum(self.compute, buffers.before(PASSING))
         self.link_out = np.where(leaves, np.maximum(self.link_out, free) + piece.leave, self.link_out)
         landed = np.maximum(self.updates, self.link_out) + block.update
         self.disk = self.disk + (piece.disk_read + piece.disk_write) * (block.on_disk & self.last)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape, describe
-from megatrain.planner.asked import machine_of, run_or
 from megatrain.planner.plan import Plan, sized
-from megatrain.planner.run import Run
+from megatrain.planner.run import MachineLike, Run, machine_of, run_or
 from megatrain.planner.search import Search, solve
 
 MOST = 1 << 24
 """Where the search for a batch or a length ends."""
-MachineLike = Machine | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,19 +13,12 @@ from megatrain.geometry import WIDTHS
 from megatrain.hardware.described import Frozen
 from megatrain.planner.memory import GIB
 from megatrain.planner.plan import sized
-from megatrain.planner.run import ASKED, Run
 from megatrain.planner.search import USABLE, Search
 
 MOST_SUGGESTIONS = 6
 MOST = 1 << 40
 """No number that is suggested is above this."""
-SOME_DISK = "/path/on/nvme"
-"""Stands for a directory that the user has."""
-DISK_TIER = False
-"""Whether engines of this version keep states on disk: nobody is sent where they cannot go."""
-RUN_FIELDS = {asked: name for name, asked in ASKED.items()}
 CAPS = ("max_vram_gb", "max_ram_gb")
-LIMITS = (*CAPS, "offload_dir")
 
 
 @dataclass(frozen=True)
@@ -71,17 +63,17 @@ class Knob:
         return value / 10 if self.name in CAPS else value
 
 
-def refusal(search: Search, limits: Mapping[str, Any]) -> Refusal:
+def refusal(search: Search) -> Refusal:
     """The error for a search that found nothing."""
     tier, missing = search.shortfall()
     short, has = missing / GIB, search.capacity[tier] / GIB
-    suggestions = tuple(itertools.islice(_suggestions(search, limits, tier), MOST_SUGGESTIONS))
-    others = (_tried(search, {**limits, "reach": None}, {}).capacity[tier] - search.capacity[tier]) / GIB
+    suggestions = tuple(itertools.islice(_suggestions(search, tier), MOST_SUGGESTIONS))
+    others = (search.changed(reach=None).capacity[tier] - search.capacity[tier]) / GIB
     in_use = f" ({others:.1f} less than it could: something else is using it)" if others > 0.05 else ""
     if suggestions:
         advice = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
     else:
-        advice = _what_it_takes(search, limits)
+        advice = _what_it_takes(search)
     message = (
         f"{search.shape.name} ({sized(search.shape.parameters)} parameters) does not fit on {search.machine.name}: "
         f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}{in_use}, short by "
@@ -90,29 +82,18 @@ def refusal(search: Search, limits: Mapping[str, Any]) -> Refusal:
     return Refusal(message, tier, short, suggestions)
 
 
-def apply(changes: Mapping[str, Any], run: Run, limits: Mapping[str, Any]) -> tuple[Run, dict[str, Any]]:
-    """A run and limits with some settings changed."""
-    fields = {RUN_FIELDS.get(name, name): value for name, value in changes.items() if name not in LIMITS}
-    return dataclasses.replace(run, **fields), {**limits, **{n: v for n, v in changes.items() if n in LIMITS}}
-
-
-def _what_it_takes(search: Search, limits: Mapping[str, Any]) -> str:
+def _what_it_takes(search: Search) -> str:
     """What is missing if no setting helps: memory that something else has, or a larger machine."""
-    uncapped = {**limits, **dict.fromkeys(CAPS)}
-    alone = _tried(search, {**uncapped, "reach": None}, {})
+    beside = search.changed(max_vram_gb=None, max_ram_gb=None)
+    alone = beside.changed(reach=None)
     if alone.fits():
-        beside = _tried(search, uncapped, {})
         had = dict(beside.capacity)
         more = [f"{_up((need - had[tier]) / GIB)} GiB more of {tier}" for tier, need in _enough(beside).items()]
         return f"no setting makes it fit beside what else is running: {' and '.join(more)} must be free"
     # A plan takes its share of a machine's memory, and of a disk all that is free.
     shares = {"vram": USABLE, "ram": USABLE, "disk": 1}
     needed = [f"{_up(need / shares[tier] / GIB)} GiB of {tier}" for tier, need in _enough(alone).items()]
-    advice = f"no setting makes it fit: it takes a machine with {' and '.join(needed)}"
-    if DISK_TIER and needed[-1].endswith("ram") and limits["offload_dir"] is None and search.gpu:
-        least = _tried(search, {**uncapped, "reach": None}, {"offload_dir": SOME_DISK}).need("ram")
-        advice += f", or {_up(least / USABLE / GIB)} GiB of ram with an offload_dir"
-    return advice
+    return f"no setting makes it fit: it takes a machine with {' and '.join(needed)}"
 
 
 def _enough(search: Search) -> dict[str, int]:
@@ -125,17 +106,19 @@ def _enough(search: Search) -> dict[str, int]:
     return needed
 
 
-def _suggestions(search: Search, limits: Mapping[str, Any], tier: str) -> Iterator[Suggestion]:
+def _suggestions(search: Search, tier: str) -> Iterator[Suggestion]:
     """Single settings that are enough; if there are few, pairs of those that are not; if there is none, all of them, as
     far as they are needed."""
-    before, knobs = search.need(tier), [knob for knob in _knobs(search, limits) if knob.values]
+    before, knobs = search.need(tier), [knob for knob in _knobs(search) if knob.values]
 
     def fits(changes: Mapping[str, Any]) -> bool:
-        return _tried(search, limits, changes).fits()
+        return search.changed(**changes).fits()
 
     def suggestion(chosen: Sequence[Knob]) -> Suggestion:
         changes = _relaxed(chosen, fits)
-        return Suggestion(changes, _saved(_tried(search, limits, changes), search, tier, before))
+        attempt = search.changed(**changes)
+        more = attempt.capacity[tier] - search.capacity[tier]
+        return Suggestion(changes, max(0.0, (before - attempt.need(tier) + more) / GIB))
 
     least = next((some for some in _together(knobs) if fits(_strongest(some))), None)
     if least is None:
@@ -189,7 +172,7 @@ def _mildest(knob: Knob, others: Mapping[str, Any], fits: Callable[[Mapping[str,
     return knob.at(high)
 
 
-def _knobs(search: Search, limits: Mapping[str, Any]) -> Iterator[Knob]:
+def _knobs(search: Search) -> Iterator[Knob]:
     """Settings that may help, those that change least first."""
     run = search.run
 
@@ -197,11 +180,10 @@ def _knobs(search: Search, limits: Mapping[str, Any]) -> Iterator[Knob]:
         return Knob(name, range((min(asked, MOST) - 1) // step * step, 0, -step))
 
     for name, there in zip(CAPS, (search.machine.vram_bytes, search.machine.ram_bytes), strict=True):
-        if limits[name] is not None:
-            yield Knob(name, range(int(limits[name] * 10) + 1, 10 * math.ceil(there / GIB) + 1))
+        cap: Any = search.limits.get(name)
+        if cap is not None:
+            yield Knob(name, range(int(cap * 10) + 1, 10 * math.ceil(there / GIB) + 1))
     yield fewer("evaluation", run.evaluation)
-    if DISK_TIER and limits["offload_dir"] is None and search.gpu:
-        yield Knob("offload_dir", [SOME_DISK])
     yield fewer("accumulation", run.accumulation)
     yield fewer("batch", run.micro_batch)
     yield fewer("length", run.length, 64)
@@ -211,17 +193,6 @@ def _knobs(search: Search, limits: Mapping[str, Any]) -> Iterator[Knob]:
     for width in ("8bit", "4bit"):
         yield Knob("optimizer_compression", [width] if width in narrower else [])
     yield Knob("precision", [] if run.precision == "bf16-sr" else ["bf16-sr"])
-
-
-def _tried(search: Search, limits: Mapping[str, Any], changes: Mapping[str, Any]) -> Search:
-    run, new = apply(changes, search.run, limits)
-    return Search(search.shape, search.machine, run, **new)
-
-
-def _saved(attempt: Search, search: Search, tier: str, before: int) -> float:
-    """GiB that a change gains in the tier that was short."""
-    more = attempt.capacity[tier] - search.capacity[tier]
-    return max(0.0, (before - attempt.need(tier) + more) / GIB)
 
 
 def _up(value: float) -> str:

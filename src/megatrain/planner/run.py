@@ -1,17 +1,40 @@
-"""What is to be run: tokens, precision, optimizer. Nothing here is chosen by a plan, since most of it changes bits."""
+"""What is to be run, where, within which limits. Nothing here is chosen by a plan, since most of it changes bits."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from megatrain.aliases import Aliased, renamed
-from megatrain.errors import SettingsError
+from megatrain.errors import SettingsError, UnknownSetting
 from megatrain.geometry import KINDS, PRECISIONS
-from megatrain.settings import moment_width
+from megatrain.hardware.machine import Machine, Reach
+from megatrain.settings import Settings, moment_width
 
+MachineLike = Machine | str | os.PathLike[str] | None
 ASKED = {"micro_batch": "batch", "kind": "optimizer"}
 """Fields of a run that users know by another name."""
+FIELDS = {asked: name for name, asked in ASKED.items()}
+
+
+class Limits(TypedDict, total=False):
+    """What a plan may take of a machine. None, or left out: all of it, and no disk."""
+
+    max_vram_gb: float | None
+    max_ram_gb: float | None
+    offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+    reach: Reach | None
+    """What can be had of the machine now."""
+
+
+LIMITS = tuple(Limits.__annotations__)
+OPTIONS = (
+    "batch", "length", "accumulation", "together", "optimizer", "clipping", "evaluation", "predictions", "head_chunk",
+    "trainer", "padded", "optimizer_compression", "precision", "compile", *LIMITS,
+)  # fmt: skip
+"""What `plan` and the inverse questions take beside a model and a machine: fields of a run, and limits."""
 
 
 class _Aliased(Aliased):
@@ -114,3 +137,38 @@ class Run(metaclass=_Aliased):
     def moments(self) -> int:
         """How many running averages the optimizer keeps."""
         return KINDS[self.kind]
+
+
+def machine_of(machine: MachineLike) -> Machine:
+    """A machine, by its name or the path of a description if it is not one."""
+    if machine is None:
+        raise SettingsError(
+            "a plan needs a machine: pass machine=mt.probe() for this one, the path of a description, or one of "
+            f"{', '.join(Machine.shipped())}."
+        )
+    return machine if isinstance(machine, Machine) else Machine.load(machine)
+
+
+def run_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are not limits, as fields of a run."""
+    return {FIELDS.get(name, name): value for name, value in options.items() if name not in LIMITS}
+
+
+def limits_of(options: Mapping[str, Any]) -> Limits:
+    return cast(Limits, {name: value for name, value in options.items() if name in LIMITS})
+
+
+def run_or(run: Run | None, loaded: str, options: Mapping[str, Any]) -> tuple[Run, Limits]:
+    """A run that was given, with limits beside it; or what the options say of a model loaded in some precision."""
+    if unknown := [name for name in options if name not in OPTIONS]:
+        raise UnknownSetting(f"unknown option {', '.join(unknown)}; a plan takes {', '.join(OPTIONS)}.")
+    if run is not None and not isinstance(run, Run):
+        raise SettingsError(f"run must be a Run, or left out, not {type(run).__name__}.")
+    if run is not None and (twice := [name for name in options if name not in LIMITS]):
+        raise SettingsError(f"{', '.join(twice)} cannot be given beside a run: set them in it, or leave it out.")
+    # Checked as everywhere else: unknown values are refused by the same sentences.
+    precision = options.get("precision")
+    Settings(max_vram_gb=options.get("max_vram_gb"), max_ram_gb=options.get("max_ram_gb"), precision=precision)
+    if run is None:
+        run = Run(**run_fields(options) | {"precision": precision or loaded})
+    return run, limits_of(options)

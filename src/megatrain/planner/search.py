@@ -8,29 +8,37 @@ plan.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import MOST_MICRO_BATCHES, update_threads
+from megatrain.geometry import MOST_MICRO_BATCHES, update_threads, windows_of
 from megatrain.hardware.described import folders, resolved
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.cost import ASSUMED_DISK, Costs
-from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Bools, Decision, Decisions, Ints
+from megatrain.planner.decision import (
+    GRAD_SLOTS,
+    HELD,
+    RESIDENT,
+    SLOTS,
+    STREAMED,
+    Bools,
+    Decision,
+    Decisions,
+    Ints,
+    most_layers,
+)
 from megatrain.planner.memory import GIB, TIERS, Ledger
 from megatrain.planner.plan import Plan
-from megatrain.planner.run import Run
+from megatrain.planner.run import Limits, Run, limits_of, run_fields
 from megatrain.planner.simulate import Simulator, StepEstimate
 
-OffloadDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-SLOTS = (4, 3, 2, 1)
-GRAD_SLOTS = (2, 1)
 WEIGHT_LEVELS, SUM_LEVELS = 4, 8
 """Layers whose weights, or sums, are held beyond the resident ones: none, or up to a multiple of this part of all."""
 CHUNK = 64
@@ -44,28 +52,24 @@ UNKNOWN = 1 << 62
 class Search:
     """Decisions for one model, run and machine, within its limits."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        machine: Machine,
-        run: Run,
-        *,
-        max_vram_gb: float | None = None,
-        max_ram_gb: float | None = None,
-        offload_dir: OffloadDir | None = None,
-        reach: Reach | None = None,
-    ) -> None:
-        self.shape, self.machine, self.run = shape, machine, run
-        self.reach = reach or Reach()
+    def __init__(self, shape: ModelShape, machine: Machine, run: Run, **limits: Unpack[Limits]) -> None:
+        self.shape, self.machine, self.run, self.limits = shape, machine, run, limits
         self.gpu = machine.gpu is not None
-        self.disks = _disks(machine, offload_dir)
+        self.disks = _disks(machine, limits.get("offload_dir"))
+        reach = limits.get("reach") or Reach()
         self.capacity = {
-            "vram": _capped("max_vram_gb", machine.vram_bytes, max_vram_gb, self.reach.vram, self.reach.held),
-            "ram": _capped("max_ram_gb", machine.ram_bytes, max_ram_gb, self.reach.ram),
+            "vram": _capped("max_vram_gb", machine.vram_bytes, limits.get("max_vram_gb"), reach.vram, reach.held),
+            "ram": _capped("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), reach.ram),
             "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN),
         }
         self.ledger = Ledger(shape, run, gpu=self.gpu)
         self._simulator: Simulator | None = None
+
+    def changed(self, **options: Any) -> Search:
+        """The same with some settings changed, by the names that users know."""
+        run, limits = dataclasses.replace(self.run, **run_fields(options)), self.limits.copy()
+        limits.update(limits_of(options))
+        return Search(self.shape, self.machine, run, **limits)
 
     @property
     def simulator(self) -> Simulator:
@@ -123,37 +127,13 @@ class Search:
 
     def _choices(self, layers: Sequence[int], held: Sequence[int]) -> Decisions:
         """One decision per group, with the fewest slots: the least memory the group can do with."""
-        windows = windows_of(self.run.accumulation) if self.run.together else [(1, 1)]
-        wanted = [range(len(windows)), (0, 1), (STREAMED, HELD, RESIDENT), layers, held, self._levels(SUM_LEVELS)]
+        windows = window_choices(self.run.accumulation) if self.run.together else [(1, 1)]
         if not self.gpu:
-            wanted = [wanted[0], (0,), (STREAMED,), (0,), (0,), (0,)]
-        number, offload, rest, resident, weights, sums = (
-            column.ravel() for column in np.meshgrid(*map(np.array, wanted), indexing="ij")
-        )
-        # Counts up to the resident ones say the same: one of them is enough.
-        distinct = ((weights == 0) | (weights > resident)) & ((sums == 0) | (sums > resident))
-        first, window = np.array(windows).T[:, number]
-        found = Decisions(
-            first=first, window=window, offload=offload, rest=rest, layers=resident, held=weights, summed=sums,
-            slots=1, grad_slots=1,
-        )  # fmt: skip
-        return self._least_stored(found.take(distinct).joined(self._visiting(windows, layers)))
-
-    def _visiting(self, windows: Sequence[tuple[int, int]], layers: Sequence[int]) -> Decisions:
-        """Those in which states visit the GPU: weights and sums of all layers are held."""
-        count = len(self.ledger.layers)
-        wanted = [range(len(windows)), (HELD, RESIDENT), layers, self._levels(SUM_LEVELS)]
-        if not self.gpu:
-            wanted[0] = ()
-        number, rest, resident, visited = (
-            column.ravel() for column in np.meshgrid(*(np.array(w, np.int64) for w in wanted), indexing="ij")
-        )
-        first, window = np.array(windows).T[:, number]
-        found = Decisions(
-            first=first, window=window, rest=rest, layers=resident, held=count, summed=count, visited=visited,
-            slots=1, grad_slots=1,
-        )  # fmt: skip
-        return found.take(visited > resident)
+            return self._least_stored(_every(windows))
+        sums, every = self._levels(SUM_LEVELS), len(self.ledger.layers)
+        found = _every(windows, offload=(0, 1), rest=(STREAMED, HELD, RESIDENT), layers=layers, held=held, summed=sums)
+        visiting = _every(windows, rest=(HELD, RESIDENT), layers=layers, visited=sums, held=(every,), summed=(every,))
+        return self._least_stored(found.joined(visiting.take(visiting.visited > visiting.layers)))
 
     def _levels(self, parts: int) -> list[int]:
         count = len(self.ledger.layers)
@@ -168,21 +148,18 @@ class Search:
 
     def _needs(self) -> dict[str, Ints]:
         """Bytes per tier of the decisions that take least: no layer resident, all, and as many as VRAM holds."""
-        most = len(self.ledger.layers)
         least = self._choices((0,), (0,))
         if not self.gpu:
-            return self._need(least)
-        low, high = np.zeros_like(least.layers), np.full_like(least.layers, most)
-        while (high - low > 1).any():
-            middle = (low + high) // 2
-            enough = self.ledger.totals(least.replace(layers=middle))["vram"] <= self.capacity["vram"]
-            low, high = np.where(enough, middle, low), np.where(enough, high, middle)
-        found = [self._need(least.replace(layers=layers)) for layers in (0, low, most)]
-        return {tier: np.concatenate([need[tier] for need in found]) for tier in TIERS}
+            return self.ledger.totals(self._on_disk(least))
 
-    def _need(self, chosen: Decisions) -> dict[str, Ints]:
-        """Bytes per tier, with as few blocks on disk as RAM needs; if RAM is short whatever is there, as most help."""
-        return self.ledger.totals(self._on_disk(chosen))
+        def fit(layers: Ints) -> Bools:
+            return self.ledger.totals(least.replace(layers=layers))["vram"] <= self.capacity["vram"]
+
+        every = len(self.ledger.layers)
+        counts = (0, most_layers(np.zeros_like(least.layers), every, fit), every)
+        # If RAM is short whatever is on disk, as much is there as helps most.
+        found = [self.ledger.totals(self._on_disk(least.replace(layers=layers))) for layers in counts]
+        return {tier: np.concatenate([need[tier] for need in found]) for tier in TIERS}
 
     def _within(self, totals: dict[str, Ints]) -> Bools:
         fits: Bools = np.logical_and.reduce([totals[tier] <= self.capacity[tier] for tier in TIERS])
@@ -218,33 +195,23 @@ class Search:
         return self.ledger.relieved(chosen, np.where(chosen.visited > chosen.layers, 0, over))
 
 
-def solve(
-    shape: ModelShape,
-    machine: Machine,
-    run: Run,
-    *,
-    max_vram_gb: float | None = None,
-    max_ram_gb: float | None = None,
-    offload_dir: OffloadDir | None = None,
-    reach: Reach | None = None,
-) -> Plan:
+def solve(shape: ModelShape, machine: Machine, run: Run, **limits: Unpack[Limits]) -> Plan:
     """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
     from megatrain.planner.refuse import refusal
 
-    limits: dict[str, Any] = {
-        "max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "offload_dir": offload_dir, "reach": reach
-    }  # fmt: skip
     search = Search(shape, machine, run, **limits)
     found = search.best()
     if found is None:
-        raise refusal(search, limits)
+        raise refusal(search)
     return make_plan(search, *found)
 
 
 def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
     """A decision in the words of the engine."""
     ledger, blocks, run = search.ledger, search.shape.blocks, search.run
-    default = "offload" if decision.offload else "recompute"
+    named: dict[str, Any] = {
+        field: tuple(blocks[i].name for i in found) for field, found in ledger.placed(decision).items()
+    }
     stored = {blocks[i].name: "store" for i in ledger.layers[: decision.stored]}
     return Plan(
         model=search.shape.name,
@@ -252,26 +219,35 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         matmul_parameters=search.shape.matmul_parameters,
         machine=search.machine.name,
         run=run,
-        resident=tuple(blocks[i].name for i in ledger.resident(decision)),
-        held_weights=tuple(blocks[i].name for i in ledger.held_weights(decision)),
-        held_gradients=tuple(blocks[i].name for i in ledger.held_sums(decision)),
-        streamed_states=tuple(blocks[i].name for i in ledger.visited(decision)),
-        on_disk=tuple(blocks[i].name for i in ledger.on_disk(decision)),
         blocks=len(blocks),
-        policy=stored | {"*": default},
-        windows=decision.windows(run.accumulation),
+        policy=stored | {"*": "offload" if decision.offload else "recompute"},
+        windows=windows_of((decision.first or decision.window, decision.window), run.accumulation),
         slots=decision.slots,
         grad_slots=decision.grad_slots,
         threads=update_threads(search.machine.cores),
-        memory=ledger.account(decision).as_dict(),
+        memory=ledger.account(decision),
         capacity=search.capacity,
         step=step,
         lossy=_lossy(run),
         notes=tuple(_notes(search, decision)),
+        **named,
     )
 
 
-def windows_of(accumulation: int) -> list[tuple[int, int]]:
+def _every(windows: Sequence[tuple[int, int]], **choices: Sequence[int]) -> Decisions:
+    """Every combination, with the fewest slots."""
+    grid = np.meshgrid(np.arange(len(windows)), *map(np.array, choices.values()), indexing="ij")
+    number, *columns = (column.ravel() for column in grid)
+    first, window = np.array(windows).T[:, number]
+    found = dict(zip(choices, columns, strict=True))
+    distinct = np.ones(len(number), bool)
+    for name in {"held", "summed", "visited"} & found.keys():
+        # Counts up to the resident ones say the same: one of them is enough.
+        distinct &= (found[name] == 0) | (found[name] > found["layers"])
+    return Decisions(first=first, window=window, slots=1, grad_slots=1, **found).take(distinct)
+
+
+def window_choices(accumulation: int) -> list[tuple[int, int]]:
     """Windows worth trying, the first and the others: equal ones that cut a step into 1, 2, 3, 4, 6, 8, 12... of them,
     and single micro-batches after a first window of 2, 4, 8..."""
     found = {-(-accumulation // (base << shift)) for base in (1, 3) for shift in range(accumulation.bit_length() + 1)}
@@ -299,7 +275,7 @@ def _capped(name: str, there: int, asked: float | None, reach: int | None, held:
     return max(0, usable - held if reach is None else min(usable - held, reach))
 
 
-def _disks(machine: Machine, offload_dir: OffloadDir | None) -> tuple[Disk, ...]:
+def _disks(machine: Machine, offload_dir: Any) -> tuple[Disk, ...]:
     """The disks behind the directories: those that the machine describes, and an assumed one for each other."""
     known = {resolved(disk.path): disk for disk in machine.disks} if offload_dir is not None else {}
     return tuple(known.get(path, ASSUMED_DISK) for path in folders(offload_dir))

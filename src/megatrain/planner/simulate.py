@@ -16,7 +16,7 @@ import numpy as np
 
 from megatrain.geometry import LANES
 from megatrain.planner.cost import PARK, STEP, TRAINER, Costs, Piece
-from megatrain.planner.decision import RESIDENT, STREAMED, Bools, Decision, Decisions, Floats, Ints, Windows, looked_up
+from megatrain.planner.decision import RESIDENT, STREAMED, Decision, Decisions, Floats, Sums, Table, Windows, looked_up
 from megatrain.planner.memory import Ledger
 from megatrain.planner.passes import AHEAD, NAMES, Block, Pass
 
@@ -41,8 +41,11 @@ class Simulator:
         self.costs, self.ledger = costs, ledger
         self.count = len(costs.pieces)
         self._around = STEP + TRAINER * costs.run.trainer
-        self._sums = _Sums(costs, ledger)
-        self._disk_seconds: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._sums = {
+            field.name: Sums([float(getattr(piece, field.name)) for piece in costs.pieces], ledger.layers, ledger.rest)
+            for field in fields(Piece)
+        }
+        self._disk_seconds: Table = {}
         last = max(range(self.count), key=lambda i: (costs.pieces[i].fetch_bytes > 0, i))
         self._tail = sum(piece.forward for piece in costs.pieces[last:])
         """Forward of the last block that owns weights, and of those after it."""
@@ -65,12 +68,10 @@ class Simulator:
         windows = Windows(chosen, self.costs.run.accumulation)
         blocks = [Block(self.costs, self.ledger, chosen, index) for index in range(self.count)]
         seconds = self._around + self._norm(chosen)
-        for number, (size, times) in enumerate(zip(windows.sizes, windows.times, strict=True)):
+        for number, times in enumerate(windows.times):
             if not times.any():
                 continue
-            # A step of one window has its updates in that one, whichever they belong to.
-            last = ~windows.several if number == 0 else np.full(len(chosen), number == 2)
-            one = Pass(self.costs, chosen, blocks, size, windows.several, number == 0, last)
+            one = Pass(self.costs, chosen, blocks, windows, number)
             seconds = seconds + times * one.run()
             if waited is not None:
                 for lane in NAMES:
@@ -87,36 +88,38 @@ class Simulator:
 
     def _norm(self, chosen: Decisions) -> Floats:
         """Norm and rounding of the sums that are in VRAM, beside nothing else."""
-        return self._sums.before("norm", chosen.summed, chosen.rest != STREAMED)
+        return self._sums["norm"].before(chosen.summed, chosen.rest != STREAMED)
 
     def busy(self, chosen: Decisions) -> dict[str, Floats]:
         """Seconds of work per lane: no step is shorter than the longest."""
-        sums, costs, micro = self._sums, self.costs, self.costs.run.accumulation
+        sums, micro = self._sums, self.costs.run.accumulation
         windows = Windows(chosen, micro)
         count, streamed, owned = windows.count, chosen.rest == STREAMED, chosen.rest != RESIDENT
-        again = sums.after("forward", chosen.stored, False) + sums.rest["again"]
-        compute = micro * (sums.all("forward") + again + sums.all("backward")) + self._norm(chosen)
+        computed = sums["forward"].total + sums["again"].after(chosen.stored, True) + sums["backward"].total
+        compute = micro * computed + self._norm(chosen)
         for size, times in zip(windows.sizes, windows.times, strict=True):
-            compute += 2 * times * size * costs.call(size) * self.count
-        fetched = sums.after("fetch", chosen.held, streamed)
-        h2d = count * (fetched + sums.after("fetch_back", chosen.held, streamed))
-        h2d += (count - 1) * sums.after("resume", chosen.summed, streamed)
+            compute += 2 * times * size * self.costs.call(size) * self.count
+        fetched = sums["fetch"].after(chosen.held, streamed)
+        h2d = count * (fetched + sums["fetch_back"].after(chosen.held, streamed))
+        h2d += (count - 1) * sums["drain_sum"].after(chosen.summed, streamed)
         # The last layers of a forward are still in their slots when the backward begins.
         in_slots = np.maximum(chosen.held, len(self.ledger.layers) - chosen.slots + 1)
-        h2d -= count * sums.after("fetch_back", in_slots, False)
-        hold = sums.after("fetch", chosen.visited, owned) - fetched
-        drained = sums.after("drain", chosen.summed, streamed)
-        d2h = np.where(windows.several, count * sums.after("drain_sum", chosen.summed, streamed), drained)
-        leave = sums.after("leave", chosen.visited, owned) - sums.after("leave", chosen.summed, streamed)
+        h2d -= count * sums["fetch_back"].after(in_slots, False)
+        hold = sums["fetch"].after(chosen.visited, owned) - fetched
+        drained = sums["drain"].after(chosen.summed, streamed)
+        d2h = np.where(windows.several, count * sums["drain_sum"].after(chosen.summed, streamed), drained)
+        leave = sums["leave"].after(chosen.visited, owned) - sums["leave"].after(chosen.summed, streamed)
         parked = len(self.ledger.layers) - chosen.stored
         compute += chosen.offload * 2 * micro * PARK * parked
-        d2h += chosen.offload * micro * sums.after("park", chosen.stored, False)
-        h2d += chosen.offload * micro * sums.after("unpark", chosen.stored, False)
-        crowded = np.where(chosen.visited > chosen.layers, costs.crowded, 1.0)
-        update = crowded * sums.after("update", chosen.visited, owned) + sums.after("merge", chosen.summed, streamed)
-        vram = sums.all("gpu_update") - sums.after("gpu_update", chosen.visited, owned)
-        visits, weights = (sums.after(n, chosen.layers, False) - sums.after(n, chosen.visited, False)
-                           for n in ("visit", "fetch_back"))  # fmt: skip
+        d2h += chosen.offload * micro * sums["park"].after(chosen.stored, False)
+        h2d += chosen.offload * micro * sums["unpark"].after(chosen.stored, False)
+        crowded = np.where(chosen.visited > chosen.layers, self.costs.crowded, 1.0)
+        update = crowded * sums["update"].after(chosen.visited, owned) + sums["merge"].after(chosen.summed, streamed)
+        vram = sums["gpu_update"].total - sums["gpu_update"].after(chosen.visited, owned)
+        visits, weights = (
+            sums[name].after(chosen.layers, False) - sums[name].after(chosen.visited, False)
+            for name in ("visit", "fetch_back")
+        )
         disk = self._disk(chosen)[0]
         lanes = (compute, h2d, hold, d2h, leave, update, vram, visits, visits + weights, disk)
         return dict(zip(NAMES, lanes, strict=True))
@@ -127,7 +130,7 @@ class Simulator:
 
         def seconds(resident: int, layers: int, disk: int) -> tuple[float, float]:
             pieces = self.costs.pieces
-            staged = self.ledger.on_disk(Decision(rest=RESIDENT * resident, layers=layers, disk=disk))
+            staged = self.ledger.on_disk(resident, layers, disk)
             whole = sum(pieces[i].disk_read + pieces[i].disk_write for i in staged)
             # A block without weights of its own is not fetched, and its forward waits for nothing.
             while staged and not pieces[staged[-1]].fetch_bytes:
@@ -137,8 +140,9 @@ class Simulator:
             reads = sum(pieces[i].disk_read for i in staged[AHEAD:])
             return whole, reads + sum(pieces[i].disk_write for i in staged[:-AHEAD])
 
-        found = looked_up(self._disk_seconds, seconds, chosen.rest == RESIDENT, chosen.layers, chosen.disk)
-        return found[0], found[1]
+        columns = chosen.rest == RESIDENT, chosen.layers, chosen.disk
+        whole, waited = looked_up(self._disk_seconds, seconds, *columns)
+        return whole, waited
 
     def bounds(self, chosen: Decisions) -> Floats:
         """A step that no schedule beats: the longest lane, or compute with what it always waits for; with clipping, all
@@ -148,48 +152,16 @@ class Simulator:
             return sum(busy.values(), np.zeros(len(chosen)))
         sums, windows = self._sums, Windows(chosen, self.costs.run.accumulation)
         # Windows after the first wait for the sums of the one before.
-        resumed = sums.after("resume", chosen.summed, chosen.rest == STREAMED)
-        compute = busy["compute"] + (windows.count - 1) * resumed
+        resumed = sums["drain_sum"].after(chosen.summed, chosen.rest == STREAMED)
+        compute: Floats = busy["compute"] + (windows.count - 1) * resumed
         longest = np.maximum(self._around + compute + busy["vram"], self._links(busy))
         if not self.costs.run.clipping:
             return np.maximum(longest, self._around + busy["update"])
         # Of the first window, the forward up to the last block that the CPU updates is what updates can hide under.
         first = windows.sizes[0]
-        hidden = sums.all("forward") - np.where(chosen.rest == RESIDENT, 0.0, self._tail)
+        hidden = sums["forward"].total - np.where(chosen.rest == RESIDENT, 0.0, self._tail)
         hidden = hidden + self.costs.call(first) * self.count
         hidden = hidden + chosen.offload * PARK * (len(self.ledger.layers) - chosen.stored)
         after = self._around + compute - first * hidden
         updates = np.maximum(busy["states_in"], np.maximum(busy["update"], self._disk(chosen)[1]))
         return np.maximum(longest, updates + after)
-
-    def bound(self, decision: Decision) -> float:
-        return float(self.bounds(Decisions.of([decision]))[0])
-
-
-class _Sums:
-    """Sums over pieces: of all, of the first layers or those after them, and of the rest."""
-
-    def __init__(self, costs: Costs, ledger: Ledger) -> None:
-        self._before: dict[str, Floats] = {}
-        self.rest: dict[str, float] = {}
-        for name in (item.name for item in fields(Piece)):
-            values = [float(getattr(piece, name)) for piece in costs.pieces]
-            if name == "fetch_back":
-                # The head is not fetched again: its gradients are taken in the forward.
-                values = [0.0 if kind == "head" else v for v, kind in zip(values, costs.kinds, strict=True)]
-            self._before[name] = np.cumsum([0.0, *(values[i] for i in ledger.layers)])
-            self.rest[name] = sum(values[i] for i in ledger.rest)
-        self.rest["again"] = sum(costs.pieces[i].forward for i in ledger.rest if costs.kinds[i] != "head")
-
-    def before(self, name: str, layers: Ints, rest: Bools) -> Floats:
-        """Of the first layers, and of the rest or not."""
-        found: Floats = self._before[name][layers] + rest * self.rest[name]
-        return found
-
-    def after(self, name: str, layers: Ints, rest: Bools | bool) -> Floats:
-        """Of the layers after them."""
-        found: Floats = self._before[name][-1] - self._before[name][layers] + rest * self.rest[name]
-        return found
-
-    def all(self, name: str) -> float:
-        return float(self._before[name][-1]) + self.rest[name]

@@ -21,7 +21,7 @@ from megatrain.planner.plan import Plan
 from megatrain.planner.questions import dense_shape
 from megatrain.planner.refuse import Refusal
 from megatrain.planner.run import Run
-from megatrain.planner.search import GRAD_SLOTS, SLOTS, USABLE, Search, solve, windows_of
+from megatrain.planner.search import GRAD_SLOTS, SLOTS, USABLE, Search, solve, window_choices
 
 
 def solved(*args, **kwargs):
@@ -130,7 +130,8 @@ def test_one_layer_that_keeps_its_graph_may_take_less():
     shape, run = dense_shape(32, 1, 512), Run(micro_batch=4, length=2048)
     machine = Machine.load("h100-512gb")
     ledger = Search(shape, machine, run).ledger
-    kept, again = (ledger.account(Decision(stored=n, slots=1, grad_slots=1)).total("vram") for n in (1, 0))
+    least = [Decision(stored=stored, slots=1, grad_slots=1) for stored in (1, 0)]
+    kept, again = map(int, ledger.totals(Decisions.of(least))["vram"])
     assert kept < again
     between = dataclasses.replace(machine, vram_bytes=int((kept + again) / 2 / USABLE))
     search = Search(shape, between, run)
@@ -145,7 +146,8 @@ def test_no_step_is_below_its_bound(clipping):
         search = Search(shape, machine, run, offload_dir="/disk")
         for disk, offload, rest, window in itertools.product(range(9), (False, True), range(3), (1, 2)):
             made = Decision(disk=disk, offload=offload, rest=rest, window=min(window, run.accumulation))
-            assert search.simulator.bound(made) <= search.simulator.step(made).seconds * (1 + 1e-12)
+            (bound,) = search.simulator.bounds(Decisions.of([made]))
+            assert bound <= search.simulator.step(made).seconds * (1 + 1e-12)
 
 
 def test_disks_are_known_by_their_paths(tmp_path):
@@ -189,7 +191,7 @@ def decisions(search):
     counts = range(len(search.ledger.layers) + 1)
     here, rest, both = (counts, range(3), (0, 1)) if search.gpu else ((0,), (0,), (0,))
     disks = range(len(search.shape.blocks) + 1) if search.disks else (0,)
-    windows = windows_of(search.run.accumulation)
+    windows = window_choices(search.run.accumulation)
     each = itertools.product(rest, here, here, here, here, counts, both, windows, SLOTS, GRAD_SLOTS, disks)
     rows = [
         (rest, layers, held, summed, visited, stored, offload, *window, slots, grad_slots, disk)
@@ -205,11 +207,11 @@ def decisions(search):
 
 
 def test_windows():
-    assert windows_of(1) == [(1, 1)]
-    assert windows_of(4) == [(4, 4), (2, 2), (1, 1), (2, 1)]
-    assert max(windows_of(1000)) == (64, 64)
-    assert {window for first, window in windows_of(12) if first == window} == {12, 6, 4, 3, 2, 1}
-    assert {first for first, window in windows_of(12) if first > window} == {2, 4, 8}
+    assert window_choices(1) == [(1, 1)]
+    assert window_choices(4) == [(4, 4), (2, 2), (1, 1), (2, 1)]
+    assert max(window_choices(1000)) == (64, 64)
+    assert {window for first, window in window_choices(12) if first == window} == {12, 6, 4, 3, 2, 1}
+    assert {first for first, window in window_choices(12) if first > window} == {2, 4, 8}
 
 
 def test_what_is_asked_is_checked():
