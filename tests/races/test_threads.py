@@ -162,6 +162,28 @@ def test_two_threads_train_at_once(lanes: str) -> None:
             engine._step.zero_grad()
 
 
+def test_two_threads_add_to_a_parameter_outside_all_blocks() -> None:
+    """Autograd adds to its field, and the store takes it from there, one thread at a time."""
+    model, times = Stack(), 300
+    errors: list[BaseException] = []
+    with engine_of(model):
+
+        def work() -> None:
+            try:
+                for _ in range(times):
+                    model.gain.sum().backward()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert torch.equal(model.gain.grad.clone(), torch.full_like(model.gain, 2 * times))
+
+
 def test_a_backward_from_outside_an_open_window_is_refused() -> None:
     model = Stack()
     plain = copy.deepcopy(model)

@@ -29,7 +29,7 @@ from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
 from megatrain.generators import Generators
 from megatrain.store.gradient import Place
-from megatrain.store.parameter import after_accumulate
+from megatrain.store.parameter import after_accumulate, users_hooks
 from megatrain.store.slab import Slab
 from megatrain.stream.activations import Activations, Parked
 
@@ -306,7 +306,7 @@ def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[int, dict[
         found = gradients[slab.index]
         hooked = {place[1]: block.parameters[name] for name, place in block.places.items() if place[0] is slab}
         for segment, gradient in found.items():
-            for hook in list((hooked[segment]._backward_hooks or {}).values()):
+            for hook in users_hooks(hooked[segment]._backward_hooks):
                 replaced = hook(gradient)
                 gradient = gradient if replaced is None else replaced
             found[segment] = gradient

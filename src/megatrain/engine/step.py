@@ -189,6 +189,9 @@ class Step:
         """One backward through a block has given all its gradients."""
         with self._lock, Deferred() if self._updates.early else nullcontext():
             self._places.returned(block)
+            if block.index == 0:
+                # The host is ahead of the device here; between steps it is not.
+                self._lanes.timeline.settle(wait=False)
             for slab in block.slabs:
                 if self._sums is None or not self._sums.holds(slab):
                     self._given(slab)

@@ -7,6 +7,7 @@ views of the store: each carries a meta tensor with its geometry inside the slab
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from megatrain.store.split import join
 Deposit = Callable[[Slab, int, torch.Tensor], None]
 _plain_grad: Any = torch.Tensor.grad
 """The field that autograd writes, under the property that shows the store."""
+PATIENCE = 10.0
+"""Seconds after which a thread no longer waits for another's backward to take what it added to a parameter's field."""
 
 
 class StoreTensor(torch.Tensor):
@@ -109,7 +112,7 @@ class StoreTensor(torch.Tensor):
         """The summed gradient: reading shows it, in-place changes reach the store, None clears it."""
         if not getattr(self, "_is_param", False) or self.segment not in self.slab.grad.present:
             return None
-        return StoreTensor.whole(self.slab, self.segment, "grad", self.device)
+        return self._gradient()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -126,11 +129,15 @@ class StoreTensor(torch.Tensor):
             )
         values = value.detach().clone()
         self.slab.grad.writable_part().present.add(self.segment)
-        StoreTensor.whole(self.slab, self.segment, "grad", self.device).write(values)
+        self._gradient().write(values)
 
     @grad.deleter
     def grad(self) -> None:
         self.slab.grad.drop(self.segment)
+
+    def _gradient(self) -> StoreTensor:
+        """Of a parameter, which is as the whole of its segment lies in the slab."""
+        return StoreTensor(self.slab, self.segment, "grad", self.device, self.geometry)
 
     @property
     def data(self) -> torch.Tensor:
@@ -231,22 +238,33 @@ def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> 
     """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
     parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
     reference = weakref.ref(parameter)
+    turn = _Turn()
+
+    def begin(_: Any) -> None:
+        # In `torch.autograd.grad` nothing is added to the field.
+        if torch.autograd._is_checkpoint_valid():
+            turn.take()
 
     # The garbage collector does not see what a hook refers to, so it must not refer to the slab.
     def collect(leaf: Any) -> None:
         gradient = _plain_grad.__get__(leaf)
         _plain_grad.__set__(leaf, None)
+        turn.leave()
         deposit(leaf.slab, leaf.segment, gradient)
 
     def drop() -> None:
         leaf = reference()
         if leaf is not None:
             _plain_grad.__set__(leaf, None)
+        turn.leave()
 
-    collect.__megatrain__ = True  # type: ignore[attr-defined]
+    # Copies of a parameter are plain tensors, which need no hook: there is nothing to warn of.
+    begin.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    begin.__megatrain__ = collect.__megatrain__ = True  # type: ignore[attr-defined]
     if tensor.is_floating_point():
         # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
         parameter.requires_grad_(True)
+        parameter.register_hook(begin)
         parameter.register_post_accumulate_grad_hook(collect)
         # A Ctrl-C on the way into the hook leaves the gradient in the field: the next one would be added to it.
         tensor.slab.grad.left_behind.append(drop)
@@ -254,11 +272,39 @@ def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> 
     return parameter  # type: ignore[no-any-return]
 
 
+class _Turn:
+    """One thread at a time, from before autograd adds to a parameter's field until the sum is taken from there.
+
+    Autograd adds under a lock of its own, which it gives back before it calls the hook that takes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def take(self) -> None:
+        me = threading.get_ident()
+        # A backward that failed on its way to the hook still holds it: the same thread goes on, others after a while.
+        if self._holder != me:
+            self._lock.acquire(timeout=PATIENCE)
+            self._holder = me
+
+    def leave(self) -> None:
+        """Nothing if another thread holds it."""
+        if self._holder == threading.get_ident():
+            self._holder = None
+            self._lock.release()
+
+
+def users_hooks(hooks: dict[int, Any] | None) -> list[Any]:
+    """Of the hooks on a parameter, those that users put there."""
+    return [hook for hook in (hooks or {}).values() if not getattr(hook, "__megatrain__", False)]
+
+
 def after_accumulate(parameter: torch.nn.Parameter) -> None:
     """Call the post-accumulate hooks that users put on a parameter whose gradient came from a block."""
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-        if not getattr(hook, "__megatrain__", False):
-            hook(parameter)
+    for hook in users_hooks(parameter._post_accumulate_grad_hooks):
+        hook(parameter)
 
 
 def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> dict[str, torch.Tensor]:

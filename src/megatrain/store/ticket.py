@@ -20,6 +20,10 @@ class Ticket(Protocol):
     def queue(self) -> Hashable:
         """Work of one queue is done in the order of its tickets: a lane's, or what one thread gives one stream."""
 
+    @property
+    def done(self) -> bool:
+        """Whether the work is finished, and did not fail: nothing needs to wait for it."""
+
     def wait(self) -> None:
         """Block the calling thread until the work is finished; raise if it failed."""
 
@@ -29,6 +33,7 @@ class Ticket(Protocol):
 
 class _Done:
     lane = queue = ""
+    done = True
 
     def wait(self) -> None:
         return None

@@ -30,6 +30,10 @@ class DeviceTicket(HostTicket):
         self._device = device
         self.event = torch.cuda.Event()
 
+    @property
+    def done(self) -> bool:
+        return super().done and self.event.query()
+
     def wait(self) -> None:
         super().wait()
         if threading.current_thread() is threading.main_thread():
@@ -59,6 +63,10 @@ class _Marked:
         self.event.record(stream)
         # Threads that share a stream may note their marks in another order than they set them.
         self.queue = (threading.get_ident(), stream.cuda_stream)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.event.query())
 
     def wait(self) -> None:
         self.event.synchronize()

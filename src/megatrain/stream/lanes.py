@@ -86,9 +86,9 @@ class Lanes:
         for wait in waits:
             if wait.ticket.lane in ("", "compute"):
                 wait.ticket.order()
-                continue
-            with self.timeline.waiting("compute", wait.ticket.lane):
-                wait.ticket.order()
+            elif not wait.ticket.done:
+                with self.timeline.waiting("compute", wait.ticket.lane):
+                    wait.ticket.order()
 
     def mark(self) -> Ticket:
         """A ticket for everything compute has been given so far."""
@@ -180,6 +180,10 @@ class HostTicket:
     @property
     def queue(self) -> str:
         return self.lane
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set() and self._error is None
 
     def wait(self) -> None:
         if not self._finished.is_set():

@@ -69,7 +69,8 @@ class _Page:
         if not wait and not all(finish.query() for *_, finish in self.pending):
             return False
         for lane, label, waiting, begin, finish in self.pending:
-            finish.synchronize()
+            if wait:
+                finish.synchronize()
             assert self.origin is not None
             start = self.begin + self.origin.elapsed_time(begin) / 1e3
             end = start + begin.elapsed_time(finish) / 1e3
@@ -81,9 +82,10 @@ class _Page:
         return True
 
     def times(self) -> StepTimes:
-        lanes = {span.lane for span in self.spans}
-        busy = {lane: _length(_union(span for span in self.spans if span.lane == lane)) for lane in sorted(lanes)}
-        return StepTimes(self.step, self.end - self.begin, busy, self._waited())
+        lanes = sorted({span.lane for span in self.spans})
+        busy = {lane: _length(_union(span for span in self.spans if span.lane == lane)) for lane in lanes}
+        waited = {lane: 0.0 for lane in lanes if lane != "compute"} | self._waited()
+        return StepTimes(self.step, self.end - self.begin, busy, waited)
 
     def _waited(self) -> dict[str, float]:
         waited: dict[str, float] = {}
@@ -98,6 +100,8 @@ class _Page:
         return waited
 
 
+UNREAD = 2
+"""Steps whose events may wait to be read."""
 MOST = 1 << 15
 """Entries of a page that are kept when no trace was asked for: evaluation and generation run on without a step."""
 
@@ -126,10 +130,11 @@ class Timeline:
         self._closed.append(self._page)
         self._steps += 1
         self._page = self._new_page()
-        self.settle(wait=False)
+        if len(self._closed) > UNREAD:
+            self.settle(wait=False)
 
     def settle(self, wait: bool) -> None:
-        """Read the pages that are complete."""
+        """Read the pages that are complete. Takes milliseconds: best while the device has work to go on with."""
         while self._closed and self._closed[0].resolve(wait):
             page = self._closed.pop(0)
             self.last = page.times()

@@ -9,6 +9,7 @@ class Given:
     """Work in a queue."""
 
     lane = "compute"
+    done = False
 
     def __init__(self, queue: Any) -> None:
         self.queue = queue

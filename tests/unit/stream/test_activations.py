@@ -18,6 +18,7 @@ class Late:
     """A copy to the device that is still under way."""
 
     lane = queue = "h2d"
+    done = False
 
     def __init__(self, lane):
         self._lane = lane

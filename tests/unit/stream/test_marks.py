@@ -16,6 +16,7 @@ from megatrain.stream.lanes import SyncLanes
 
 class Mark:
     lane = queue = "compute"
+    done = False
 
     def __init__(self, time: int) -> None:
         self.time = time

@@ -132,7 +132,7 @@ class Marking(SyncLanes):
     """Inline lanes on which compute has work that may not be done yet."""
 
     class _Mark:
-        lane, queue = "compute", "compute"
+        lane, queue, done = "compute", "compute", False
 
         def wait(self) -> None: ...
 
