@@ -9,12 +9,12 @@ from megatrain._version import __version__
 
 if TYPE_CHECKING:
     from megatrain import errors as errors
-    from megatrain.engine.init import init as init
+    from megatrain.engine.planning import init as init
     from megatrain.engine.planning import largest_batch as largest_batch
     from megatrain.engine.planning import largest_context as largest_context
     from megatrain.engine.planning import largest_model as largest_model
     from megatrain.engine.planning import plan as plan
-    from megatrain.engine.probing import probe as probe
+    from megatrain.engine.planning import probe as probe
     from megatrain.engine.session import Engine as Engine
     from megatrain.errors import MegaTrainError as MegaTrainError
     from megatrain.errors import WindowAborted as WindowAborted
@@ -28,26 +28,17 @@ if TYPE_CHECKING:
     from megatrain.settings import Debug as Debug
     from megatrain.settings import Settings as Settings
 
-_WHERE = {
-    "Answer": "megatrain.planner",
-    "Debug": "megatrain.settings",
-    "Engine": "megatrain.engine.session",
-    "Machine": "megatrain.hardware.machine",
-    "MegaMixin": "megatrain.hf.mixin",
-    "MegaTrainError": "megatrain.errors",
-    "Plan": "megatrain.planner",
-    "Refusal": "megatrain.planner",
-    "Run": "megatrain.planner",
-    "Settings": "megatrain.settings",
-    "Trainer": "megatrain.hf.trainer",
-    "WindowAborted": "megatrain.errors",
-    "init": "megatrain.engine.init",
-    "largest_batch": "megatrain.engine.planning",
-    "largest_context": "megatrain.engine.planning",
-    "largest_model": "megatrain.engine.planning",
-    "plan": "megatrain.engine.planning",
-    "probe": "megatrain.engine.probing",
+_NAMES = {
+    "engine.planning": ("init", "largest_batch", "largest_context", "largest_model", "plan", "probe"),
+    "engine.session": ("Engine",),
+    "errors": ("MegaTrainError", "WindowAborted"),
+    "hardware.machine": ("Machine",),
+    "hf.mixin": ("MegaMixin",),
+    "hf.trainer": ("Trainer",),
+    "planner": ("Answer", "Plan", "Refusal", "Run"),
+    "settings": ("Debug", "Settings"),
 }
+_WHERE = {name: f"megatrain.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", "errors", *_WHERE]
 

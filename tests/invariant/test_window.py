@@ -485,7 +485,7 @@ def fetched_per_step(model: Any, micro_batches: int, windowed: bool, **settings:
     counts: Counter[str] = Counter()
     with engine_of(model, **settings) as engine:
         optimizer = engine.optimizer(lr=1e-3)
-        fetcher = engine._step._fetcher
+        fetcher = engine._step.fetcher
         fill = fetcher._fill
 
         def counting(slab: Any, keep: set[int]) -> Any:

@@ -110,7 +110,7 @@ def test_the_frozen_base_streams_and_has_no_states():
         assert base > 2 * light
         # One layer of the base is in a slot at a time; all of it has come, in forward and in backward.
         fetched = engine.counters.bytes_h2d
-        assert engine._step._fetcher.slot_bytes() < base
+        assert engine._step.fetcher.slot_bytes() < base
         assert fetched > 2 * base, "two micro-batches"
         names = [block.name for block in engine.blocks]
         assert sum(".layers." in name for name in names) == 3, "adapters belong to the block that they sit in"

@@ -305,14 +305,14 @@ def test_the_only_thread_is_no_visitor() -> None:
     model = Stack()
     with engine_of(model, resident=("*",)) as engine, torch.no_grad():
         model(inputs(0))
-        assert not engine._step._threads.visiting()
+        assert not engine._step._calls.visiting()
 
 
 def test_a_visit_that_never_began_is_not_taken_back() -> None:
     """Ctrl-C while a visitor waits for the lock: a count below zero would let the next step wait for good."""
     model = Stack()
     with engine_of(model, resident=("*",)) as engine:
-        fetcher = engine._step._fetcher
+        fetcher = engine._step.fetcher
         lock, fetcher.lock = fetcher.lock, Interrupted(fetcher.lock)
         with pytest.raises(KeyboardInterrupt):
             fetcher.acquire(engine.slabs, visiting=True)

@@ -7,51 +7,43 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatrain.compute.block import Block, unbind
+from megatrain.engine.placement import Placement
 from megatrain.engine.undo import Undo
 from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
 from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.store.layout import lay_out
-from megatrain.store.memory import Homes
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
-from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.telemetry.notices import announce
 
 Owners = dict[int, list[tuple[torch.nn.Module, str]]]
 
 
+@dataclass
 class Adoption:
     """What an engine changed in a model, so that it can be undone."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        device: torch.device,
-        precision: str,
-        memory: HostMemory,
-        homes: Callable[[str], Homes],
-        saved: Mapping[str, torch.dtype],
-    ) -> None:
-        self.model = model
-        self.device = device
-        self.precision = precision
-        self.memory = memory
-        self.homes = homes
-        """Where the block of a name keeps its state."""
-        self.saved = saved
-        """The dtypes that an earlier engine saved parameters in: it handed all its masters over as FP32."""
-        self.slabs: list[Slab] = []
-        self.blocks: list[Block] = []
+    model: torch.nn.Module
+    device: torch.device
+    precision: str
+    placement: Placement
+    saved: Mapping[str, torch.dtype]
+    """The dtypes that an earlier engine saved parameters in: it handed all its masters over as FP32."""
+    slabs: list[Slab] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._loaded: dict[tuple[int, int], torch.dtype] = {}
         """(slab, segment) → the dtype that a parameter goes back in if the engine cannot be attached."""
-        self._dtypes = Dtypes(model)
+        self._dtypes = Dtypes(self.model)
 
     def take(self, found: list[Found], deposit: Deposit, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
@@ -65,7 +57,7 @@ class Adoption:
         for item in found:
             self._move(item, owners, deposit)
             # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
-            self.memory.trim()
+            self.placement.ram.trim()
             if not item.loose:
                 self._wrap(item, run, undo)
         for module in self.model.modules():
@@ -118,13 +110,13 @@ class Adoption:
                     low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
                     taken += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
                     freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
-            if self.homes(item.label).weight is not self.memory:
+            if self.placement.homes(item.label).weight is not self.placement.ram:
                 resident, extra = resident + taken, extra - freed
                 continue
             total += taken
             peak = max(peak, extra + taken)
             extra += taken - freed
-        self.memory.require(peak, total)
+        self.placement.ram.require(peak, total)
         if resident:
             inventory.require_vram(self.device, resident, "the weights of resident blocks")
 
@@ -145,7 +137,9 @@ class Adoption:
         for (dtype, trains), parameters in self._groups(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             master = self.precision != "bf16-sr"
-            slab = Slab(len(self.slabs), item.label, layout, self.homes(item.label), master=master, trains=trains)
+            slab = Slab(
+                len(self.slabs), item.label, layout, self.placement.homes(item.label), master=master, trains=trains
+            )
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 self._loaded[slab.index, index] = parameter.dtype

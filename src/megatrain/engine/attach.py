@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain import process
-from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
@@ -29,12 +28,10 @@ from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
 from megatrain.geometry import LANES, chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
-from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import Found
-from megatrain.model.hooks import can_be_lazy, output_of, uses
+from megatrain.model.hooks import Hooks, can_be_lazy, output_of, uses
 from megatrain.optim.schedule import Updates
 from megatrain.store.forks import Owner
-from megatrain.store.parameter import Deposit
 from megatrain.store.slab import Slab
 from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
@@ -63,9 +60,7 @@ class Attachment:
     headroom: Headroom
     step: Step
 
-    def __init__(
-        self, engine: Engine, found: list[Found], saved: dict[str, torch.dtype], hooks: transformers_hooks.Hooks
-    ) -> None:
+    def __init__(self, engine: Engine, found: list[Found], saved: dict[str, torch.dtype], hooks: Hooks) -> None:
         self.model, self.device, self.settings = engine.model, engine.device, engine.settings
         self.engine, self.found, self.saved, self.hooks = engine, found, saved, hooks
         self.closed = False
@@ -114,10 +109,15 @@ class Attachment:
 
     def adopt(self) -> None:
         """Weights into the store; blocks are routed through the step, which is built from their slabs next."""
-        self.adoption = Adoption(
-            self.model, self.device, self.engine.precision, self.placement.ram, self.placement.homes, self.saved
-        )
-        self.adoption.take(self.found, _weakly(self._deposit), self._forward, self.releasing)
+        # Autograd keeps the hooks of parameters out of the garbage collector's sight: they must not hold the engine.
+        reference = weakref.ref(self)
+
+        def deposit(slab: Slab, index: int, gradient: torch.Tensor) -> None:
+            if (attachment := reference()) is not None:
+                attachment.step.deposit(slab, index, gradient)
+
+        self.adoption = Adoption(self.model, self.device, self.engine.precision, self.placement, self.saved)
+        self.adoption.take(self.found, deposit, lambda *call: self.step.forward(*call), self.releasing)
         # Parameters outside any block lie in slabs that have a name of their own.
         names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
         self.placement.check(names)
@@ -125,8 +125,8 @@ class Attachment:
     def build(self) -> None:
         """The flow of a step, over everything that it moves."""
         settings, device, lanes, slabs = self.settings, self.device, self.lanes, self.adoption.slabs
-        blocks, counters, hooks = self.adoption.blocks, self.engine.counters, self.hooks
-        policies = self.relief.policies = Policies(settings.policy, [block.name for block in blocks])
+        blocks, counters = self.adoption.blocks, self.engine.counters
+        self.relief.policies = Policies(settings.policy, [block.name for block in blocks])
         transfers = {name: Transfer(device, inventory.cores()) for name, lane in LANES.items() if lane.link}
         # Loose parameters are read where they are used: no slot is for them.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
@@ -146,13 +146,11 @@ class Attachment:
             drain=drain,
             resume=transfers["h2d"],
             updates=Updates(slabs, self.placement.kernels(), lanes, leaving, states, counters),
-            recorder=transformers_hooks.CaptureRecorder(hooks),
-            for_training=lambda args, kwargs: transformers_hooks.without_cache(hooks, args, kwargs),
-            check_open=self.check_open,
             activations=Activations(device, lanes, transfers["d2h"], transfers["h2d"], self.placement.ram),
-            policy=lambda block: policies[block.name],
-            watch=watch.check,
-            stepped=self._stepped,
+            hooks=self.hooks,
+            relief=self.relief,
+            watch=watch,
+            check_open=self.check_open,
         )
         self.relief.holds = Holds(slabs, fetcher, leaving, states)
         self.closing.add(self.step.seats.close)
@@ -208,19 +206,9 @@ class Attachment:
                 "a new megatrain.Engine(model)."
             )
 
-    def _forward(self, block: Block, args: Any, kwargs: Any) -> Any:
-        return self.step.forward(block, args, kwargs)
-
     def _begin(self, inputs: Any) -> None:
         self.headroom.begin(inputs)
         self.step.begin_pass()
-
-    def _stepped(self, steps: int) -> None:
-        self.relief.stepped(steps, self.lanes.quiesce)
-        self.placement.watch.stepped()
-
-    def _deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
-        self.step.deposit(slab, index, gradient)
 
 
 STEPS: tuple[Callable[[Attachment], None], ...] = (
@@ -243,15 +231,3 @@ def _stop(closing: Undo) -> None:
     # At the end of the process CUDA may be gone.
     with suppress(RuntimeError):
         closing.run()
-
-
-def _weakly(deposit: Deposit) -> Deposit:
-    """Autograd keeps the hooks of parameters out of the garbage collector's sight: they must not hold the engine."""
-    reference = weakref.WeakMethod(deposit)
-
-    def call(slab: Slab, index: int, gradient: torch.Tensor) -> None:
-        target = reference()
-        if target is not None:
-            target(slab, index, gradient)
-
-    return call

@@ -1,16 +1,19 @@
-"""`megatrain.plan`: what a run takes on this machine or another; and an engine that follows a plan."""
+"""What users ask before there is an engine: `megatrain.init`, `probe`, `plan` and what fits; and following a plan."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from megatrain import planner
 from megatrain import settings as settings_module
-from megatrain.engine.probing import probe
 from megatrain.errors import SettingsError
+from megatrain.hardware import inventory
+from megatrain.hardware import probe as hardware_probe
 from megatrain.hardware.machine import Machine
+from megatrain.optim.rates import update_rates
 from megatrain.planner import Answer, Plan, Run
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce, warn
@@ -20,6 +23,35 @@ LIMITS = ("max_vram_gb", "max_ram_gb")
 RUN = ("optimizer_compression", "precision", "compile", "head_chunk", "length")
 ELSEWHERE = ("machine", "device", "plan")
 """Settings that are no option of a plan, and do not contradict one."""
+UNSET: Any = object()
+
+
+def init(
+    offload_dir: Any = UNSET, max_vram_gb: Any = UNSET, optimizer_compression: Any = UNSET, **more: Any
+) -> Settings:
+    """Set the defaults of every engine and trainer made from here on; returns them.
+
+    `more` are the other fields of `Settings`. Values are checked here; what the hardware makes of them is announced
+    when an engine is attached. A second call replaces the first.
+    """
+    inventory.refuse_distributed()
+    first = {"offload_dir": offload_dir, "max_vram_gb": max_vram_gb, "optimizer_compression": optimizer_compression}
+    settings = Settings().override(**{name: value for name, value in first.items() if value is not UNSET}, **more)
+    if settings.machine is not None and not isinstance(settings.machine, Machine):
+        Machine.load(settings.machine)  # a name that is not there is refused now, not after the model has been loaded
+    inventory.choose_device(settings.device)
+    settings_module.store(settings)
+    return settings
+
+
+def probe(*, device: str | None = None, offload_dir: Any = None, refresh: bool = False) -> Machine:
+    """Describe this machine: what this process may use of it, and how fast that is, measured in under 20 seconds.
+
+    What was measured before is read from the cache unless `refresh`. The speed of a disk is measured only for the
+    directories in `offload_dir`.
+    """
+    rates = partial(update_rates, threads=inventory.update_threads())
+    return hardware_probe.probe(device=device, offload_dir=offload_dir, refresh=refresh, update_rates=rates)
 
 
 def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -> Plan:

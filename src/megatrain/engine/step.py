@@ -25,20 +25,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from megatrain.compute import node
-from megatrain.compute.block import Block, Recorder
+from megatrain.compute.block import Block
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
 from megatrain.compute.node import Use
 from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
-from megatrain.engine.places import Places
-from megatrain.engine.threads import Threads
+from megatrain.engine.calls import Calls
+from megatrain.engine.relief import Relief
 from megatrain.errors import UnsupportedCall
+from megatrain.hardware.watch import RamWatch
+from megatrain.model.hooks import CaptureRecorder, Hooks, without_cache
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.gradient import OUTSIDE, Place
 from megatrain.store.parameter import StoreTensor
@@ -52,65 +55,43 @@ from megatrain.stream.predict import BOUNDARY, Predictor
 from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.notices import warn
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Result = TypeVar("Result")
 
 
+@dataclass(kw_only=True, eq=False)
 class Step:
     """Runs blocks on streamed weights, collects their gradients, and releases updates."""
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        slabs: Sequence[Slab],
-        lanes: Lanes,
-        fetcher: Fetcher,
-        drain: Drain,
-        updates: Updates,
-        recorder: Recorder,
-        for_training: Callable[[tuple[Any, ...], dict[str, Any]], Arguments],
-        check_open: Callable[[], None],
-        resume: Transfer,
-        activations: Activations,
-        policy: Callable[[Block], str],
-        watch: Callable[[], None],
-        stepped: Callable[[int], None],
-    ) -> None:
-        self.activations = activations
-        self._policy = policy
-        self._watch = watch
-        """Raises when RAM runs out."""
-        self._stepped = stepped
-        """Told how many steps there were."""
-        self.device = device
-        self.slabs = slabs
+    device: torch.device
+    slabs: Sequence[Slab]
+    lanes: Lanes
+    fetcher: Fetcher
+    drain: Drain
+    resume: Transfer
+    """Brings sums of an earlier window back to the device."""
+    updates: Updates
+    activations: Activations
+    hooks: Hooks
+    relief: Relief
+    watch: RamWatch
+    check_open: Callable[[], None]
+    head: Head | None = None
+    """The block whose logits wait for the loss, if the model has one."""
+    revisits: bool = False
+    """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
+
+    def __post_init__(self) -> None:
         self.blocks: list[Block] = []
-        self._lanes = lanes
-        self._fetcher = fetcher
-        self._lock = fetcher.lock
-        self._drain = drain
-        self._resume = resume
-        """Brings sums of an earlier window back to the device."""
-        self._updates = updates
-        self._recorder = recorder
-        self._for_training = for_training
-        self._check_open = check_open
+        self.seats = Seats(self.device)
+        self._lock = self.fetcher.lock
+        self._calls = Calls(self.seats, self._lock)
         self._predictor = Predictor()
         self._forward_order: dict[int, None] = {}
-        self._places = Places(self._lock)
         self._owner: dict[int, int] = {}
         """Slab → block, for slabs that only one block uses."""
-        self._steps = 0
         self._sums: WindowSums | None = None
-        self.seats = Seats(device)
-        self._threads = Threads(self.seats)
-        self.revisits = False
-        """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
-        self.head: Head | None = None
-        """The block whose logits wait for the loss, if the model has one."""
-        for slab in slabs:
-            slab.grad.keeper = _Keeper(drain, updates)
+        for slab in self.slabs:
+            slab.grad.keeper = _Keeper(self.drain, self.updates)
 
     def expect(self, blocks: list[Block]) -> None:
         """The first step has no past to predict from: assume registration order, there and back."""
@@ -134,40 +115,40 @@ class Step:
         if not whole and self.head is not None and self.head.takes(block, args, kwargs):
             return self.head.logits(args[0], partial(self.forward, block, args, kwargs, whole=True))
         if torch.is_grad_enabled():
-            args, kwargs = self._for_training(args, kwargs)
-        return node.run(self, block, args, kwargs, self._recorder.active())
+            args, kwargs = without_cache(self.hooks, args, kwargs)
+        return node.run(self, block, args, kwargs, CaptureRecorder(self.hooks).active())
 
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
         """The block's weights on the device, and those of the blocks after it on their way."""
-        self._watch()
+        self.watch.check()
         # A window does not wait at the head: the logits of its micro-batches must not pile up.
         if phase != "inference" and (self.head is None or block is not self.head.block):
             park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
-        visiting = phase == "inference" and self._threads.visiting()
+        visiting = phase == "inference" and self._calls.visiting()
         with self._lock:
-            predictor = self._threads.predictor(self.blocks) if visiting else self._predictor
+            predictor = self._calls.visitors_predictor(self.blocks) if visiting else self._predictor
             predictor.record((phase, block.index))
             if phase == "forward":
                 self._forward_order.setdefault(block.index)
             ahead = self._ahead(predictor)
-        lease = self._fetcher.acquire(block.slabs, ahead, visiting)
+        lease = self.fetcher.acquire(block.slabs, ahead, visiting)
         try:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
         except torch.OutOfMemoryError as error:
-            if not self._updates.moving:
+            if not self.updates.moving:
                 error.add_note(
                     f"megatrain: the GPU ran out of memory in the {phase} of {block.name}. No weight was changed: "
                     "after zero_grad() training can go on, with fewer tokens at a time or with policy='offload'."
                 )
             raise
         finally:
-            self._fetcher.release(lease)
+            self.fetcher.release(lease)
 
     def crowded(self) -> bool:
         """Whether several threads run the model."""
-        return self._threads.crowded(self._steps)
+        return self._calls.crowded()
 
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
@@ -180,28 +161,28 @@ class Step:
                     f"a gradient for {slab.name} came from a thread outside the window that is open; let other threads "
                     "call backward() before or after the window."
                 )
-            self._updates.refuse_late(slab.grad)
+            self.updates.refuse_late(slab.grad)
             # An embedding with sparse=True gives rows; sums and updates are of whole parameters.
             gradients = {index: g if g.layout is torch.strided else g.to_dense() for index, g in gradients.items()}
-            (self._sums or self._drain).collect(slab, place, gradients)
+            (self._sums or self.drain).collect(slab, place, gradients)
 
     def finished(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
-        with self._lock, Deferred() if self._updates.early else nullcontext():
-            self._places.returned(block)
+        with self._lock, Deferred() if self.updates.early else nullcontext():
+            self._calls.returned(block)
             if block.index == 0:
                 # The host is ahead of the device here; between steps it is not.
-                self._lanes.timeline.settle(wait=False)
+                self.lanes.timeline.settle(wait=False)
             for slab in block.slabs:
                 if self._sums is None or not self._sums.holds(slab):
                     self._given(slab)
 
     def _given(self, slab: Slab) -> None:
         """A gradient is on its way home: the slab's only one, if every forward through its block has come back."""
-        if not slab.shared and self._places.all_returned(self._owner[slab.index]):
-            if self._updates.early:
-                self._fetcher.until_left()
-            self._updates.complete(slab)
+        if not slab.shared and self._calls.all_returned(self._owner[slab.index]):
+            if self.updates.early:
+                self.fetcher.until_left()
+            self.updates.complete(slab)
 
     def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
@@ -211,30 +192,30 @@ class Step:
 
     def begin_pass(self) -> None:
         """A forward begins, of the whole model or of a part of it."""
-        self._places.begin()
+        self._calls.begin()
 
     def begin(self, block: Block) -> Use:
         """A block is called, to be differentiated later."""
-        place, calls = self._places.of(block)
-        return Use(place, self._policy(block), calls)
+        place, calls = self._calls.place(block)
+        return Use(place, self.relief.policies[block.name], calls)
 
     def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]:
         """A block is computed again: blocks that it calls inside have the places that they had in the forward."""
-        return self._places.counting_from(calls)
+        return self._calls.counting_from(calls)
 
     # ---- window
 
     def window(self, tasks: Sequence[Callable[[], Result]], whole: bool) -> list[Result]:
         """Run micro-batches together: each block's weights come once, and its gradients leave once."""
         self.check()
-        self._threads.training()
+        self._calls.training()
         if self._sums is not None:
             raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
         if len(tasks) > 1:
             for slab in self.slabs:
                 slab.grad.several = True
-        self._sums = sums = WindowSums(self._drain, self._resume, whole, self.seats, self._given)
+        self._sums = sums = WindowSums(self.drain, self.resume, whole, self.seats, self._given)
         try:
             results = self.seats.run([partial(self._begun, task) for task in tasks], seeds, sums.left)
             with self._lock, Deferred():
@@ -257,26 +238,26 @@ class Step:
     def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
         """Release the updates; block *i* of the next forward waits for update *i* alone."""
         self.check()
-        self._threads.training()
+        self._calls.training()
         with self._lock:
-            self._fetcher.until_left()
+            self.fetcher.until_left()
             with Deferred():
                 order = self._in_forward_order()
                 outcome = self._released(rules, max_norm, order, owner)
                 self._forward_order = {}
-                self._places.stepped()
-                self._steps += 1
-                self._lanes.timeline.cut()
+                self._calls.stepped()
+                self.lanes.timeline.cut()
                 self._predictor.record(BOUNDARY)
-                self._fetcher.refresh(order)
-                self._fetcher.prefetch(self._ahead(self._predictor), keep=())
-        self._stepped(self._steps)
+                self.fetcher.refresh(order)
+                self.fetcher.prefetch(self._ahead(self._predictor), keep=())
+        self.relief.stepped(self._calls.steps, self.lanes.quiesce)
+        self.watch.stepped()
         return outcome
 
     def _released(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         before = {slab.index: slab.version for slab in self.slabs}
         try:
-            return self._updates.release(rules, max_norm, order, owner)
+            return self.updates.release(rules, max_norm, order, owner)
         except BaseException:
             moved = [slab for slab in self.slabs if slab.version != before[slab.index]]
             for slab in moved:
@@ -294,13 +275,13 @@ class Step:
         """Without clipping, updates start in the backward inside: each slab's as soon as its gradient is complete."""
         self.check()
         # The first step shows which parameters are used in several places; those must wait for all of them.
-        if self._steps > 0:
+        if self._calls.steps > 0:
             with self._lock:
-                self._updates.begin(rules, owner)
+                self.updates.begin(rules, owner)
         try:
             yield
         except BaseException:
-            self._updates.abandon()
+            self.updates.abandon()
             raise
 
     def owns(self, parameter: Any) -> bool:
@@ -311,8 +292,8 @@ class Step:
 
     def zero_grad(self) -> None:
         with self._lock, Deferred():
-            self._updates.abandon()
-            self._places.give_up()
+            self.updates.abandon()
+            self._calls.give_up()
             for slab in self.slabs:
                 slab.grad.clear()
             self.activations.forget()
@@ -320,33 +301,33 @@ class Step:
     def norm(self) -> float:
         """The global gradient norm of what has been accumulated so far."""
         self.check()
-        return self._updates.norm()
+        return self.updates.norm()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has been accumulated so far."""
         self.check()
-        self._updates.scale(factor)
+        self.updates.scale(factor)
 
     # ---- around it
 
     def entered(self) -> None:
         """The model is called. What lanes found out is told to the thread that trains."""
-        if self._threads.enter(self._steps, self._places.recomputing):
+        if self._calls.enter():
             self.check()
         else:
-            self._check_open()
+            self.check_open()
 
     def check(self) -> None:
         """Raise what lanes found out since the last call."""
-        self._check_open()
-        self._lanes.check()
-        self._updates.check()
+        self.check_open()
+        self.lanes.check()
+        self.updates.check()
 
     def whole(self) -> None:
         """Raise if weights are partly those of the next step, or of one that turned out not to be finite."""
-        self._updates.decided()
+        self.updates.decided()
         self.check()
-        if self._updates.moving:
+        if self.updates.moving:
             raise UnsupportedCall(
                 "a checkpoint cannot be saved between final_backward() and step(): some weights are already those of "
                 "the next step; save after step()."
@@ -356,15 +337,15 @@ class Step:
         """Wait until all submitted work on the store is done."""
         for slab in self.slabs:
             slab.finish_work()
-        self._lanes.check()
+        self.lanes.check()
 
     def _ahead(self, predictor: Predictor) -> list[Slab]:
         """Slabs of the uses that are expected next, nearest first; those for which nothing travels do not count."""
 
         def fetched(use: Hashable) -> bool:
-            return any(self._fetcher.travels(slab) for slab in self._slabs_of(use))
+            return any(self.fetcher.travels(slab) for slab in self._slabs_of(use))
 
-        return [slab for use in predictor.upcoming(self._fetcher.depth, fetched) for slab in self._slabs_of(use)]
+        return [slab for use in predictor.upcoming(self.fetcher.depth, fetched) for slab in self._slabs_of(use)]
 
     def _slabs_of(self, use: Hashable) -> list[Slab]:
         assert isinstance(use, tuple)
@@ -375,11 +356,9 @@ class Step:
         ordered = {slab.index: slab for index in self._forward_order for slab in self.blocks[index].slabs}
         return list((ordered | {slab.index: slab for slab in self.slabs if slab.index not in ordered}).values())
 
-    @contextmanager
-    def _span(self, label: str) -> Iterator[None]:
-        timeline = self._lanes.timeline
-        with (timeline.device_span if self.device.type == "cuda" else timeline.host_span)("compute", label):
-            yield
+    def _span(self, label: str) -> AbstractContextManager[None]:
+        timeline = self.lanes.timeline
+        return (timeline.device_span if self.device.type == "cuda" else timeline.host_span)("compute", label)
 
 
 class _Keeper:

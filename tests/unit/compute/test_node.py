@@ -470,7 +470,7 @@ def test_an_exception_leaves_a_usable_engine(layer, phase, error, lanes, monkeyp
         optimizer.zero_grad()
         losses = train(model, optimizer)
         assert differences((losses, roles(engine)), expected) == []
-        pins = [slot.pins for ring in engine._step._fetcher._rings.values() for slot in ring.slots]
+        pins = [slot.pins for ring in engine._step.fetcher._rings.values() for slot in ring.slots]
         assert not any(pins)
 
 

@@ -60,7 +60,7 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     engine, got = run(short=True, **held)
     assert differences(got, expected) == []
     assert engine._placement.vram.held == 0
-    assert engine._step._fetcher.slot_bytes() == streamed._step._fetcher.slot_bytes(), "no ring beside those there are"
+    assert engine._step.fetcher.slot_bytes() == streamed._step.fetcher.slot_bytes(), "no ring beside those there are"
     ways = {id(way): way for ring in engine.relief.holds._leaving._rings.values() for way in ring}
     assert all(way._slot is None and way._buffer is None for way in ways.values())
     rooms = {id(room): room for ring in engine.relief.holds._states._rings.values() for room in ring}
@@ -110,7 +110,7 @@ def test_a_sum_that_finds_no_memory_leaves_what_had_landed(monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["resident", "held_weights"])
 def test_blocks_of_which_nothing_travels_are_looked_past(kind: str) -> None:
     model, engine, optimizer = made(6, **{kind: ("entry", "layers.[0-3]")})
-    fetcher, last = engine._step._fetcher, engine.blocks[5].slabs[0]
+    fetcher, last = engine._step.fetcher, engine.blocks[5].slabs[0]
     there: list[bool] = []
     for step in range(3):
         backward(model, step)

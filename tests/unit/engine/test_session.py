@@ -395,7 +395,7 @@ before = rss("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 engine = mt.Engine(model, device="cpu", precision=precision)
 peak, after = rss("VmHWM"), rss("VmRSS")
-slots = engine._step._fetcher.slot_bytes()
+slots = engine._step.fetcher.slot_bytes()
 print(json.dumps({"model": before - empty, "peak": peak - empty, "after": after - empty, "block": WIDTH * WIDTH * 4,
                   "parameters": sum(p.numel() for p in model.parameters()), "slots": slots}))
 """

@@ -445,7 +445,7 @@ def test_a_step_that_ram_does_not_hold_leaves_a_checkpoint_of_those_before(
     trainer = mt.Trainer(
         model=small.llama(), args=small.arguments(tmp_path / "out", **options), train_dataset=small.rows()
     )
-    look, looks = trainer.engine._step._watch, []
+    look, looks = trainer.engine.ram.check, []
 
     def fails() -> None:
         looks.append(trainer.state.global_step)
@@ -453,7 +453,7 @@ def test_a_step_that_ram_does_not_hold_leaves_a_checkpoint_of_those_before(
             raise OutOfRam("RAM is running out; stopped")
         look()
 
-    trainer.engine._step._watch = fails
+    trainer.engine.ram.check = fails
     moved = block > 0 and not clip
     with pytest.raises(OutOfRam) as error:
         trainer.train()

@@ -99,7 +99,7 @@ def test_a_weight_that_somebody_reads_is_updated_on_the_cpu() -> None:
     engine = engine_of(model, precision="bf16", **VISITS)
     optimizer = engine.optimizer(lr=0.1)
     backward(model, 0)
-    fetcher = engine._step._fetcher
+    fetcher = engine._step.fetcher
     lease = fetcher.acquire([engine.slabs[1]])
     view, before = lease.views[1], lease.views[1].clone()
     seen = jobs_of(engine)
@@ -180,7 +180,7 @@ def test_a_step_that_fails_half_way_leaves_ram_and_device_alike(monkeypatch: pyt
     engine = engine_of(model, precision="bf16", **VISITS)
     optimizer = engine.optimizer(lr=0.1)
     backward(model, 0)
-    updates = engine._step._updates
+    updates = engine._step.updates
     real, calls = updates._submit, iter(range(100))
 
     def submit(*args: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_step_that_fails_half_way_leaves_ram_and_device_alike(monkeypatch: pyt
     monkeypatch.setattr(updates, "_submit", submit)
     with pytest.raises(RuntimeError, match="no more"):
         optimizer.step()
-    fetcher = engine._step._fetcher
+    fetcher = engine._step.fetcher
     for slab in [slab for slab in engine.slabs if slab.index in fetcher._held]:
         slot = fetcher._rings[slab.index].find(slab)
         slab.settle()
