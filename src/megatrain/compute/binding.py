@@ -7,7 +7,7 @@ change, and an exception at any point (Ctrl-C) leaves nothing behind, since a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
@@ -117,21 +117,20 @@ class Bound(dict[str, Any]):
 
 def call_bound(binding: Binding, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call with tensors bound, on top of what an outer call has bound."""
-
-    def call() -> Result:
-        _current.set(_current.get() | binding)
-        return function(*args, **kwargs)
-
-    return within_context(call)
+    return call_with({_current: _current.get() | binding}, function, *args, **kwargs)
 
 
-def within_context(function: Callable[..., Result], *args: Any) -> Result:
-    """Call in a copy of the present context, whose variables of ours are left with it, however the call ends.
+def call_with(
+    variables: Mapping[ContextVar[Any], Any], function: Callable[..., Result], *args: Any, **kwargs: Any
+) -> Result:
+    """Call in a copy of the present context with variables of ours set, which are left with it, however the call ends.
 
     Variables that somebody else set inside are handed on after a call that ended well.
     """
     context = copy_context()
-    result = context.run(function, *args)
+    for variable, value in variables.items():
+        context.run(variable.set, value)
+    result = context.run(function, *args, **kwargs)
     for variable, value in context.items():
         if not variable.name.startswith("megatrain_") and variable.get(_UNSET) is not value:
             variable.set(value)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatrain.compute.binding import Binding, Bound, call_bound, within_context
+from megatrain.compute.binding import Binding, Bound, call_bound, call_with
 from megatrain.compute.compiled import Compiled, structure_of
 from megatrain.compute.rebind import Addresses
 from megatrain.compute.trees import Recipe, containers, entries_of, put_back, take_apart
@@ -22,15 +22,11 @@ from megatrain.errors import ModelMoved
 from megatrain.store.slab import Slab
 
 
-class Recorder(Protocol):
-    """Access to tensors that a library records inside modules through hooks (router logits, attentions...)."""
-
-    def active(self) -> Recording | None:
-        """What is being recorded around the current call, or None."""
-
-
 class Recording(Protocol):
-    """One recording. Tensors recorded inside a block must leave it as outputs of its node."""
+    """Tensors that a library records inside modules through hooks (router logits, attentions...).
+
+    Those recorded inside a block must leave it as outputs of its node.
+    """
 
     def inside(self, call: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
         """Run the call; return its result and what it recorded, kept from the outer recording."""
@@ -252,7 +248,7 @@ def emit(
     def call() -> Any:
         return block.call(weights, args, kwargs, buffers, compiled=compiled)
 
-    result, recorded = (call(), {}) if recording is None else within_context(recording.inside, call)
+    result, recorded = (call(), {}) if recording is None else call_with({}, recording.inside, call)
     entries = [
         (place, {k: v for k, v in entries_of(container).items() if k not in before[place] or v is not before[place][k]})
         for place, container in containers(args, kwargs).items()

@@ -10,8 +10,7 @@ embedding must not cut the graph. Outputs are everything that leaves the block (
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatrain.compute.binding import within_context
+from megatrain.compute.binding import call_with
 from megatrain.compute.block import Block, Buffers, Recording, Weights, deliver, emit
 from megatrain.compute.compiled import CannotCompile
 from megatrain.compute.rebind import Addresses, Rebinder
@@ -47,8 +46,10 @@ class Use:
     """Names this call in the present forward: gradients are summed per place."""
     policy: str
     """`recompute`, `store` or `offload`."""
-    calls: Counter[int]
-    """Of blocks, up to this one: those that it calls inside have the same places when it is computed again."""
+    crowded: Callable[[], bool]
+    """Whether several threads run the model."""
+    counted_again: Callable[[], AbstractContextManager[None]]
+    """Around a recompute: blocks that this one calls inside have the places that they had in the forward."""
 
 
 class Flow(Protocol):
@@ -61,8 +62,6 @@ class Flow(Protocol):
     def finished(self, block: Block) -> None: ...
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None: ...
     def begin(self, block: Block) -> Use: ...
-    def crowded(self) -> bool: ...
-    def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]: ...
 
 
 @dataclass
@@ -153,7 +152,7 @@ class _Call:
         inputs = self.detached(tuple(t for t in saved if t is not None))
         weights = self.block.bind(views, leaves=True)
         for _ in range(REPLAYS):
-            with self.ambient.replayed(self.drawn), self.flow.counting_from(self.use.calls):
+            with self.ambient.replayed(self.drawn), self.use.counted_again():
                 outputs, _ = self.run(inputs, weights)
                 if self.drew_again():
                     return _Graph(inputs, weights, outputs, None)
@@ -210,7 +209,7 @@ class _BlockNode(torch.autograd.Function):
         with call.flow.weights(call.block, "forward") as views:
             inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
             # Random numbers that another thread draws in between could not be replayed: the graph is kept then.
-            crowded = call.flow.crowded()
+            crowded = call.use.crowded()
             rebinder = Rebinder(views) if call.policy == "store" or crowded else None
             forward = partial(call.run_first, inputs, weights)
             keeping: AbstractContextManager[Buffers] = (
@@ -220,7 +219,7 @@ class _BlockNode(torch.autograd.Function):
                 made, call.result = forward() if rebinder is None else rebinder.packing(forward)
             now = Generators.now(call.flow.device)
             call.drawn = None if now.same(call.ambient.generators) else now
-            call.disturbed = not crowded and call.flow.crowded()
+            call.disturbed = not crowded and call.use.crowded()
             if rebinder is not None and call.drawn is not None:
                 call.policy = "store"
             if call.policy == "store":
@@ -257,14 +256,10 @@ def _differentiate(
     leaves = [(place, weight) for place, weight in graph.weights.items() if weight.requires_grad]
     if not pairs or not (targets or leaves):
         return [None] * len(inputs), {}
-    differentiate = partial(
-        torch.autograd.grad,
-        [t for t, _ in pairs],
-        [*targets, *[weight for _, weight in leaves]],
-        [g for _, g in pairs],
-        allow_unused=True,
-    )
-    found = within_context(_nested, differentiate)
+    outputs, by_output = zip(*pairs, strict=True)
+    wanted = [*targets, *[weight for _, weight in leaves]]
+    # Blocks called inside this one are wanted, whoever asked.
+    found = call_with({_inside_block: True}, torch.autograd.grad, outputs, wanted, by_output, allow_unused=True)
     by_input = iter(found[: len(targets)])
     input_grads = [next(by_input) if t.requires_grad else None for t in inputs]
     by_slab: dict[int, dict[int, torch.Tensor]] = {}
@@ -275,12 +270,7 @@ def _differentiate(
 
 
 _inside_block: ContextVar[bool] = ContextVar("megatrain_inside_block", default=False)
-
-
-def _nested(differentiate: Any) -> Any:
-    """While a block's own graph is differentiated: blocks called inside it are wanted, whoever asked."""
-    _inside_block.set(True)
-    return differentiate()
+"""Whether a block's own graph is being differentiated."""
 
 
 def weights_wanted() -> bool:

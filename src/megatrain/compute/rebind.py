@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from megatrain.compute.binding import within_context
+from megatrain.compute.binding import call_with
 from megatrain.errors import UnsupportedCall
 
 Key = TypeVar("Key")
@@ -47,12 +47,8 @@ class Rebinder:
 
     def packing(self, forward: Callable[[], Any]) -> Any:
         """Run the forward. Hooks that a Ctrl-C leaves behind find that they are nobody's, and do nothing."""
-        return within_context(self._packing, forward)
-
-    def _packing(self, forward: Callable[[], Any]) -> Any:
-        _active.set(self)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            return forward()
+            return call_with({_active: self}, forward)
 
     def bind(self, views: Mapping[int, torch.Tensor]) -> None:
         """Before the backward: where the weights are now."""

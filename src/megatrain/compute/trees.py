@@ -23,14 +23,18 @@ class Recipe:
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
-        return _restore(pytree.tree_unflatten(leaves, self.spec))
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True)
-class _Wrapped:
-    """Stands for a UserDict while its content is flattened."""
+class _Shown:
+    """Stands for a UserDict, which is a leaf to pytree, and shows its content."""
 
     kind: type
+    content: dict[Any, Any]
+
+
+pytree.register_pytree_node(_Shown, lambda shown: ([shown.content], shown.kind), lambda content, kind: kind(*content))
 
 
 def take_apart(tree: Any) -> tuple[list[torch.Tensor], Recipe]:
@@ -63,22 +67,4 @@ def put_back(container: Any, changed: dict[Any, Any]) -> None:
 
 
 def _expose(tree: Any) -> Any:
-    """UserDicts are leaves to pytree; show their content."""
-    if isinstance(tree, UserDict):
-        return {_Wrapped(type(tree)): {key: _expose(value) for key, value in tree.items()}}
-    if type(tree) is dict:
-        return {key: _expose(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_expose(value) for value in tree)
-    return tree
-
-
-def _restore(tree: Any) -> Any:
-    if type(tree) is dict:
-        if len(tree) == 1 and isinstance(next(iter(tree)), _Wrapped):
-            ((wrapped, content),) = tree.items()
-            return wrapped.kind(_restore(content))
-        return {key: _restore(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_restore(value) for value in tree)
-    return tree
+    return pytree.tree_map_only(UserDict, lambda found: _Shown(type(found), _expose(dict(found.items()))), tree)

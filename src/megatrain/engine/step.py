@@ -146,10 +146,6 @@ class Step:
         finally:
             self.fetcher.release(lease)
 
-    def crowded(self) -> bool:
-        """Whether several threads run the model."""
-        return self._calls.crowded()
-
     def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
         if slab.grad.scale != 1.0:
@@ -197,11 +193,8 @@ class Step:
     def begin(self, block: Block) -> Use:
         """A block is called, to be differentiated later."""
         place, calls = self._calls.place(block)
-        return Use(place, self.relief.policies[block.name], calls)
-
-    def counting_from(self, calls: Counter[int]) -> AbstractContextManager[None]:
-        """A block is computed again: blocks that it calls inside have the places that they had in the forward."""
-        return self._calls.counting_from(calls)
+        counted_again = partial(self._calls.counting_from, calls)
+        return Use(place, self.relief.policies[block.name], self._calls.crowded, counted_again)
 
     # ---- window
 
