@@ -7,9 +7,10 @@ its parameters are looked up elsewhere, for the extent of the call and in the ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,8 @@ class _Original(torch.nn.Module):
         return self._call(*args, **kwargs)
 
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Weights = Mapping[tuple[int, int], torch.Tensor]
 Buffers = dict[str, torch.Tensor]
 
@@ -83,11 +86,10 @@ class Block:
             (id(content), [(key, self._place(path, key)) for key, value in content.items() if value is not None])
             for path, _, content in self._owners
         ]
-        self._links = [link for path, _, _ in self._owners for link in _links(self.module, path)]
+        self._links = self._present_links()
         # Modules may keep what they derive from their weights (LSTM), and tracing by torch.compile needs the storage
         # of their dicts: one thread at a time.
         self._turn: AbstractContextManager[Any] = threading.RLock()
-        self._structure: Hashable = None
         self._traced = False
         """Whether a compiled call is under way, or was interrupted."""
 
@@ -95,27 +97,19 @@ class Block:
         slab, index = self.places[f"{path}.{key}".lstrip(".")]
         return slab.index, index
 
-    def contains(self, other: Block) -> bool:
-        return other is not self and any(module is other.module for module in self.module.modules())
-
-    def share_turns(self) -> None:
-        """Blocks are called inside this one, where micro-batches of a window wait for each other."""
-        self._turn, self.compiled = nullcontext(), None
+    def share_turns_with(self, blocks: Iterable[Block]) -> None:
+        """Micro-batches of a window wait for each other in blocks called inside this one, if any of these is."""
+        inside = set(self.module.modules()) - {self.module}
+        if any(other.module in inside for other in blocks):
+            self._turn, self.compiled = nullcontext(), None
 
     @property
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
-    @property
-    def compiles(self) -> bool:
-        """Whether a training forward of this block runs compiled, as far as is known."""
-        return self.compiled is not None and self.compiled.takes(self.structure)
-
-    @property
+    @cached_property
     def structure(self) -> Hashable:
-        if self._structure is None:
-            self._structure = structure_of(self.module)
-        return self._structure
+        return structure_of(self.module)
 
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
         """Weights by (slab, segment), as views of the slots. Fresh leaves per use: autocast caches casts by leaf."""
@@ -181,7 +175,12 @@ class Block:
                     f"the module {path!r} of {self.name} was replaced after the engine was attached, so its weights "
                     "would not be trained; change the model before attaching."
                 )
-        self._links = [link for path, _, _ in self._owners for link in _links(self.module, path)]
+        self._links = self._present_links()
+
+    def _present_links(self) -> list[tuple[dict[str, Any], str, torch.nn.Module | None]]:
+        """The ways from the module to those inside it: where each step is looked up, and what is found."""
+        modules = self.module.modules()
+        return [(inner._modules, key, child) for inner in modules for key, child in inner._modules.items()]
 
     @contextmanager
     def keeping_buffers(self) -> Iterator[Buffers]:
@@ -220,34 +219,14 @@ def unbind(root: torch.nn.Module) -> None:
                 module.__dict__[attribute] = dict(content.own)
 
 
-def _links(root: torch.nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, torch.nn.Module]]:
-    """The way from a module to one inside it: where each step is looked up, and what it must find."""
-    module = root
-    for key in path.split(".") if path else ():
-        child = module._modules[key]
-        assert child is not None
-        yield module._modules, key, child
-        module = child
-
-
 def emit(
-    block: Block,
-    weights: Weights,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recording: Recording | None,
-    buffers: Buffers | None,
-    compiled: bool,
+    call: Callable[[], Any], weights: Weights, args: Args, kwargs: Kwargs, recording: Recording | None
 ) -> tuple[list[torch.Tensor], Recipe]:
     """Call a block; everything that leaves it as flat tensors: its result, what was recorded inside, entries of dicts.
 
     The arguments are this call's own: it may write to dicts in them.
     """
     before = {place: entries_of(container) for place, container in containers(args, kwargs).items()}
-
-    def call() -> Any:
-        return block.call(weights, args, kwargs, buffers, compiled=compiled)
-
     result, recorded = (call(), {}) if recording is None else call_with({}, recording.inside, call)
     entries = [
         (place, {k: v for k, v in entries_of(container).items() if k not in before[place] or v is not before[place][k]})
@@ -258,7 +237,7 @@ def emit(
     return [*map(Addresses(weights).out_of, tensors)], recipe
 
 
-def deliver(emitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording | None) -> Any:
+def deliver(emitted: Any, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
     """Hand on what left a block: entries into the caller's dicts, records to the recording, the result back."""
     result, recorded, entries = emitted
     outer = containers(args, kwargs)

@@ -35,25 +35,25 @@ CHECKED_TOKENS = 64
 """Positions of the first batch on which the chunked loss is held against the model's own."""
 
 
+@dataclass(eq=False)
 class Head:
     """The head block of one engine.
 
     In evaluation logits are computed at once, unless somebody has said that only the loss is wanted (`loss_only`).
     """
 
-    def __init__(
-        self, flow: node.Flow, block: Block, own_loss: Callable[..., Any], features: int, tokens: int, fused: bool
-    ) -> None:
-        self.flow = flow
-        self.block = block
-        self.own_loss = own_loss
-        """The loss function that the model has without an engine."""
-        self.features = features
-        self.tokens = tokens
-        """Tokens per chunk."""
-        self.fused = fused
-        """Whether cross-entropy is a kernel of our own."""
-        self.enabled = True
+    flow: node.Flow
+    block: Block
+    own_loss: Callable[..., Any]
+    """The loss function that the model has without an engine."""
+    features: int
+    tokens: int
+    """Tokens per chunk."""
+    fused: bool
+    """Whether cross-entropy is a kernel of our own."""
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
         self._checked = False
         self._wanted = threading.local()
 
@@ -99,18 +99,17 @@ class Head:
 
     def loss(self, logits: Any, labels: Any, vocab_size: int | None = None, **options: Any) -> Any:
         """What transformers' causal loss computes, chunk by chunk if the logits are still lazy."""
-        chunked = isinstance(logits, LazyLogits) and not logits.computed and vocab_size == logits.shape[-1]
-        targets = options.get("shift_labels") if options.get("shift_labels") is not None else labels
-        if not chunked or not self.enabled or targets is None or targets.numel() != logits.shape[:-1].numel():
-            return self.own_loss(logits, labels, vocab_size, **options)
-        if not self._checked:
-            self._check(logits, labels, vocab_size, options)
-            if not self.enabled:
-                return self.own_loss(logits, labels, vocab_size, **options)
-        ignore = options.get("ignore_index", -100)
+        lazy = isinstance(logits, LazyLogits) and not logits.computed and vocab_size == logits.shape[-1]
         shifted = options.get("shift_labels")
-        shifted = _shifted(labels, ignore) if shifted is None else shifted
-        return self.chunked(logits, shifted, options.get("num_items_in_batch"), ignore)
+        targets = labels if shifted is None else shifted
+        fits = lazy and targets is not None and targets.numel() == logits.shape[:-1].numel()
+        ignore = options.get("ignore_index", -100)
+        if fits and self.enabled and not self._checked:
+            self._check(logits, targets if labels is None else labels, vocab_size, ignore)
+        if not fits or not self.enabled:
+            return self.own_loss(logits, labels, vocab_size, **options)
+        targets = _shifted(labels, ignore) if shifted is None else shifted
+        return self.chunked(logits, targets, options.get("num_items_in_batch"), ignore)
 
     def chunked(self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int) -> torch.Tensor:
         """Cross-entropy summed over the targets that count, divided by `items` (None: their number)."""
@@ -120,15 +119,12 @@ class Head:
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(hidden.device)
         task = _Task(self, logits.chain, targets, divisor, ignore_index)
-        if not torch.is_grad_enabled() or not logits.requires_grad:
-            return self._evaluate(task, hidden)
-        task.place = self.flow.begin(self.block).place
-        anchor = torch.zeros((), requires_grad=True)
-        loss: torch.Tensor = _ChunkedLoss.apply(task, anchor, hidden)  # type: ignore[no-untyped-call]
-        return loss
-
-    def _evaluate(self, task: _Task, hidden: torch.Tensor) -> torch.Tensor:
-        """The loss alone: the same sums as in training, no gradients."""
+        if torch.is_grad_enabled() and logits.requires_grad:
+            task.place = self.flow.begin(self.block).place
+            anchor = torch.zeros((), requires_grad=True)
+            loss: torch.Tensor = _ChunkedLoss.apply(task, anchor, hidden)  # type: ignore[no-untyped-call]
+            return loss
+        # The loss alone: the same sums as in training, no gradients.
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), self.flow.weights(self.block, "inference") as views:
             weights = self.block.bind(views, leaves=False)
@@ -136,11 +132,9 @@ class Head:
                 total += task.chunk(weights, hidden[start : start + self.tokens], start)
         return total
 
-    def _check(self, logits: LazyLogits, labels: Any, vocab_size: int | None, options: dict[str, Any]) -> None:
+    def _check(self, logits: LazyLogits, given: torch.Tensor, vocab_size: int | None, ignore: int) -> None:
         """Once: a piece of the first batch through both; on a mismatch the model's own loss is used, announced."""
-        given = options.get("shift_labels") if labels is None else labels
-        ignore = options.get("ignore_index", -100)
-        if logits.ndim != 3 or given is None or given.shape != logits.shape[:2]:
+        if logits.ndim != 3 or given.shape != logits.shape[:2]:
             self._checked = True
             return
         # A piece in which some labels count: prompts are often masked.
@@ -234,12 +228,10 @@ class _ChunkedLoss(torch.autograd.Function):
 def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, int], torch.Tensor | None]) -> None:
     """Chunks are summed in FP32: in BF16 the last of many would not count."""
     for place, gradient in gradients.items():
-        if gradient is not None:
-            previous = sums.get(place)
-            if previous is None:
-                sums[place] = gradient.float()
-            else:
-                add_to(previous, gradient)
+        if gradient is not None and place in sums:
+            add_to(sums[place], gradient)
+        elif gradient is not None:
+            sums[place] = gradient.float()
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.compute.binding import call_with
-from megatrain.compute.block import Block, Buffers, Recording, Weights, deliver, emit
+from megatrain.compute.block import Args, Block, Buffers, Kwargs, Recording, Weights, deliver, emit
 from megatrain.compute.compiled import CannotCompile
 from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.compute.replay import Ambient
@@ -108,12 +108,13 @@ class _Call:
     def run_first(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], Recipe]:
         """The forward, compiled where blocks are."""
         # What hooks record inside is a side effect, which compiled code does not repeat.
-        self.compiled = self.recording is None and self.block.compiles
+        compiled = self.block.compiled
+        self.compiled = self.recording is None and compiled is not None and compiled.takes(self.block.structure)
         try:
             return self.run(inputs, weights)
         except CannotCompile as reason:
-            assert self.block.compiled is not None
-            self.block.compiled.give_up(self.block.structure, type(self.block.module).__name__, reason)
+            assert compiled is not None
+            compiled.give_up(self.block.structure, type(self.block.module).__name__, reason)
         self.compiled = False
         # Parts that could be compiled may have run.
         self.ambient.generators.restore()
@@ -122,7 +123,8 @@ class _Call:
     def run(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], Recipe]:
         args, kwargs = self.recipe.rebuild(inputs)
         with torch.enable_grad():
-            return emit(self.block, weights, args, kwargs, self.recording, self.buffers or None, self.compiled)
+            call = partial(self.block.call, weights, args, kwargs, self.buffers or None, compiled=self.compiled)
+            return emit(call, weights, args, kwargs, self.recording)
 
     def park(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """What autograd keeps of the inputs: all, none (`store`), or those too small to be worth parking."""
@@ -306,7 +308,7 @@ def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[int, dict[
     flow.finished(block)
 
 
-def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording | None) -> Any:
+def run(flow: Flow, block: Block, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
     """Run a block in the forward pass, as a node of the outer graph if anything in it can have a gradient."""
     tensors, recipe = take_apart((args, kwargs))
     differentiable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
@@ -323,7 +325,7 @@ def run(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any],
     return deliver(result.rebuild(outputs), args, kwargs, recording)
 
 
-def _without_gradient(flow: Flow, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_gradient(flow: Flow, block: Block, args: Args, kwargs: Kwargs) -> Any:
     """Evaluation, generation, or a frozen block on inputs without gradient: no node, side effects as they come."""
     with flow.weights(block, "inference") as views:
         weights = block.bind(views, leaves=False)

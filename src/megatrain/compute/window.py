@@ -52,8 +52,8 @@ class _Baton:
 
     def __init__(self, seats: int, device: torch.device) -> None:
         self._condition = threading.Condition()
-        self._live = dict.fromkeys(range(seats), (-1, 0))
-        """How far each is: its position in the step, and how many blocks it has come to."""
+        self.positions = dict.fromkeys(range(seats), (-1, 0))
+        """How far each that has not left is: its position in the step, and how many blocks it has come to."""
         self.finished: set[int] = set()
         """Those whose work is done; one of them may still hold the baton."""
         self._turn = 0
@@ -65,8 +65,8 @@ class _Baton:
     def hand_on(self, number: int, position: int) -> None:
         """Give the baton to whoever is least far and wait until it comes back."""
         with self._condition:
-            furthest, blocks = self._live[number]
-            self._live[number] = (max(furthest, position), blocks + 1)
+            furthest, blocks = self.positions[number]
+            self.positions[number] = (max(furthest, position), blocks + 1)
             self._pass_on()
             # In here nobody else draws yet.
             drawn = Generators.now(self._device) if self._turn != number else None
@@ -80,13 +80,10 @@ class _Baton:
         if self.over:
             raise WindowAborted("another micro-batch of the window failed.")
 
-    def live(self) -> AbstractSet[int]:
-        return self._live.keys() - self.finished
-
     def leave(self, number: int) -> None:
         """The micro-batch is done, or has failed."""
         with self._condition:
-            del self._live[number]
+            del self.positions[number]
             self._pass_on()
 
     def join(self) -> bool:
@@ -96,7 +93,7 @@ class _Baton:
             try:
                 with self._condition:
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                    return self._condition.wait_for(lambda: not self._live, left)
+                    return self._condition.wait_for(lambda: not self.positions, left)
             except BaseException as error:
                 self.abort(error)
                 deadline = deadline or time.monotonic() + PATIENCE
@@ -107,7 +104,7 @@ class _Baton:
             self.error, self.over = self.error or error, True
 
     def _pass_on(self) -> None:
-        self._turn = min(self._live, key=lambda seat: (self._live[seat], seat), default=-1)
+        self._turn = min(self.positions, key=lambda seat: (self.positions[seat], seat), default=-1)
         self._condition.notify_all()
 
 
@@ -145,7 +142,7 @@ class Seats:
 
     def live(self) -> AbstractSet[int]:
         """Micro-batches that have not finished."""
-        return set() if self._baton is None else self._baton.live()
+        return set() if self._baton is None else self._baton.positions.keys() - self._baton.finished
 
     def run(
         self, tasks: Sequence[Callable[[], Result]], seeds: Sequence[int], left: Callable[[], None]

@@ -1,4 +1,5 @@
-"""Taking a model over: its weights move into the store, block by block, and its modules become skeletons.
+"""Taking a model over: its weights move into the store, block by block, its modules become skeletons, and its interface
+keeps working: inputs, saving, and what is refused.
 
 Originals are freed as it goes, so peak RAM is the model and one block. `release` is the way back.
 """
@@ -6,11 +7,14 @@ Originals are freed as it goes, so peak RAM is the model and one block. `release
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from megatrain.compute.block import Block, unbind
 from megatrain.engine.placement import Placement
@@ -19,12 +23,20 @@ from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
 from megatrain.model.dtypes import Dtypes, natural_precision
+from megatrain.model.hooks import Hooks, refuse_cache
+from megatrain.store.export import ExportTensor, exported
 from megatrain.store.layout import lay_out
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
 from megatrain.store.slab import Slab
 from megatrain.telemetry.notices import announce
 
+if TYPE_CHECKING:
+    from megatrain.engine.session import Engine
+
 Owners = dict[int, list[tuple[torch.nn.Module, str]]]
+SHARD_BYTES = 2 << 30
+"""Weights that have to be copied to be saved are written in shards of about this size."""
+_ATTACHED = "_megatrain_engine"
 
 
 @dataclass
@@ -66,7 +78,7 @@ class Adoption:
                     module._buffers[key] = buffer.to(self.device)
             if isinstance(module, torch.nn.RNNBase):
                 # It would point its parameters at a buffer of its own, which cuDNN likes; weights in the store stay.
-                undo.patch(module, "flatten_parameters", _keep_where_they_are)
+                undo.patch(module, "flatten_parameters", lambda: None)
             undo.patch(module, "_apply", _refuse_to_move(module, self.device))
 
     def keep(self) -> None:
@@ -94,8 +106,6 @@ class Adoption:
         whole = torch.promote_types(values.dtype, parameter.slab.saved[parameter.segment])
         values = values.to(self._loaded.get((parameter.slab.index, parameter.segment), whole))
         return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-    # ---- weights
 
     def _require_ram(self, found: list[Found]) -> None:
         """Refuse before the first block is moved: each block's slabs stand beside its originals for a moment."""
@@ -152,8 +162,6 @@ class Adoption:
                 for module, key in owners[id(parameter)]:
                     module._parameters[key] = visible
 
-    # ---- modules
-
     def _wrap(self, item: Found, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
         parameters: dict[str, Any] = dict(item.module.named_parameters(remove_duplicate=False))
         places = {name: (p.slab, p.segment) for name, p in parameters.items()}
@@ -190,16 +198,6 @@ def _refuse_to_move(module: torch.nn.Module, device: torch.device) -> Callable[.
     return _apply
 
 
-def _keep_where_they_are() -> None:
-    """Stands in for `RNNBase.flatten_parameters`."""
-
-
-def saved_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
-    """The dtype that an engine saves each of its parameters in, by every name it has."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: p.slab.saved[p.segment] for name, p in named if isinstance(p, StoreTensor)}
-
-
 def precision_of(model: torch.nn.Module, asked: str | None) -> str:
     loaded = Dtypes(model).loaded
     natural = natural_precision(loaded)
@@ -216,3 +214,83 @@ def disable_checkpointing(model: torch.nn.Module, undo: Undo) -> None:
         undo.patch(module, "gradient_checkpointing", False)
     if switched:
         announce("gradient checkpointing is off: every block already recomputes its forward in the backward")
+
+
+def engine_of(model: torch.nn.Module) -> Engine | None:
+    """The engine a model belongs to, open or closed."""
+    return getattr(model, _ATTACHED, None)
+
+
+@dataclass(eq=False)
+class Surface:
+    """Instance attributes and one hook of the root module."""
+
+    model: Any
+    engine: Engine
+    hooks: Hooks
+    begin_pass: Callable[[Any], None]
+
+    def place(self, undo: Undo) -> None:
+        model = self.model
+        self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        undo.add(model.register_forward_pre_hook(self._prepare, prepend=True, with_kwargs=True).remove)
+        undo.patch(model, _ATTACHED, self.engine)
+        if hasattr(type(model), "save_pretrained"):
+            self._own_save = model.save_pretrained
+            undo.patch(model, "save_pretrained", self._save_pretrained)
+        if hasattr(type(model), "resize_token_embeddings"):
+            undo.patch(model, "resize_token_embeddings", _refuse_resize)
+
+    def _prepare(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before the model's forward: inputs to the compute device; no key/value cache where gradients are wanted."""
+        self.begin_pass((args, kwargs))
+        device = self.engine.device
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        if self._takes_cache and torch.is_grad_enabled():
+            refuse_cache(self.hooks, module.training, kwargs)
+            kwargs["use_cache"] = False
+        return args, kwargs
+
+    def _save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        signature = inspect.signature(self._own_save)
+        call = signature.bind(*args, **kwargs)
+        rest = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+        # PEFT names the state dict only in its **kwargs.
+        options = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault(rest, {})
+        given = options.get("state_dict")
+        state = options["state_dict"] = self.engine.host_state_dict() if given is None else exported(given)
+        copied = any(isinstance(tensor, ExportTensor) and tensor.copies for tensor in state.values())
+        if copied and "max_shard_size" in signature.parameters:
+            # A shard is in host memory as a whole while it is written.
+            call.arguments.setdefault("max_shard_size", self.engine.ram.portion(SHARD_BYTES))
+        with self._config_as_saved():
+            return self._own_save(*call.args, **call.kwargs)
+
+    @contextmanager
+    def _config_as_saved(self) -> Iterator[None]:
+        """`save_pretrained` writes the dtype of the model into its config; the file gets that of the weights saved."""
+        config: Any = getattr(self.model, "config", None)
+        first = next((p for p in self.model.parameters() if p.is_floating_point()), None)
+        if not hasattr(type(config), "save_pretrained") or not isinstance(first, StoreTensor):
+            yield
+            return
+        dtype = str(ExportTensor.of(first).dtype).removeprefix("torch.")
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            # What is in the instance would be written too.
+            config.__dict__.pop("save_pretrained", None)
+            before, config.dtype = config.dtype, dtype
+            try:
+                return config.save_pretrained(*args, **kwargs)
+            finally:
+                config.dtype = before
+
+        config.__dict__["save_pretrained"] = save
+        try:
+            yield
+        finally:
+            config.__dict__.pop("save_pretrained", None)
+
+
+def _refuse_resize(*_: Any, **__: Any) -> Any:
+    raise ModelMoved("the embeddings of a model that belongs to an engine cannot be resized: do it before attaching.")

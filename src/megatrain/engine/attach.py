@@ -17,13 +17,11 @@ from megatrain import process
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
-from megatrain.engine.adopt import Adoption, disable_checkpointing
+from megatrain.engine.adopt import Adoption, Surface, disable_checkpointing
 from megatrain.engine.headroom import Headroom
-from megatrain.engine.placement import Placement
+from megatrain.engine.placement import Placement, announce_attached
 from megatrain.engine.relief import Holds, Policies, Relief
 from megatrain.engine.step import Step
-from megatrain.engine.summary import announce_attached
-from megatrain.engine.surface import Surface
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
 from megatrain.geometry import LANES, chunk_tokens, fuses_loss
@@ -193,9 +191,7 @@ class Attachment:
             # Nothing in that list refers to the engine, which must not be kept alive.
             weakref.finalize(engine, _stop, self.closing)
             Surface(self.model, engine, self.hooks, self._begin).place(self.releasing)
-
-    def announce(self) -> None:
-        announce_attached(self.engine)
+        announce_attached(engine)
 
     # ---- what the parts call
 
@@ -221,7 +217,6 @@ STEPS: tuple[Callable[[Attachment], None], ...] = (
     Attachment.prepare_blocks,
     Attachment.chunk_head,
     Attachment.surface,
-    Attachment.announce,
 )
 
 

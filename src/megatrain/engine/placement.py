@@ -1,10 +1,11 @@
-"""Where blocks keep their state, what updates it there, and whether it will fit."""
+"""Where blocks keep their state, what updates it there, whether it will fit, and what is said of it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,14 +13,18 @@ from megatrain.errors import SettingsError
 from megatrain.geometry import PASSING, PLACED, by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.watch import RamWatch
-from megatrain.optim.rules import Rule
+from megatrain.optim.rules import AdamW, Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
+from megatrain.planner.plan import sized
 from megatrain.settings import Settings
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
 from megatrain.telemetry.notices import announce, warn
+
+if TYPE_CHECKING:
+    from megatrain.engine.session import Engine
 
 
 class Placement:
@@ -31,7 +36,9 @@ class Placement:
         self.ram = HostMemory(
             pin=device.type == "cuda" and settings.debug.pin,
             threads=inventory.cores(),
-            guard=partial(_require_ram, settings.max_ram_gb),
+            guard=lambda nbytes, held: inventory.require_ram(
+                nbytes, "the next part of the model's state", settings.max_ram_gb, held
+            ),
         )
         self.vram = DeviceMemory(device)
         self.watch = RamWatch(held=lambda: self.ram.held, trim=self.ram.trim)
@@ -40,9 +47,7 @@ class Placement:
         """Where the block of this name keeps its weight, states and gradient sum."""
         if _matches(block, self._settings.resident):
             return Homes.together(self.vram)
-        summed, held = (
-            _matches(block, names) for names in (self._settings.held_gradients, self._settings.held_weights)
-        )
+        held, summed = _matches(block, self._settings.held_weights), _matches(block, self._settings.held_gradients)
         visits = _matches(block, self._settings.streamed_states)
         if visits and not (summed and held) and self._settings.plan is None:
             raise SettingsError(
@@ -110,7 +115,9 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
 
     Its weights are read at every use, so in RAM each use would be a transfer.
     """
-    fits = device.type == "cuda" and _state_bytes(model) <= inventory.free_memory(device) // 2
+    # Weights and, where they train, FP32 gradients and two FP32 moments.
+    state = sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
+    fits = device.type == "cuda" and state <= inventory.free_memory(device) // 2
     stays = fits and "resident" not in settings.given and settings.plan is None
     announce(
         f"{type(model).__name__} has no repeated layers, so it is one block: "
@@ -123,10 +130,50 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
     return settings.override(resident=("*",)) if stays else settings
 
 
-def _state_bytes(model: torch.nn.Module) -> int:
-    """Of weights and, where they train, FP32 gradients and two FP32 moments."""
-    return sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
+def announce_attached(engine: Engine) -> None:
+    """Print a summary; a plan has been printed already."""
+    if engine.settings.plan is None:
+        announce(f"no plan; {summary(engine)}")
+        return
+    run = engine.settings.plan.run
+    for name, has, planned in (
+        ("precision", engine.precision, run.precision),
+        ("moments in", engine.settings.moment_width, run.moment_width),
+        ("compile", engine.settings.compile, run.compile),
+    ):
+        if has != planned:
+            warn(f"the plan is for {name} {planned}, this engine has {has}: memory and time will not be as planned")
 
 
-def _require_ram(max_ram_gb: float | None, nbytes: int, held: int) -> None:
-    inventory.require_ram(nbytes, "the next part of the model's state", max_ram_gb, held)
+def summary(engine: Engine) -> str:
+    """Bytes per tier as far as they are known before there is an optimizer, and what blocks keep."""
+    settings, trained = engine.settings, [slab for slab in engine.slabs if slab.trains]
+    width = settings.moment_width
+    copies = sum(slab.layout.nbytes for slab in engine.slabs if slab.homes.held)
+    rows = {
+        "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
+        + (f", copies in vram {_size(copies)}" if copies else ""),
+        "gradients": _by_tier((slab.homes.sums.tier, slab.layout.nbytes) for slab in trained) + " for one micro-batch",
+        "states": _by_tier((slab.homes.states.tier, slab.state_bytes(AdamW.moments, width)) for slab in trained)
+        + f" with AdamW and {width} moments",
+    }
+    parameters = sized(sum(parameter.numel() for parameter in engine.model.parameters()))
+    title = f"{type(engine.model).__name__}: {parameters} parameters"
+    if engine.blocks:
+        policies = Counter(engine.relief.policies[block.name] for block in engine.blocks)
+        rows["policy"] = ", ".join(f"{count} {policy}" for policy, count in policies.items())
+        rows["window"] = f"{settings.window} micro-batches" if settings.window else "as many micro-batches as fit"
+        title += f" in {len(engine.blocks)} blocks" + (", compiled," if settings.compile else "")
+    title += f" on {engine.device}, {engine.precision}"
+    return "\n".join([title, *[f"{name:<11}{text}" for name, text in rows.items()]])
+
+
+def _by_tier(sizes: Iterable[tuple[str, int]]) -> str:
+    tiers = {"ram": 0, "vram": 0}
+    for tier, nbytes in sizes:
+        tiers[tier] += nbytes
+    return ", ".join(f"{tier} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes) or "none"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"

@@ -16,6 +16,7 @@ from megatrain.compute.interrupts import Deferred
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import cuda_bytes
+from megatrain.planner import Plan
 from megatrain.settings import Settings
 from megatrain.store.slab import Slab
 from megatrain.stream.fetch import Fetcher
@@ -71,16 +72,12 @@ class Holds:
         self._slabs, self._fetcher, self._leaving, self._states = slabs, fetcher, leaving, states
 
     def __bool__(self) -> bool:
-        return self._fetcher.holding or bool(self._sums)
-
-    @property
-    def _sums(self) -> list[Slab]:
-        return [slab for slab in self._slabs if slab.held_sum]
+        return self._fetcher.holding or any(slab.held_sum for slab in self._slabs)
 
     def let_go(self) -> None:
         """Weights and sums stream from now on; gradients that there are now are dropped."""
         with self._fetcher.lock, Deferred():
-            sums = self._sums
+            sums = [slab for slab in self._slabs if slab.held_sum]
             for slab in sums:
                 slab.grad.clear()
                 slab.grad.move_home(slab.homes.states)
@@ -103,15 +100,20 @@ class Relief:
         """Bytes of host memory that the GPU can reach now."""
         self._owner: object | None = object()
         """Stands for this engine among those that limit the GPU; None once it has ended."""
-        plan = settings.plan if device.type == "cuda" else None
-        # Who decides otherwise than the plan takes another amount.
+        plan: Plan | None = settings.plan if device.type == "cuda" else None
+        # Settings that override the plan change how much memory is taken.
         self._plan = plan if plan is not None and not settings.differing(plan.settings()) else None
         self._others = inventory.held_beside(device, model)
         """Held by this process for something else: a reference model, another engine."""
         self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._others)
         self._lifted = self._grows = False
-        self._window = self._plan.largest_window if self._plan is not None else 1
+        self._planned: int | None = None
+        """What PyTorch's allocator may have by the plan."""
+        self._window = 1
         """Most micro-batches that have passed a block together."""
+        if self._plan is not None:
+            self._planned = self._plan.total("vram") - self._plan.outside_allocator
+            self._window = self._plan.largest_window
 
     def hold_to_plan(self, held: bool = True) -> None:
         """Whether a plan's figure limits GPU memory, or `max_vram_gb` alone, as evaluation and generation may need."""
@@ -120,7 +122,7 @@ class Relief:
         if self._plan is not None or self._limit is not None:
             self._grows = process.grow_segments(self._owner)
         cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned(), self._window)
-        planned = self._planned() if self._plan is not None and held and not self._lifted else None
+        planned = self._planned if held and not self._lifted else None
         process.limit_vram(self._device, self._owner, process.VramLimit(cap, planned, self._others))
 
     def seated(self, window: int) -> None:
@@ -188,26 +190,16 @@ class Relief:
     def _missing(self) -> int:
         """Bytes of the plan that the allocator could take from the driver, as far as it may."""
         assert self._plan is not None
+        assert self._planned is not None
         total = torch.cuda.get_device_properties(self._device).total_memory
         allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
-        wanted = min(self._planned() + self._others, allowed)
-        missing: int = wanted - torch.cuda.memory_reserved(self._device) - GRANULARITY
+        wanted = min(self._planned + self._others, allowed)
+        missing = wanted - torch.cuda.memory_reserved(self._device) - GRANULARITY
         if self._grows:
             return missing
         # A segment that does not grow is one stream's for good, and what stays on the GPU is another's.
-        roles: dict[str, int] = self._plan.memory["vram"]
-        return min(missing, roles["activations"] + roles["workspace"] - self._outside())
-
-    def _planned(self) -> int:
-        """What PyTorch's allocator may have by the plan."""
-        assert self._plan is not None
-        planned: int = self._plan.total("vram")
-        return planned - self._outside()
-
-    def _outside(self) -> int:
-        assert self._plan is not None
-        outside: int = self._plan.outside_allocator
-        return outside
+        roles = self._plan.memory["vram"]
+        return min(missing, roles["activations"] + roles["workspace"] - self._plan.outside_allocator)
 
     @property
     def leanest(self) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from safetensors import SafetensorError
@@ -29,34 +28,29 @@ def save(
 ) -> None:
     """At every moment the directory, or what `replace.find` finds for it, holds a whole save: the old one or this."""
     stopwatch = files.Stopwatch()
-    with _said_in_a_sentence(directory), _one_at_a_time, replace.replacing(directory) as replacement:
-        space.require(replacement.fresh, space.needed(model, host_state(), optimizer))
-        weights.save_model(model, host_state, replacement.fresh)
-        if optimizer is not None:
-            states.save_optimizer(model, optimizer, replacement.fresh, portion(states.SHARD_BYTES))
-        listed = replacement.carry()
-        if optimizer is None:
-            # An ordinary HF directory: it has no manifest, and needs none to be whole.
-            nbytes = files.sync_tree(replacement.fresh, listed)
-            files.sync_names(replacement.fresh)
-        else:
-            nbytes = states.seal(model, optimizer, replacement.fresh, listed, replacement.target)
-        replacement.commit()
-    announce(stopwatch.report(replacement.target.name, nbytes))
-
-
-@contextmanager
-def _said_in_a_sentence(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """safetensors has an exception of its own for a full disk."""
     try:
-        yield
+        with _one_at_a_time, replace.replacing(directory) as replacement:
+            space.require(replacement.fresh, space.needed(model, host_state(), optimizer))
+            weights.save_model(model, host_state, replacement.fresh)
+            if optimizer is not None:
+                states.save_optimizer(model, optimizer, replacement.fresh, portion(states.SHARD_BYTES))
+            listed = replacement.carry()
+            if optimizer is None:
+                # An ordinary HF directory: it has no manifest, and needs none to be whole.
+                nbytes = files.sync_tree(replacement.fresh, listed)
+                files.sync_names(replacement.fresh)
+            else:
+                nbytes = states.seal(model, optimizer, replacement.fresh, listed, replacement.target)
+            replacement.commit()
     except (space.NoRoom, SafetensorError) as error:
+        # safetensors has an exception of its own for a full disk.
         fault = str(error) if isinstance(error, space.NoRoom) else space.fault_of(error)
         if fault is None:
             raise
         raise CheckpointError(
             f"{directory} could not be saved: {fault.rstrip('.')}; what it held before is as it was."
         ) from error
+    announce(stopwatch.report(replacement.target.name, nbytes))
 
 
 def _forked() -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from megatrain import settings as settings_module
 from megatrain.compute.block import Block
 from megatrain.engine import saving
-from megatrain.engine.adopt import precision_of, saved_dtypes
+from megatrain.engine.adopt import engine_of, precision_of
 from megatrain.engine.attach import PATIENCE, Attachment
+from megatrain.engine.headroom import tensors_of
 from megatrain.engine.placement import announce_unavailable, place_one_block
 from megatrain.engine.planning import follow
-from megatrain.engine.surface import engine_of
 from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, SettingsError
 from megatrain.geometry import MOST_MICRO_BATCHES
 from megatrain.hardware import inventory
@@ -74,7 +73,8 @@ class Engine:
             raise AlreadyAttached(
                 f"this {type(self.model).__name__} already belongs to an engine; use that one, or close it first."
             )
-        saved = saved_dtypes(self.model)
+        named = self.model.named_parameters(remove_duplicate=False)
+        saved = {name: p.slab.saved[p.segment] for name, p in named if isinstance(p, StoreTensor)}
         if previous is not None:
             previous.release()
             # The mode of the run stays what it was.
@@ -151,9 +151,7 @@ class Engine:
             return 1  # nothing travels per block, so nothing is gained
         if self.settings.window is not None:
             return self.settings.window
-        # Collators give a mapping of tokenizers' own, which is one leaf to a tree.
-        leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-        tokens = max((t.numel() for t in leaves if isinstance(t, torch.Tensor)), default=1)
+        tokens = max((tensor.numel() for tensor in tensors_of(batch)), default=1)
         config = config_of(self.model)
         hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2

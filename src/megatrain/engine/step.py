@@ -104,8 +104,7 @@ class Step:
         self._predictor.expect([("backward", block.index) for block in blocks[::-1]])
         self._predictor.record(BOUNDARY)
         for block in blocks:
-            if any(block.contains(other) for other in blocks):
-                block.share_turns()
+            block.share_turns_with(blocks)
 
     # ---- forward and backward
 

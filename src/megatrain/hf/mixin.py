@@ -19,8 +19,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from megatrain import settings as settings_module
 from megatrain.checkpoint import lock, replace
+from megatrain.engine.adopt import engine_of
 from megatrain.engine.session import Engine
-from megatrain.engine.surface import engine_of
 from megatrain.errors import MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.checkpoints import Checkpoints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -112,7 +113,7 @@ def test_a_step_that_fails_undoes_all_before_it(
 
 
 def interrupted_at(place: Any, work: Callable[[], Any]) -> dict[Any, None]:
-    """Raise KeyboardInterrupt before a line of engine/; the lines that were run."""
+    """A Ctrl-C before a line of engine/, which may be deferred; the lines that were run."""
     lines: dict[Any, None] = {}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -122,7 +123,7 @@ def interrupted_at(place: Any, work: Callable[[], Any]) -> dict[Any, None]:
             lines[here := (frame.f_code, frame.f_lineno)] = None
             if here == place:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
 
     sys.settrace(trace)

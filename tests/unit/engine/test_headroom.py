@@ -9,6 +9,7 @@ import torch
 from tests import small
 from tests.tiny import engine_of
 
+import megatrain as mt
 from megatrain.errors import OutOfRam
 from megatrain.hardware import inventory
 from megatrain.hardware.inventory import CRITICAL, level
@@ -55,3 +56,11 @@ def test_a_window_is_as_many_as_half_of_what_is_left_holds(monkeypatch: pytest.M
     each = engine._headroom.of_batch(batch(4, 256))
     monkeypatch.setattr(inventory, "free_memory", lambda device: 6 * each)
     assert engine.window_size(batch(4, 256)) == 3
+
+
+def test_a_config_that_is_not_transformers_says_nothing() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+    model.config = {"hidden_size": 8}
+    with mt.Engine(model, device="cpu"):
+        model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+    assert model[0].weight.grad is not None
