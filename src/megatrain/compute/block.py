@@ -7,10 +7,9 @@ its parameters are looked up elsewhere, for the extent of the call and in the ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +73,7 @@ class Block:
 
     def __post_init__(self) -> None:
         self.slabs = sorted({slab for slab, _ in self.places.values()}, key=lambda slab: slab.index)
+        self.structure = structure_of(self.module)
         self._stateless = _Original(self.module, self.original)
         self._owners = [
             (path, module, _bindable(module, "_parameters"))
@@ -106,10 +106,6 @@ class Block:
     @property
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters.values())
-
-    @cached_property
-    def structure(self) -> Hashable:
-        return structure_of(self.module)
 
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
         """Weights by (slab, segment), as views of the slots. Fresh leaves per use: autocast caches casts by leaf."""
