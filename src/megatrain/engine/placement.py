@@ -81,7 +81,7 @@ class Placement:
         needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
-            needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.layout.nbytes
+            needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
         visiting = [slab for slab in slabs if slab.visits]
         for ring in by_size(visiting, lambda slab: slab.layout.nbytes):
             needed["vram"] += min(PASSING, len(ring)) * max(slab.state_bytes(rule.moments, width) for slab in ring)
@@ -153,7 +153,7 @@ def summary(engine: Engine) -> str:
     rows = {
         "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
         + (f", copies in vram {_size(copies)}" if copies else ""),
-        "gradients": _by_tier((slab.homes.sums.tier, slab.layout.nbytes) for slab in trained) + " for one micro-batch",
+        "gradients": _by_tier((slab.homes.sums.tier, slab.owned.nbytes) for slab in trained) + " for one micro-batch",
         "states": _by_tier((slab.homes.states.tier, slab.state_bytes(AdamW.moments, width)) for slab in trained)
         + f" with AdamW and {width} moments",
     }

@@ -54,6 +54,7 @@ Kernel = Callable[[Operands], None]
 def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel) -> None:
     """One step for the parameters that have a gradient and a group; the others are left untouched."""
     slab, residual = state.slab, state.residual
+    weight = slab.owned.within(state.weight)
     runs: dict[tuple[Rule, int], list[int]] = {}
     for index in sorted(gradient.present):
         if index in rules:
@@ -66,27 +67,30 @@ def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip
                 Operands(
                     rule=type(rule),
                     scalars=scalars,
-                    weight=state.weight[start:end],
+                    weight=weight[start:end],
                     residual=None if residual is None else residual[start:end],
                     gradient=gradient.flat[start:end],
                     gradient_dtype=gradient.dtype,
                     moments=tuple(state.moments[role].piece(index, end - start) for role in rule.moments),
                     seed=seed_of(slab.index, step),
-                    first=start,
+                    first=slab.owned.begin + start,
                 )
             )
 
 
 def _pieces(slab: Slab, indices: list[int]) -> Iterator[tuple[int, int, int]]:
     """(first segment, start, end) of runs of neighbouring segments whose moments are stored alike."""
-    run: list[int] = []
+    runs: list[list[int]] = []
     for index in indices:
-        if run and (index != run[-1] + 1 or slab.formats(index) != slab.formats(run[-1])):
-            yield run[0], slab.layout.segments[run[0]].offset, slab.layout.segments[run[-1]].end
-            run = []
-        run.append(index)
-    if run:
-        yield run[0], slab.layout.segments[run[0]].offset, slab.layout.segments[run[-1]].end
+        if runs and index == runs[-1][-1] + 1 and slab.formats(index) == slab.formats(runs[-1][-1]):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    segments = slab.owned.segments
+    for run in runs:
+        start, end = segments[run[0]].offset, segments[run[-1]].end
+        if start < end:
+            yield run[0], start, end
 
 
 def native_kernel(threads: int) -> Kernel:

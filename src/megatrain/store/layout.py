@@ -1,27 +1,41 @@
-"""How the parameters of a block lie in a slab: one flat run of one dtype, so that it moves in one transfer."""
+"""How the parameters of a block lie in a slab: one flat run of one dtype, so that it moves in one transfer.
+
+States and gradient sums may lie here for a part of the slab only: that part is a layout too, of the same parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from megatrain.geometry import padded, padded_slab
+from megatrain.geometry import ALIGN_ELEMENTS, padded, padded_slab
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one parameter lies in its slab, in elements."""
+    """Where one parameter lies in its slab, or what a part of the slab has of it, in elements."""
 
     name: str
     shape: torch.Size
+    """Of the whole parameter."""
     offset: int
     numel: int
+    first: int = 0
+    """The parameter's element that lies at `offset`."""
+    here: torch.Size = field(init=False)
+    """The shape of what lies here: the parameter's, or a flat one of a part of it."""
     strides: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strides", torch.empty(self.shape, device="meta").stride())
+        here = self.shape if self.whole else torch.Size([self.numel])
+        object.__setattr__(self, "here", here)
+        object.__setattr__(self, "strides", torch.empty(here, device="meta").stride())
+
+    @property
+    def whole(self) -> bool:
+        return self.numel == self.shape.numel()
 
     @property
     def end(self) -> int:
@@ -30,11 +44,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of one slab, in order, and the slab's padded length in elements."""
+    """The parameters of one slab, in order, and the slab's padded length in elements; or those of a part of it."""
 
     dtype: torch.dtype
     segments: tuple[Segment, ...]
     numel: int
+    begin: int = 0
+    """The slab's element that a part of it begins with."""
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +59,33 @@ class Layout:
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter in a flat tensor of this layout."""
         segment = self.segments[index]
-        return flat.as_strided(segment.shape, segment.strides, flat.storage_offset() + segment.offset)
+        return flat.as_strided(segment.here, segment.strides, flat.storage_offset() + segment.offset)
+
+    def cut(self, begin: int, end: int) -> Layout:
+        """The elements [begin, end) of the slab. Parameters outside of them have no elements there."""
+        assert begin % ALIGN_ELEMENTS == end % ALIGN_ELEMENTS == 0, "slices begin and end where blocks of moments do"
+
+        def part(segment: Segment) -> Segment:
+            start, stop = (min(max(at, begin), end) for at in (segment.offset, segment.end))
+            first = segment.first + start - segment.offset if start < stop else 0
+            return Segment(segment.name, segment.shape, start - begin, stop - start, first)
+
+        return Layout(self.dtype, tuple(map(part, self.segments)), end - begin, begin)
+
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """What of a flat tensor as long as the slab lies in this layout."""
+        return flat[self.begin : self.begin + self.numel]
+
+    def pick(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What of whole parameters, by segment, lies in this layout."""
+        found = {}
+        for index, tensor in values.items():
+            segment = self.segments[index]
+            if segment.whole:
+                found[index] = tensor
+            elif segment.numel:
+                found[index] = tensor.reshape(-1)[segment.first : segment.first + segment.numel]
+        return found
 
     def runs(self, indices: Sequence[int]) -> list[tuple[int, int]]:
         """Element ranges that cover the given segments, neighbours merged across their padding."""

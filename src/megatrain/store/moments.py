@@ -76,7 +76,7 @@ class Moment:
         """One parameter's values, in FP32 (a copy)."""
         piece, segment = self.segment(index), self.layout.segments[index]
         scales = None if piece.scales is None else piece.scales.cpu()
-        return piece.format.decode(piece.payload.cpu(), scales, segment.numel).view(segment.shape)
+        return piece.format.decode(piece.payload.cpu(), scales, segment.numel).view(segment.here)
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """Replace one parameter's values, rounded to nearest."""
@@ -96,8 +96,8 @@ class Moment:
         if piece.scales is not None:
             return {f".{name}": piece.payload, f".{name}.scale": piece.scales}
         if name == "bf16":
-            return {".bf16": piece.payload.view(torch.bfloat16).view(segment.shape)}
-        return {"": piece.payload.view(torch.float32).view(segment.shape)}
+            return {".bf16": piece.payload.view(torch.bfloat16).view(segment.here)}
+        return {"": piece.payload.view(torch.float32).view(segment.here)}
 
     def restore(self, index: int, given: Mapping[str, torch.Tensor]) -> bool:
         """Take over what `stored` gave, in whatever format that was; False if it had to be rounded to this one."""

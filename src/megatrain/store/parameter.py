@@ -103,6 +103,13 @@ class StoreTensor(torch.Tensor):
 
     def _strided(self, flat: torch.Tensor) -> torch.Tensor:
         view = self.geometry
+        if flat.numel() < self.slab.layout.numel:
+            owned, layout = self.slab.owned, self.slab.layout
+            raise UnsupportedCall(
+                f"of the states and the gradient of {layout.segments[self.segment].name} only a part is here, elements "
+                f"{owned.begin:,} to {owned.begin + owned.numel:,} of {layout.numel:,} in {self.slab.name}; the others "
+                "have to be gathered first."
+            )
         return flat.as_strided(view.size(), view.stride(), view.storage_offset())
 
     # ---- what users reach for by attribute
@@ -310,10 +317,9 @@ def after_accumulate(parameter: torch.nn.Parameter) -> None:
 def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """Residual and moments (None: all) of one parameter, as views of its slab, in the formats they are stored in."""
     slab, index = parameter.slab, parameter.segment
-    segment = slab.layout.segments[index]
     found = {}
     if slab.residual is not None:
-        found["residual"] = slab.residual[segment.offset : segment.end].view(segment.shape)
+        found["residual"] = slab.owned.view(slab.residual, index)
     for role in slab.moments if moments is None else moments:
         found |= {role + suffix: tensor for suffix, tensor in slab.moments[role].stored(index).items()}
     return found
@@ -325,8 +331,8 @@ def restore_states(parameter: StoreTensor, entry: Mapping[str, torch.Tensor]) ->
     exact = True
     if "residual" in entry and slab.residual is not None:
         # The residual of a run in BF16 means nothing to one whose weights are their own master.
-        segment = slab.layout.segments[index]
-        slab.residual[segment.offset : segment.end].copy_(entry["residual"].reshape(-1))
+        view = slab.owned.view(slab.residual, index)
+        view.copy_(entry["residual"].reshape(view.shape))
     for role, moment in slab.moments.items():
         given = {
             key.removeprefix(role): tensor for key, tensor in entry.items() if key == role or key.startswith(f"{role}.")

@@ -29,7 +29,15 @@ class Slab:
     """One dtype's worth of a block's parameters and their state."""
 
     def __init__(
-        self, index: int, name: str, layout: Layout, homes: Homes, *, master: bool = True, trains: bool = True
+        self,
+        index: int,
+        name: str,
+        layout: Layout,
+        homes: Homes,
+        *,
+        master: bool = True,
+        trains: bool = True,
+        owned: tuple[int, int] | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -39,6 +47,9 @@ class Slab:
         self.trains = trains
         """Whether its parameters required grad when the model was attached."""
         self.layout = layout
+        self.owned = layout if owned is None else layout.cut(*owned)
+        """The part of the slab whose states and gradient sum lie here, and which is updated here: all of it, unless
+        others have the rest."""
         self.homes = homes
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
         self.weight = self._weight_buffer.view(layout.dtype)
@@ -51,7 +62,7 @@ class Slab:
         self.steps: list[int] = [0] * len(layout.segments)
         """Optimizer steps taken, per parameter: a parameter without gradient in a step does not count it."""
         self._owner = forks.Owner()
-        self.grad = Gradient(index, name, layout, homes, self._owner)
+        self.grad = Gradient(index, name, self.owned, homes, self._owner)
         self.shared = False
         """Whether several places use it (a tied embedding): its parts must stay FP32 sums until they are merged."""
         self.version = 0
@@ -62,12 +73,12 @@ class Slab:
     def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
         """What `allocate_states` will take beside what is there already."""
         missing = [signed for role, signed in moments.items() if role not in self.moments]
-        residual = self.layout.numel * 2 if self.split_master and self.residual is None else 0
-        return residual + sum(lay_out_areas(self.layout, width, signed)[1] for signed in missing)
+        residual = self.owned.numel * 2 if self.split_master and self.residual is None else 0
+        return residual + sum(lay_out_areas(self.owned, width, signed)[1] for signed in missing)
 
     def allocate_residual(self) -> torch.Tensor:
         if self.residual is None:
-            buffer = self.homes.states.allocate(self.layout.numel * 2, transferred=self.homes.visits)
+            buffer = self.homes.states.allocate(self.owned.numel * 2, transferred=self.homes.visits)
             self._residual_buffer, self.residual = buffer, buffer.view(torch.int16)
         return self.residual
 
@@ -77,7 +88,7 @@ class Slab:
             self.allocate_residual()
         for role, signed in moments.items():
             if role not in self.moments:
-                self.moments[role] = Moment(self.layout, width, signed, self.homes.states, self.homes.visits)
+                self.moments[role] = Moment(self.owned, width, signed, self.homes.states, self.homes.visits)
 
     def state_buffers(self) -> list[Buffer]:
         """Of the residual, if it has one, and of every moment."""
@@ -91,7 +102,7 @@ class Slab:
     def put(self, index: int, values: torch.Tensor) -> None:
         """Set one parameter from a tensor of any float dtype; FP32 into BF16 keeps its low half as the residual."""
         self.overwrite()
-        segment = self.layout.segments[index]
+        segment, owned = self.layout.segments[index], self.owned.segments[index]
         weight = self.weight[segment.offset : segment.end]
         values = values.detach().to("cpu").reshape(-1)
         if self.split_master and values.dtype in (torch.float32, torch.float16):
@@ -101,11 +112,13 @@ class Slab:
                 if self.residual is None and low.any():
                     self.allocate_residual()
                 if self.residual is not None:
-                    self.residual[segment.offset + start : segment.offset + start + len(low)].copy_(low)
+                    low = low[max(0, owned.first - start) : max(0, owned.first + owned.numel - start)]
+                    at = owned.offset + max(0, start - owned.first)
+                    self.residual[at : at + len(low)].copy_(low)
         else:
             weight.copy_(values)
             if self.residual is not None:
-                self.residual[segment.offset : segment.end].zero_()
+                self.residual[owned.offset : owned.end].zero_()
 
     @property
     def on_device(self) -> bool:

@@ -158,7 +158,7 @@ class WindowSums:
         """Bring back what an earlier window or micro-batch of this step summed up."""
         part, lanes = entry.part, self._drain.lanes
         source = part.sum_buffer if part.summed else part.landing
-        target = entry.total if part.summed else entry.rounded
+        target = entry.slab.owned.within(entry.total if part.summed else entry.rounded)
         lanes.submit(
             "h2d",
             "resume",
@@ -170,8 +170,8 @@ class WindowSums:
             label=entry.slab.name,
         )
         lanes.order(entry.slot.order.before_reading())
-        if target is not entry.total:
-            entry.total.copy_(target)
+        if not part.summed:
+            entry.slab.owned.within(entry.total).copy_(target)
 
     def _send(self, key: tuple[int, Place]) -> None:
         entry = self._open.pop(key)

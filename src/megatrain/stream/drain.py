@@ -35,13 +35,13 @@ class _Staging:
         self.order = Order("staging")
 
     def landing(self, slab: Slab) -> Buffer:
-        if self.buffer is None or self.buffer.nbytes < slab.layout.nbytes:
+        if self.buffer is None or self.buffer.nbytes < slab.owned.nbytes:
             # The last sum has read it, so nothing else uses what it held.
             self.order.until_writable()
             if self.buffer is not None:
                 slab.homes.sums.free(self.buffer)
                 self.buffer = None
-            self.buffer = slab.homes.sums.allocate(slab.layout.nbytes, transferred=True)
+            self.buffer = slab.homes.sums.allocate(slab.owned.nbytes, transferred=True)
         return self.buffer
 
 
@@ -68,7 +68,7 @@ class Drain:
 
     def missing(self) -> int:
         """Bytes of gradients that will be allocated when they come."""
-        return sum(slab.layout.nbytes for slab in self._slabs if slab.trains and not slab.grad.allocated)
+        return sum(slab.owned.nbytes for slab in self._slabs if slab.trains and not slab.grad.allocated)
 
     def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
         """Take the gradients of some of a slab's parameters, by segment, from one place in the model."""
@@ -97,7 +97,7 @@ class Drain:
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         # The update, or what takes the sum to it, may still read what the step before left there.
         with self.lanes.compute(writes=[part.order]), torch.no_grad():
-            add_each(slab.layout, part.accumulator(gradients.keys()), rounded, part.present)
+            add_each(slab.owned, part.accumulator(gradients.keys()), slab.owned.pick(rounded), part.present)
         part.present.update(gradients)
         part.square_sum = None
 
@@ -110,7 +110,7 @@ class Drain:
         """The whole gradient of the step so far, in the gradient dtype: into the part's buffer, with its norm."""
         slab.require_owner()
         part.clear()
-        target = part.landing
+        target, flat = part.landing, slab.owned.within(flat)
         slot.square_sum.copy_(square_sum(flat))
         norm = torch.zeros((), dtype=torch.float64, pin_memory=self.device.type == "cuda")
 
@@ -125,7 +125,7 @@ class Drain:
     def land_sum(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> None:
         """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
         slab.require_owner()
-        target = part.sum_buffer
+        target, flat = part.sum_buffer, slab.owned.within(flat)
         self.lanes.submit(
             "d2h",
             "land sum",
@@ -177,14 +177,15 @@ class Drain:
         staging = self._staging[self._turn % len(self._staging)]
         self._turn += 1
         buffer = staging.landing(slab)
-        arrived = buffer.bytes[: slab.layout.nbytes].view(slab.layout.dtype)
+        arrived = buffer.bytes[: slab.owned.nbytes].view(slab.owned.dtype)
+        flat = slab.owned.within(flat)
         seed = None if part.summed else part.flat
         total = part.sum_buffer.view(torch.float32)
 
         def add() -> None:
             if seed is not None and seed.data_ptr() != total.data_ptr():
                 total.copy_(seed)
-            add_segments(slab.layout, total, arrived, indices, before)
+            add_segments(slab.owned, total, arrived, indices, before)
 
         self.lanes.submit(
             "d2h",

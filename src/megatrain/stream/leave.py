@@ -34,13 +34,13 @@ class _Way:
     def slot(self, slab: Slab) -> torch.Tensor:
         if self._slot is None:
             self._slot = lasting(self._nbytes, self._device)
-        return self._slot[: slab.layout.nbytes].view(slab.layout.dtype)
+        return self._slot[: slab.owned.nbytes].view(slab.owned.dtype)
 
     def buffer(self, slab: Slab) -> tuple[torch.Tensor, bool]:
         """In RAM, and whether it is pinned."""
         if self._buffer is None:
             self._buffer = slab.homes.states.allocate(self._nbytes, transferred=True)
-        return self._buffer.bytes[: slab.layout.nbytes].view(slab.layout.dtype), self._buffer.pinned
+        return self._buffer.bytes[: slab.owned.nbytes].view(slab.owned.dtype), self._buffer.pinned
 
     def let_go(self, memory: Memory) -> None:
         self.order.until_writable()
@@ -58,15 +58,15 @@ class Leaving:
         self._lanes, self._transfer, self._counters = lanes, transfer, counters
         self._rings: dict[int, list[_Way]] = {}
         """By slab; whose turn it is comes first."""
-        for members in by_size([s for s in slabs if not s.on_device], lambda slab: slab.layout.nbytes):
-            ring = [_Way(members[0].layout.nbytes, device) for _ in range(min(PASSING, len(members)))]
+        for members in by_size([s for s in slabs if not s.on_device], lambda slab: slab.owned.nbytes):
+            ring = [_Way(members[0].owned.nbytes, device) for _ in range(min(PASSING, len(members)))]
             self._rings |= {slab.index: ring for slab in members}
 
     def make_room(self, slab: Slab, gradient: Snapshot) -> None:
         """Take what `bring` needs. It may not be there, so this comes before anything of a step is submitted."""
         for way in self._rings[slab.index] if slab.held_sum else ():
             way.buffer(slab)
-            if gradient.flat.dtype != slab.layout.dtype:
+            if gradient.flat.dtype != slab.owned.dtype:
                 way.slot(slab)
 
     def let_go(self, slabs: Iterable[Slab]) -> None:
@@ -85,7 +85,7 @@ class Leaving:
         ring.append(way)
         target, pinned = way.buffer(slab)
         # A sum is rounded first; what is in the gradient dtype goes as it lies.
-        slot = None if gradient.flat.dtype == slab.layout.dtype else way.slot(slab)
+        slot = None if gradient.flat.dtype == slab.owned.dtype else way.slot(slab)
 
         def leave() -> None:
             source = gradient.flat if slot is None else slot.copy_(gradient.flat)
@@ -93,5 +93,5 @@ class Leaving:
 
         self._lanes.submit("leave", "leave", leave, reads=[gradient.order], writes=[way.order], label=slab.name)
         self._counters.drains += 1
-        self._counters.bytes_d2h += slab.layout.nbytes
+        self._counters.bytes_d2h += slab.owned.nbytes
         return replace(gradient, flat=target, order=way.order)
