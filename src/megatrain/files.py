@@ -80,22 +80,20 @@ def sync(path: AnyPath) -> int:
     After a failed sync the kernel may have dropped what was not written, and the next sync of the same file would
     succeed. So such a file is refused until it is written anew.
     """
-    with _opened(path, os.O_RDONLY) as descriptor:
-        return _fsync(descriptor, path, "sync")
+    return _fsync(path, "sync")
 
 
 def sync_directory(path: AnyPath) -> None:
     """Wait until the names in a directory are on the disk. Some file systems cannot do that, which is said once."""
-    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-        try:
-            _fsync(descriptor, path, "sync_directory", CANNOT_SYNC_DIRECTORY)
-        except OSError as error:
-            device = os.fstat(descriptor).st_dev
-            if error.errno not in CANNOT_SYNC_DIRECTORY:
-                raise
-            if device not in _unable:
-                _unable.add(device)
-                warn(f"the file system of {path} cannot sync directories; after a power cut new files may be missing")
+    try:
+        _fsync(path, "sync_directory", os.O_DIRECTORY, CANNOT_SYNC_DIRECTORY)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC_DIRECTORY:
+            raise
+        device = os.stat(path).st_dev
+        if device not in _unable:
+            _unable.add(device)
+            warn(f"the file system of {path} cannot sync directories; after a power cut new files may be missing")
 
 
 def sync_tree(directory: AnyPath, only: Iterable[AnyPath]) -> int:
@@ -276,32 +274,27 @@ def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-@contextmanager
-def _opened(path: AnyPath, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _fsync(descriptor: int, path: AnyPath, operation: str, harmless: Collection[int] = ()) -> int:
+def _fsync(path: AnyPath, operation: str, flags: int = 0, harmless: Collection[int] = ()) -> int:
+    """Sync a file or directory; its size. `harmless`: errors that do not say that content was lost."""
     global _seconds
-    status = os.fstat(descriptor)
-    key = (status.st_dev, status.st_ino, status.st_mtime_ns)
-    if key in _failed:
-        raise OSError(errno.EIO, "could not be synced before, and has not been written anew", os.fspath(path))
+    descriptor = os.open(path, os.O_RDONLY | flags | os.O_NONBLOCK | os.O_CLOEXEC)
     start = time.perf_counter()
     try:
-        before(operation, path)
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in harmless:
-            _failed.add(key)
-        raise OSError(error.errno, f"{error.strerror} while syncing", os.fspath(path)) from error
+        status = os.fstat(descriptor)
+        key = (status.st_dev, status.st_ino, status.st_mtime_ns)
+        if key in _failed:
+            raise OSError(errno.EIO, "could not be synced before, and has not been written anew", os.fspath(path))
+        try:
+            before(operation, path)
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in harmless:
+                _failed.add(key)
+            raise OSError(error.errno, f"{error.strerror} while syncing", os.fspath(path)) from error
+        return status.st_size
     finally:
         _seconds += time.perf_counter() - start
-    return status.st_size
+        os.close(descriptor)
 
 
 def reraise(error: OSError) -> None:

@@ -18,8 +18,7 @@ import torch
 from numpy.random import mtrand
 
 _WORDS = struct.Struct("625I")
-"""Of Python's generator: a tuple of as many integers would take ten times the memory, and every block keeps one."""
-_MT19937_BYTES = 625 * 4
+"""Of a Mersenne twister: a tuple of as many integers would take ten times the memory, and every block keeps one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Generators:
     @classmethod
     def now(cls, device: torch.device) -> Generators:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(device, torch.get_rng_state(), cuda, _python(), _numpy.read())
+        return cls(device, torch.get_rng_state(), cuda, _python(), _numpy())
 
     @property
     def of_device(self) -> torch.Tensor:
@@ -59,7 +58,7 @@ class Generators:
         if _python() != self.python:
             version, words, gauss = self.python
             random.setstate((version, _WORDS.unpack(words), gauss))
-        _numpy.write(self.numpy)
+        _set_numpy(self.numpy)
 
 
 @contextmanager
@@ -86,45 +85,39 @@ def _python() -> tuple[int, bytes, float | None]:
     return version, _WORDS.pack(*words), gauss
 
 
-class _Numpy:
-    """The state of NumPy's global generator.
+_last: tuple[bytes, dict[str, Any]] | None = None
+"""Of NumPy's generator: its bytes, and the state that it told then."""
+
+
+def _numpy() -> dict[str, Any]:
+    """The state of NumPy's generator.
 
     NumPy takes 40 µs to tell it, more than everything else a block's forward asks for: as long as the bytes of the
     generator are those of the last time, so is the answer.
     """
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._memory = numpy.empty(0, numpy.uint8)
-        self._last: tuple[bytes, dict[str, Any]] | None = None
-
-    def read(self) -> dict[str, Any]:
-        generator = mtrand.get_bit_generator()
-        if generator is not self._generator:
-            self._generator, self._memory, self._last = generator, _memory_of(generator), None
-        found, last = self._memory.tobytes(), self._last
-        # A second normal number kept for later lies elsewhere: using it up would not show.
-        if last is not None and found and found == last[0] and not last[1]["has_gauss"]:
-            return last[1]
-        state: dict[str, Any] = numpy.random.get_state(legacy=False)
-        # Another thread may have drawn in between.
-        self._last = (found, state) if self._memory.tobytes() == found else None
-        return state
-
-    def write(self, state: dict[str, Any]) -> None:
-        if self.read() is not state:
-            numpy.random.set_state(state)
-            self._last = (self._memory.tobytes(), state)
+    global _last
+    found, last = _numpy_bytes(), _last
+    # A second normal number kept for later lies elsewhere: using it up would not show.
+    if last is not None and found and found == last[0] and not last[1]["has_gauss"]:
+        return last[1]
+    state: dict[str, Any] = numpy.random.get_state(legacy=False)
+    # Another thread may have drawn in between.
+    _last = (found, state) if _numpy_bytes() == found else None
+    return state
 
 
-def _memory_of(generator: Any) -> numpy.ndarray[Any, Any]:
-    """The bytes of the generator's state; none if it is not the usual one."""
+def _set_numpy(state: dict[str, Any]) -> None:
+    global _last
+    if _numpy() is not state:
+        numpy.random.set_state(state)
+        _last = (_numpy_bytes(), state)
+
+
+def _numpy_bytes() -> bytes:
+    """What the generator's state is in memory; nothing if it is not the usual one."""
+    generator: Any = mtrand.get_bit_generator()
     if type(generator) is not numpy.random.MT19937:
-        return numpy.empty(0, numpy.uint8)
+        return b""
     data = (generator.ctypes.state_address, True)
-    interface = {"data": data, "shape": (_MT19937_BYTES,), "typestr": "|u1", "version": 3}
-    # The array keeps what it was made of alive, and so the generator.
-    return numpy.asarray(SimpleNamespace(owner=generator, __array_interface__=interface))
-
-
-_numpy = _Numpy()
+    interface = {"data": data, "shape": (_WORDS.size,), "typestr": "|u1", "version": 3}
+    return numpy.asarray(SimpleNamespace(__array_interface__=interface)).tobytes()

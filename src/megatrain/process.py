@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -44,26 +44,23 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+@dataclass
 class Shared(Generic[Value, Wish]):
     """One setting of the process, which any number of owners have wishes for."""
 
-    def __init__(
-        self,
-        read: Callable[[], Value],
-        write: Callable[[Value], object],
-        combine: Callable[[Value, list[Wish]], Value],
-        same: Callable[[Value, Value], bool] = operator.eq,
-    ) -> None:
-        self._read, self._write, self._combine, self._same = read, write, combine, same
-        """`combine`: what is set for the user's value and all wishes."""
-        self._wishes: dict[Hashable, Wish] = {}
-        self._set: tuple[Value, Value] | None = None
-        """The user's value, and what was set instead."""
+    read: Callable[[], Value]
+    write: Callable[[Value], object]
+    combine: Callable[[Value, list[Wish]], Value]
+    """What is set for the user's value and all wishes."""
+    same: Callable[[Value, Value], bool] = operator.eq
+    _wishes: dict[Hashable, Wish] = field(default_factory=dict)
+    _set: tuple[Value, Value] | None = None
+    """The user's value, and what was set instead."""
 
     def users(self) -> Value:
         """What it was before there was a wish, or what the user has set since then."""
-        now = self._read()
-        return self._set[0] if self._set is not None and self._same(now, self._set[1]) else now
+        now = self.read()
+        return self._set[0] if self._set is not None and self.same(now, self._set[1]) else now
 
     def hold(self, owner: Hashable, wish: Wish) -> None:
         with _lock:
@@ -78,28 +75,23 @@ class Shared(Generic[Value, Wish]):
 
     def _apply(self) -> None:
         before = self.users()
-        value = self._combine(before, list(self._wishes.values())) if self._wishes else before
+        value = self.combine(before, list(self._wishes.values())) if self._wishes else before
         self._set = (before, value) if self._wishes else None
-        self._write(value)
+        self.write(value)
 
 
 def let_go(owner: Hashable) -> None:
     """An engine ends: its wishes are nobody else's."""
-    held: list[Shared[Any, Any]] = [_switch_interval, *_shares.values(), _segments]
+    held: list[Shared[Any, Any]] = [switch_interval, *_shares.values(), _segments]
     for shared in held:
         shared.let_go(owner)
 
 
 # ---- Python
 
-_switch_interval: Shared[float, float] = Shared(
+switch_interval: Shared[float, float] = Shared(
     sys.getswitchinterval, sys.setswitchinterval, lambda users, wishes: min(users, *wishes), math.isclose
 )
-
-
-def switch_often(owner: Hashable) -> None:
-    """Threads of the interpreter wait less for each other."""
-    _switch_interval.hold(owner, SWITCH_INTERVAL)
 
 
 # ---- PyTorch's allocator
@@ -117,23 +109,14 @@ class VramLimit:
     """What the process held for something else when the engine came."""
 
 
-def limit_vram(device: torch.device, owner: Hashable, limit: VramLimit) -> None:
-    """Hold PyTorch's allocator to what all engines allow. Whoever ends lets go.
-
-    A cap is on the process, so the lowest counts. Plans add up, and are no limit beside an engine that has none.
-    """
-    _share_of(device).hold(owner, limit)
-
-
-def users_share(device: torch.device) -> float:
-    """The share of the GPU's memory that PyTorch was allowed before any limit of ours, or by the user since then."""
-    return _share_of(device).users()
-
-
 _shares: dict[torch.device, Shared[float, VramLimit]] = {}
 
 
-def _share_of(device: torch.device) -> Shared[float, VramLimit]:
+def share_of(device: torch.device) -> Shared[float, VramLimit]:
+    """The share of the GPU's memory that PyTorch's allocator may have.
+
+    A cap is on the process, so the lowest counts. Plans add up, and are no limit beside an engine that has none.
+    """
     return _shares.setdefault(
         device,
         Shared(

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
@@ -23,19 +23,14 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-class _RecordsGiven(Aliased):
-    """Makes objects that know which of their fields were passed: a default that was asked for is a choice."""
+class _Choices(metaclass=Aliased):
+    given: frozenset[str]
+    """The fields that were set, also those that were set to their default: one that was asked for is a choice."""
 
-    def __call__(cls, **values: Any) -> Any:
-        values = cls.current_names(values)
-        made = super().__call__(**values)
+    def __new__(cls, **values: Any) -> Self:
+        made = super().__new__(cls)
         object.__setattr__(made, "given", frozenset(values))
         return made
-
-
-class _Choices(metaclass=_RecordsGiven):
-    given: frozenset[str]
-    """The fields that were set, also those that were set to their default."""
 
     def chosen(self) -> dict[str, Any]:
         """The fields that were set, with their values."""
@@ -79,7 +74,7 @@ def _debug(value: Any) -> Debug:
     return value
 
 
-class _HadDebug(_RecordsGiven):
+class _HadDebug(Aliased):
     """`Settings` had the fields of `Debug` as its own."""
 
     def current_names(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,9 @@ PYTHONS = 0.005
 @pytest.fixture(autouse=True)
 def interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if no other test had an engine."""
-    before, shared = sys.getswitchinterval(), process._switch_interval
+    before, shared = sys.getswitchinterval(), process.switch_interval
     monkeypatch.setattr(
-        process, "_switch_interval", process.Shared(shared._read, shared._write, shared._combine, shared._same)
+        process, "switch_interval", process.Shared(shared.read, shared.write, shared.combine, shared.same)
     )
     sys.setswitchinterval(PYTHONS)
     yield

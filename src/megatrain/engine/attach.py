@@ -103,7 +103,7 @@ class Attachment:
             closing.add(lambda: lanes.close(patience=closing.patience))
         if not isinstance(self.lanes, SyncLanes):
             closing.add(lambda: process.let_go(closing))
-            process.switch_often(closing)
+            process.switch_interval.hold(closing, process.SWITCH_INTERVAL)
 
     def adopt(self) -> None:
         """Weights into the store; blocks are routed through the step, which is built from their slabs next."""

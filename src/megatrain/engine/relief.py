@@ -123,7 +123,7 @@ class Relief:
             self._grows = process.grow_segments(self._owner)
         cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned(), self._window)
         planned = self._planned if held and not self._lifted else None
-        process.limit_vram(self._device, self._owner, process.VramLimit(cap, planned, self._others))
+        process.share_of(self._device).hold(self._owner, process.VramLimit(cap, planned, self._others))
 
     def seated(self, window: int) -> None:
         """So many micro-batches pass a block together, each in a thread of its own: what those take is inside a cap."""

@@ -37,7 +37,7 @@ def allowed(share: list[float]) -> float:
 
 
 def cap(nbytes: int | None, owner: str = "engine") -> None:
-    process.limit_vram(GPU, owner, VramLimit(cap=nbytes))
+    process.share_of(GPU).hold(owner, VramLimit(cap=nbytes))
 
 
 def end(owner: str = "engine") -> None:
@@ -93,10 +93,10 @@ def test_the_lowest_cap_of_the_engines_that_are_open_counts(share: list[float]) 
 
 
 def test_plans_add_up_and_do_not_limit_who_has_none(share: list[float]) -> None:
-    process.limit_vram(GPU, "a", VramLimit(planned=20 * GIB, others=2 * GIB))
+    process.share_of(GPU).hold("a", VramLimit(planned=20 * GIB, others=2 * GIB))
     assert allowed(share) == pytest.approx(22 * GIB)
     # The second found what the first holds by now.
-    process.limit_vram(GPU, "b", VramLimit(planned=10 * GIB, others=17 * GIB))
+    process.share_of(GPU).hold("b", VramLimit(planned=10 * GIB, others=17 * GIB))
     assert allowed(share) == pytest.approx(32 * GIB)
     cap(None, "c")
     assert share[0] == 1.0
