@@ -114,7 +114,7 @@ def test_a_wrong_gradient_shows(monkeypatch: pytest.MonkeyPatch):
 
     def slightly_wrong(flow, block, place, gradients):
         if block.name == "model.visual.blocks.0":
-            gradients = {slab: {k: g * 1.0001 for k, g in found.items()} for slab, found in gradients.items()}
+            gradients = {weight: gradient * 1.0001 for weight, gradient in gradients.items()}
         hand_over(flow, block, place, gradients)
 
     monkeypatch.setattr(node, "hand_over", slightly_wrong)

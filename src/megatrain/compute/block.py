@@ -82,8 +82,12 @@ class Block:
         ]
         self._buffers: dict[str, tuple[Bound, str]] = {}
         """Full name → where it is looked up. Empty until a forward has changed a buffer."""
+        at = {name: (slab.index, index) for name, (slab, index) in self.places.items()}
         self._names = [
-            (id(content), [(key, self._place(path, key)) for key, value in content.items() if value is not None])
+            (
+                id(content),
+                [(key, at[f"{path}.{key}".lstrip(".")]) for key, value in content.items() if value is not None],
+            )
             for path, _, content in self._owners
         ]
         self._links = self._present_links()
@@ -92,10 +96,6 @@ class Block:
         self._turn: AbstractContextManager[Any] = threading.RLock()
         self._traced = False
         """Whether a compiled call is under way, or was interrupted."""
-
-    def _place(self, path: str, key: str) -> tuple[int, int]:
-        slab, index = self.places[f"{path}.{key}".lstrip(".")]
-        return slab.index, index
 
     def share_turns_with(self, blocks: Iterable[Block]) -> None:
         """Micro-batches of a window wait for each other in blocks called inside this one, if any of these is."""

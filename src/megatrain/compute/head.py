@@ -217,11 +217,10 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         node.refuse_create_graph(ctx.head.block.name)
         by_hidden, *by_weight = ctx.saved_tensors
-        by_slab: dict[int, dict[int, torch.Tensor]] = {}
-        for (slab, segment), gradient in zip(ctx.weights, by_weight, strict=True):
-            by_slab.setdefault(slab, {})[segment] = _scaled(gradient, scale, ctx.dtypes[slab])
         if node.weights_wanted():
-            node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, by_slab)
+            found = zip(ctx.weights, by_weight, strict=True)
+            gradients = {(slab, segment): _scaled(g, scale, ctx.dtypes[slab]) for (slab, segment), g in found}
+            node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, gradients)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
 
 

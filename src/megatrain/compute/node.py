@@ -147,7 +147,7 @@ class _Call:
         if graph is None:
             raise UnsupportedCall(f"{self.block.name} was differentiated twice under policy 'store'; use 'recompute'.")
         assert graph.rebinder is not None
-        graph.rebinder.bind(views)
+        graph.rebinder.views = views
         return graph
 
     def rebuild_graph(self, saved: tuple[torch.Tensor | None, ...], views: dict[int, torch.Tensor]) -> _Graph:
@@ -250,7 +250,7 @@ class _BlockNode(torch.autograd.Function):
 
 def _differentiate(
     graph: _Graph, grads: tuple[torch.Tensor | None, ...]
-) -> tuple[list[torch.Tensor | None], dict[int, dict[int, torch.Tensor]]]:
+) -> tuple[list[torch.Tensor | None], dict[tuple[int, int], torch.Tensor]]:
     """Gradients of the node's inputs, and of the weights by slab and segment."""
     inputs = graph.inputs
     pairs = [(t, g) for t, g in zip(graph.outputs, grads, strict=True) if g is not None and t.requires_grad]
@@ -264,11 +264,8 @@ def _differentiate(
     found = call_with({_inside_block: True}, torch.autograd.grad, outputs, wanted, by_output, allow_unused=True)
     by_input = iter(found[: len(targets)])
     input_grads = [next(by_input) if t.requires_grad else None for t in inputs]
-    by_slab: dict[int, dict[int, torch.Tensor]] = {}
-    for ((slab, segment), _), gradient in zip(leaves, found[len(targets) :], strict=True):
-        if gradient is not None:
-            by_slab.setdefault(slab, {})[segment] = gradient
-    return input_grads, by_slab
+    by_weight = zip([place for place, _ in leaves], found[len(targets) :], strict=True)
+    return input_grads, {place: gradient for place, gradient in by_weight if gradient is not None}
 
 
 _inside_block: ContextVar[bool] = ContextVar("megatrain_inside_block", default=False)
@@ -290,12 +287,12 @@ def refuse_create_graph(name: str) -> None:
         )
 
 
-def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[int, dict[int, torch.Tensor]]) -> None:
+def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[tuple[int, int], torch.Tensor]) -> None:
     """Gradients of a block's weights, through the hooks that users put on parameters, to the store."""
     for slab in block.slabs:
-        if slab.index not in gradients:
+        found = {segment: gradient for (index, segment), gradient in gradients.items() if index == slab.index}
+        if not found:
             continue
-        found = gradients[slab.index]
         hooked = {place[1]: block.parameters[name] for name, place in block.places.items() if place[0] is slab}
         for segment, gradient in found.items():
             for hook in users_hooks(hooked[segment]._backward_hooks):

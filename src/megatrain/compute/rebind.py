@@ -43,16 +43,13 @@ class Rebinder:
     def __init__(self, views: Mapping[int, torch.Tensor]) -> None:
         self._slabs = Addresses(views)
         self._starts = {slab: view.data_ptr() for slab, view in views.items()}
-        self._views: Mapping[int, torch.Tensor] = {}
+        self.views: Mapping[int, torch.Tensor] = {}
+        """Set before the backward: where the weights are then."""
 
     def packing(self, forward: Callable[[], Any]) -> Any:
         """Run the forward. Hooks that a Ctrl-C leaves behind find that they are nobody's, and do nothing."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             return call_with({_active: self}, forward)
-
-    def bind(self, views: Mapping[int, torch.Tensor]) -> None:
-        """Before the backward: where the weights are now."""
-        self._views = views
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -74,7 +71,7 @@ class Rebinder:
         self, slab: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         """A view of the weights where they are now; `offset` is from the start of the slab."""
-        view = self._views[slab].view(dtype)
+        view = self.views[slab].view(dtype)
         return view.as_strided(size, stride, int(view.storage_offset()) + offset)
 
 

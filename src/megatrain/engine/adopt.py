@@ -221,75 +221,71 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
     return getattr(model, _ATTACHED, None)
 
 
-@dataclass(eq=False)
-class Surface:
-    """Instance attributes and one hook of the root module."""
+def keep_interface(engine: Engine, hooks: Hooks, begin_pass: Callable[[Any], None], undo: Undo) -> None:
+    """Instance attributes and one hook of the root module; from here on the model knows its engine."""
+    model: Any = engine.model
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
-    model: Any
-    engine: Engine
-    hooks: Hooks
-    begin_pass: Callable[[Any], None]
-
-    def place(self, undo: Undo) -> None:
-        model = self.model
-        self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        undo.add(model.register_forward_pre_hook(self._prepare, prepend=True, with_kwargs=True).remove)
-        undo.patch(model, _ATTACHED, self.engine)
-        if hasattr(type(model), "save_pretrained"):
-            self._own_save = model.save_pretrained
-            undo.patch(model, "save_pretrained", self._save_pretrained)
-        if hasattr(type(model), "resize_token_embeddings"):
-            undo.patch(model, "resize_token_embeddings", _refuse_resize)
-
-    def _prepare(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the model's forward: inputs to the compute device; no key/value cache where gradients are wanted."""
-        self.begin_pass((args, kwargs))
-        device = self.engine.device
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-        if self._takes_cache and torch.is_grad_enabled():
-            refuse_cache(self.hooks, module.training, kwargs)
+        begin_pass((args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), (args, kwargs))
+        if takes_cache and torch.is_grad_enabled():
+            refuse_cache(hooks, module.training, kwargs)
             kwargs["use_cache"] = False
         return args, kwargs
 
-    def _save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        signature = inspect.signature(self._own_save)
-        call = signature.bind(*args, **kwargs)
-        rest = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-        # PEFT names the state dict only in its **kwargs.
-        options = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault(rest, {})
-        given = options.get("state_dict")
-        state = options["state_dict"] = self.engine.host_state_dict() if given is None else exported(given)
-        copied = any(isinstance(tensor, ExportTensor) and tensor.copies for tensor in state.values())
-        if copied and "max_shard_size" in signature.parameters:
-            # A shard is in host memory as a whole while it is written.
-            call.arguments.setdefault("max_shard_size", self.engine.ram.portion(SHARD_BYTES))
-        with self._config_as_saved():
-            return self._own_save(*call.args, **call.kwargs)
+    undo.add(model.register_forward_pre_hook(prepare, prepend=True, with_kwargs=True).remove)
+    undo.patch(model, _ATTACHED, engine)
+    if hasattr(type(model), "save_pretrained"):
+        own_save = model.save_pretrained
+        undo.patch(model, "save_pretrained", lambda *args, **kwargs: _save_pretrained(engine, own_save, args, kwargs))
+    if hasattr(type(model), "resize_token_embeddings"):
+        undo.patch(model, "resize_token_embeddings", _refuse_resize)
 
-    @contextmanager
-    def _config_as_saved(self) -> Iterator[None]:
-        """`save_pretrained` writes the dtype of the model into its config; the file gets that of the weights saved."""
-        config: Any = getattr(self.model, "config", None)
-        first = next((p for p in self.model.parameters() if p.is_floating_point()), None)
-        if not hasattr(type(config), "save_pretrained") or not isinstance(first, StoreTensor):
-            yield
-            return
-        dtype = str(ExportTensor.of(first).dtype).removeprefix("torch.")
 
-        def save(*args: Any, **kwargs: Any) -> Any:
-            # What is in the instance would be written too.
-            config.__dict__.pop("save_pretrained", None)
-            before, config.dtype = config.dtype, dtype
-            try:
-                return config.save_pretrained(*args, **kwargs)
-            finally:
-                config.dtype = before
+def _save_pretrained(
+    engine: Engine, own_save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    signature = inspect.signature(own_save)
+    call = signature.bind(*args, **kwargs)
+    rest = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    # PEFT names the state dict only in its **kwargs.
+    options = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault(rest, {})
+    given = options.get("state_dict")
+    state = options["state_dict"] = engine.host_state_dict() if given is None else exported(given)
+    copied = any(isinstance(tensor, ExportTensor) and tensor.copies for tensor in state.values())
+    if copied and "max_shard_size" in signature.parameters:
+        # A shard is in host memory as a whole while it is written.
+        call.arguments.setdefault("max_shard_size", engine.ram.portion(SHARD_BYTES))
+    with _config_as_saved(engine.model):
+        return own_save(*call.args, **call.kwargs)
 
-        config.__dict__["save_pretrained"] = save
+
+@contextmanager
+def _config_as_saved(model: Any) -> Iterator[None]:
+    """`save_pretrained` writes the dtype of the model into its config; the file gets that of the weights saved."""
+    config: Any = getattr(model, "config", None)
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if not hasattr(type(config), "save_pretrained") or not isinstance(first, StoreTensor):
+        yield
+        return
+    dtype = str(ExportTensor.of(first).dtype).removeprefix("torch.")
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        # What is in the instance would be written too.
+        config.__dict__.pop("save_pretrained", None)
+        before, config.dtype = config.dtype, dtype
         try:
-            yield
+            return config.save_pretrained(*args, **kwargs)
         finally:
-            config.__dict__.pop("save_pretrained", None)
+            config.dtype = before
+
+    config.__dict__["save_pretrained"] = save
+    try:
+        yield
+    finally:
+        config.__dict__.pop("save_pretrained", None)
 
 
 def _refuse_resize(*_: Any, **__: Any) -> Any:

@@ -17,7 +17,7 @@ from megatrain import process
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
-from megatrain.engine.adopt import Adoption, Surface, disable_checkpointing
+from megatrain.engine.adopt import Adoption, disable_checkpointing, keep_interface
 from megatrain.engine.headroom import Headroom
 from megatrain.engine.placement import Placement, announce_attached
 from megatrain.engine.relief import Holds, Policies, Relief
@@ -35,7 +35,7 @@ from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
-from megatrain.stream.lanes import Lanes, SyncLanes
+from megatrain.stream.lanes import SyncLanes
 from megatrain.stream.leave import Leaving
 from megatrain.stream.states import StateStream
 from megatrain.stream.transfer import Transfer
@@ -50,13 +50,6 @@ PATIENCE = 3.0
 
 class Attachment:
     """The parts of one engine."""
-
-    placement: Placement
-    relief: Relief
-    lanes: Lanes
-    adoption: Adoption
-    headroom: Headroom
-    step: Step
 
     def __init__(self, engine: Engine, found: list[Found], saved: dict[str, torch.dtype], hooks: Hooks) -> None:
         self.model, self.device, self.settings = engine.model, engine.device, engine.settings
@@ -190,7 +183,7 @@ class Attachment:
             engine._consist_of(self)
             # Nothing in that list refers to the engine, which must not be kept alive.
             weakref.finalize(engine, _stop, self.closing)
-            Surface(self.model, engine, self.hooks, self._begin).place(self.releasing)
+            keep_interface(engine, self.hooks, self._begin, self.releasing)
         announce_attached(engine)
 
     # ---- what the parts call

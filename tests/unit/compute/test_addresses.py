@@ -31,7 +31,7 @@ def test_a_saved_weight_is_bound_where_it_came_back() -> None:
     result = rebinder.packing(lambda: (x @ leaves[0]) * (x @ leaves[1]))
     storage[24:40] = storage[:16].clone()
     storage[:24] = torch.nan
-    rebinder.bind(back)
+    rebinder.views = back
     (found,) = torch.autograd.grad(result.sum(), [x])
     weights = [storage[24 + 8 * i : 32 + 8 * i].view(2, 4).T for i in range(2)]
     plain = torch.ones(3, 4, requires_grad=True)
