@@ -24,7 +24,7 @@ from megatrain.engine.relief import Holds, Policies, Relief
 from megatrain.engine.step import Step
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
-from megatrain.geometry import LANES, chunk_tokens, fuses_loss
+from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
 from megatrain.model.hooks import Hooks, can_be_lazy, output_of, uses
@@ -38,7 +38,7 @@ from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import SyncLanes
 from megatrain.stream.leave import Leaving
 from megatrain.stream.states import StateStream
-from megatrain.stream.transfer import Transfer
+from megatrain.stream.transfer import Link
 from megatrain.telemetry.notices import warn
 
 if TYPE_CHECKING:
@@ -118,13 +118,13 @@ class Attachment:
         settings, device, lanes, slabs = self.settings, self.device, self.lanes, self.adoption.slabs
         blocks, counters = self.adoption.blocks, self.engine.counters
         self.relief.policies = Policies(settings.policy, [block.name for block in blocks])
-        transfers = {name: Transfer(device, inventory.cores()) for name, lane in LANES.items() if lane.link}
+        link = Link(device, lanes, counters, inventory.cores())
         # Loose parameters are read where they are used: no slot is for them.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
-        fetcher = Fetcher(fetched, settings.debug.slots, device, lanes, transfers, counters)
-        drain = Drain(slabs, settings.debug.grad_slots, device, lanes, transfers["d2h"], counters)
-        leaving = Leaving(slabs, device, lanes, transfers["leave"], counters)
-        states = StateStream(fetched, device, lanes, fetcher, transfers, counters)
+        fetcher = Fetcher(fetched, settings.debug.slots, link)
+        drain = Drain(slabs, settings.debug.grad_slots, link)
+        leaving = Leaving(slabs, link)
+        states = StateStream(fetched, fetcher, link)
         for slab in slabs:
             slab.grad.several = settings.plan is not None and settings.plan.run.accumulation > 1
         watch = self.placement.watch
@@ -135,9 +135,8 @@ class Attachment:
             lanes=lanes,
             fetcher=fetcher,
             drain=drain,
-            resume=transfers["h2d"],
             updates=Updates(slabs, self.placement.kernels(), lanes, leaving, states, counters),
-            activations=Activations(device, lanes, transfers["d2h"], transfers["h2d"], self.placement.ram),
+            activations=Activations(link, self.placement.ram),
             hooks=self.hooks,
             relief=self.relief,
             watch=watch,

@@ -43,13 +43,13 @@ class Headroom:
     drain: Drain
 
     def __post_init__(self) -> None:
-        self._active = self.drain.device.type == "cpu"
+        self._active = self.drain.link.device.type == "cpu"
         self._largest = 0
         """Tokens of the largest batch that began with enough."""
 
     def slots(self) -> int:
         """Bytes of slots that nothing has been written to yet: they are not in memory yet."""
-        return (0 if self.drain.counters.fetches else self.fetcher.slot_bytes()) + self.drain.rings.missing()
+        return (0 if self.drain.link.counters.fetches else self.fetcher.slot_bytes()) + self.drain.missing_slots()
 
     def begin(self, inputs: Any) -> None:
         """A forward that is to be differentiated begins: raise `OutOfRam` if RAM does not hold it."""

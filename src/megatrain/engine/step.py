@@ -52,7 +52,6 @@ from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.predict import BOUNDARY, Predictor
-from megatrain.stream.transfer import Transfer
 from megatrain.telemetry.notices import warn
 
 Result = TypeVar("Result")
@@ -67,8 +66,6 @@ class Step:
     lanes: Lanes
     fetcher: Fetcher
     drain: Drain
-    resume: Transfer
-    """Brings sums of an earlier window back to the device."""
     updates: Updates
     activations: Activations
     hooks: Hooks
@@ -207,7 +204,7 @@ class Step:
         if len(tasks) > 1:
             for slab in self.slabs:
                 slab.grad.several = True
-        self._sums = sums = WindowSums(self.drain, self.resume, whole, self.seats, self._given)
+        self._sums = sums = WindowSums(self.drain, whole, self.seats, self._given)
         try:
             results = self.seats.run([partial(self._begun, task) for task in tasks], seeds, sums.left)
             with self._lock, Deferred():

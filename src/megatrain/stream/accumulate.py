@@ -6,9 +6,10 @@ that of one micro-batch after the other.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,23 +18,22 @@ from megatrain.store.gradient import OUTSIDE, Part, Place
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Wait
 from megatrain.stream.add import add_each
-from megatrain.stream.drain import Drain, Gradients
-from megatrain.stream.gradslots import GradSlot
-from megatrain.stream.transfer import Transfer
+from megatrain.stream.drain import Drain, Gradients, GradSlot
+
+_Key = tuple[Slab, Place]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Sum:
     """A sum that lies on the device for longer than the window: nothing of it is sent."""
 
-    slab: Slab
     part: Part
     fresh: bool
     """Whether nothing of this step had landed before."""
-    added: int = 0
+    added: int = field(default=0, init=False)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Passing(_Sum):
     """A sum that passes a slot."""
 
@@ -58,72 +58,65 @@ class Turns(Protocol):
 class WindowSums:
     """Open sums of one window. A gradient that comes before an earlier micro-batch's is held until that has come."""
 
-    def __init__(
-        self, drain: Drain, transfer: Transfer, whole: bool, turns: Turns, sent: Callable[[Slab], None]
-    ) -> None:
+    def __init__(self, drain: Drain, whole: bool, turns: Turns, sent: Callable[[Slab], None]) -> None:
         self._drain = drain
-        self._turns = turns
-        self._sent = sent
-        self._given: dict[tuple[int, Place], set[int]] = {}
-        self._held: dict[tuple[int, Place], dict[int, tuple[Slab, Gradients]]] = {}
-        self._transfer = transfer
         self._whole = whole
         """Whether this window is the whole step: its sums may then be rounded before they travel."""
-        self._open: dict[tuple[int, Place], _Sum] = {}
+        self._turns = turns
+        self._sent = sent
+        self._given: defaultdict[_Key, set[int]] = defaultdict(set)
+        """Micro-batches whose gradients have been added."""
+        self._held: defaultdict[_Key, dict[int, Gradients]] = defaultdict(dict)
+        self._open: dict[_Key, _Sum] = {}
         self.revisited = False
         """Whether a micro-batch gave twice to one place: the order is then not that of one after the other."""
 
     def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
         """Add the gradients of the micro-batch that runs now, after those of the earlier ones."""
-        key, seat = (slab.index, place), self._turns.current()
-        if place != OUTSIDE and (seat in self._given.get(key, ()) or seat in self._held.get(key, ())):
+        key, seat = (slab, place), self._turns.current()
+        given, held = self._given[key], self._held[key]
+        if place != OUTSIDE and (seat in given or seat in held):
             self.revisited = True
-        if self._too_early(key, seat) and seat not in self._held.get(key, {}):
-            self._held.setdefault(key, {})[seat] = (slab, gradients)
+        if self._too_early(key, seat) and seat not in held:
+            held[seat] = gradients
             return
-        self._add(slab, place, gradients)
-        self._given.setdefault(key, set()).add(seat)
+        self._add(key, seat, gradients)
         self._release(key)
-        if key in self._open and not slab.shared and not self._held.get(key) and self._turns.live() <= self._given[key]:
+        if key in self._open and not slab.shared and not held and self._turns.live() <= given:
             # Nobody is to come: it travels while the next block is computed, not only when that one needs the slot.
             self._send(key)
 
     def holds(self, slab: Slab) -> bool:
         """Whether something of a slab's gradient has not left yet, or may still come."""
-        return any(
-            index == slab.index for index, _ in [*self._open, *[key for key, kept in self._held.items() if kept]]
-        )
+        return any(key[0] is slab for key in [*self._open, *[key for key, held in self._held.items() if held]])
 
     def left(self) -> None:
         """A micro-batch has finished: what waited for it need not any more."""
         for key in list(self._held):
             self._release(key)
 
-    def _too_early(self, key: tuple[int, Place], seat: int) -> bool:
-        given = self._given.get(key, set())
-        return any(earlier < seat and earlier not in given for earlier in self._turns.live())
+    def _too_early(self, key: _Key, seat: int) -> bool:
+        return any(earlier < seat and earlier not in self._given[key] for earlier in self._turns.live())
 
-    def _release(self, key: tuple[int, Place]) -> None:
-        held = self._held.get(key, {})
+    def _release(self, key: _Key) -> None:
+        held = self._held[key]
         while held and not self._too_early(key, seat := min(held)):
-            slab, gradients = held.pop(seat)
-            self._add(slab, key[1], gradients)
-            self._given.setdefault(key, set()).add(seat)
+            self._add(key, seat, held.pop(seat))
 
-    def _add(self, slab: Slab, place: Place, gradients: Gradients) -> None:
-        key = (slab.index, place)
+    def _add(self, key: _Key, seat: int, gradients: Gradients) -> None:
         if key not in self._open:
-            self._open[key] = self._begin(slab, place)
-        entry = self._open[key]
+            self._open[key] = self._begin(*key)
+        slab, entry = key[0], self._open[key]
         entry.added += 1
-        if not isinstance(entry, _Passing):
+        if isinstance(entry, _Passing):
+            # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
+            rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
+            with torch.no_grad():
+                add_each(slab.layout, entry.total, rounded, entry.present)
+            entry.present.update(gradients)
+        else:
             self._drain.add_in_place(slab, entry.part, gradients)
-            return
-        # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
-        rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
-        with torch.no_grad():
-            add_each(slab.layout, entry.total, rounded, entry.present)
-        entry.present.update(gradients)
+        self._given[key].add(seat)
 
     def close(self) -> None:
         """Send all sums home."""
@@ -131,64 +124,60 @@ class WindowSums:
             self._send(key)
 
     def _begin(self, slab: Slab, place: Place) -> _Sum:
-        slot = None if slab.grad.on_device else self._drain.rings.next(slab)
+        """A sum that is empty, or what an earlier window or micro-batch of this step summed up."""
+        slot = None if slab.grad.on_device else self._drain.next_slot(slab)
         # The micro-batches have moved on from the other places: what they summed travels while this one is computed.
         for key, other in list(self._open.items()):
             if key[1] != place or (isinstance(other, _Passing) and other.slot is slot):
                 self._send(key)
         part = slab.grad.part(place)
-        if part.present and self._given.get((slab.index, place)):
+        if part.present and self._given[slab, place]:
             # It came back to a place that the window had left: from now on its sum stays FP32 until it is used.
             slab.shared = True
         if slot is None:
-            return _Sum(slab=slab, part=part, fresh=not part.present)
+            return _Sum(part, not part.present)
         # The copy that last drained this slot must have read it before compute writes it again.
-        self._drain.lanes.order(slot.order.before_writing())
-        total, rounded = self._drain.rings.sum_view(slot, slab)
-        total.zero_()
-        entry = _Passing(
-            slab=slab, part=part, fresh=not part.present, slot=slot, total=total, rounded=rounded,
-            present=set(part.present),
-        )  # fmt: skip
+        self._drain.link.lanes.order(slot.order.before_writing())
+        entry = _Passing(part, not part.present, slot, *slot.sum_view(slab), {*part.present})
+        entry.total.zero_()
         if part.present:
-            self._resume(entry)
+            self._resume(slab, entry)
         return entry
 
-    def _resume(self, entry: _Passing) -> None:
-        """Bring back what an earlier window or micro-batch of this step summed up."""
-        part, lanes = entry.part, self._drain.lanes
+    def _resume(self, slab: Slab, entry: _Passing) -> None:
+        """Bring back what has been summed up."""
+        part, link = entry.part, self._drain.link
         source = part.sum_buffer if part.summed else part.landing
-        target = entry.slab.owned.within(entry.total if part.summed else entry.rounded)
-        lanes.submit(
+        target = slab.owned.within(entry.total if part.summed else entry.rounded)
+        link.copy(
             "h2d",
             "resume",
-            lambda: self._transfer.to_device(target, source.view(target.dtype), source.pinned),
+            [(target, source.view(target.dtype), source.pinned)],
             reads=[part.order],
             writes=[entry.slot.order],
-            # After compute so far: it has just cleared the buffer that this fills.
-            after=[Wait("compute", lanes.mark())],
-            label=entry.slab.name,
+            # Compute has just cleared the buffer that this fills.
+            after=[Wait("compute", link.lanes.mark())],
+            label=slab.name,
         )
-        lanes.order(entry.slot.order.before_reading())
+        link.lanes.order(entry.slot.order.before_reading())
         if not part.summed:
-            entry.slab.owned.within(entry.total).copy_(target)
+            slab.owned.within(entry.total).copy_(target)
 
-    def _send(self, key: tuple[int, Place]) -> None:
-        entry = self._open.pop(key)
-        slab, part = entry.slab, entry.part
+    def _send(self, key: _Key) -> None:
+        slab, entry = key[0], self._open.pop(key)
+        part = entry.part
         # Rounded only if nothing can follow: the window is the step, and every micro-batch has given to this place.
-        everybody = self._turns.live() <= self._given.get(key, set())
+        everybody = self._turns.live() <= self._given[key]
         complete = entry.fresh and (entry.added == 1 or (self._whole and not slab.shared)) and everybody
-        if not isinstance(entry, _Passing):
-            if complete and self._whole:
-                self._drain.round_in_place(slab, part)
-        elif part.dtype == torch.float32 or complete:
-            entry.rounded.copy_(entry.total)
-            self._drain.land(slab, part, entry.slot, entry.rounded)
+        if isinstance(entry, _Passing):
+            if part.dtype == torch.float32 or complete:
+                entry.rounded.copy_(entry.total)
+                self._drain.land(slab, part, entry.slot, entry.rounded)
+            else:
+                self._drain.land_sum(slab, part, entry.slot, entry.total)
             part.present.update(entry.present)
-        else:
-            self._drain.land_sum(slab, part, entry.slot, entry.total)
-            part.present.update(entry.present)
+        elif complete and self._whole:
+            self._drain.round_in_place(part)
         # What is held for an earlier micro-batch is still to be added.
-        if not self._held.get(key):
+        if not self._held[key]:
             self._sent(slab)

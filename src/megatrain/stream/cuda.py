@@ -17,17 +17,15 @@ import torch
 from megatrain.errors import SettingsError
 from megatrain.geometry import LANES
 from megatrain.store.ticket import Ticket, Wait
-from megatrain.stream.lanes import Failures, HostTicket, Lane, Lanes, SyncLanes, ThreadLane, ThreadLanes, Work
-from megatrain.stream.timeline import Timeline
+from megatrain.stream.lanes import HostTicket, Lane, Lanes, SyncLanes, ThreadLane, ThreadLanes, Work
 
 
 class DeviceTicket(HostTicket):
     """Work on a stream: `finish` means issued; the event says when the device is done with it."""
 
-    def __init__(self, lane: str, device: torch.device, issuer: ThreadLane, label: str) -> None:
-        super().__init__(issuer, label)
-        self.lane = lane
-        self._device = device
+    def __init__(self, lane: StreamLane, label: str) -> None:
+        super().__init__(lane, label)
+        self._device = lane.device
         self.event = torch.cuda.Event()
 
     @property
@@ -75,45 +73,31 @@ class _Marked:
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
-class StreamLane:
-    """A lane whose work is issued on one CUDA stream."""
+class StreamLane(ThreadLane):
+    """A lane whose thread issues work on one CUDA stream."""
 
-    def __init__(self, name: str, device: torch.device, timeline: Timeline, failures: Failures) -> None:
-        self.name = name
+    tickets = DeviceTicket
+    worker = "{}-issue"
+
+    def __init__(self, name: str, lanes: Lanes, device: torch.device) -> None:
         self.device = device
-        self.timeline = timeline
         self.stream = torch.cuda.Stream(device)
-        self._issuer = ThreadLane(f"{name}-issue", None, failures)
+        super().__init__(name, lanes)
 
-    def submit(self, work: Work, after: Sequence[Wait] = (), label: str = "", job: str = "") -> Ticket:
-        ticket = DeviceTicket(self.name, self.device, self._issuer, label)
-
-        def issue() -> None:
-            try:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                    for _, earlier in after:
-                        self._order(earlier)
-                    with self.timeline.device_span(self.name, label):
-                        work()
-                    ticket.event.record()
-            except BaseException as cause:
-                ticket.finish(self._issuer.failed(label, cause))
-            else:
-                ticket.finish()
-
-        self._issuer.submit(issue, label=label)
-        return ticket
-
-    def _order(self, earlier: Ticket) -> None:
-        """A stream waits for another by itself; for work in a thread, this thread waits, and the time is kept."""
-        if earlier.lane in ("", "compute"):
-            earlier.order()
-            return
-        with self.timeline.waiting(self.name, earlier.lane):
-            earlier.order()
+    def _do(self, work: Work, after: Sequence[Wait], ticket: HostTicket) -> None:
+        assert isinstance(ticket, DeviceTicket)
+        self._job = (ticket.label, time.monotonic())
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            for _, earlier in after:
+                # A stream waits for another by itself; for work in a thread, this thread waits, and the time is kept.
+                with self.timeline.waiting(self.name, earlier.lane):
+                    earlier.order()
+            with self.timeline.device_span(self.name, ticket.label):
+                work()
+            ticket.event.record()
 
     def close(self, patience: float | None = None) -> None:
-        self._issuer.close(patience)
+        super().close(patience)
         if patience is None:
             self.stream.synchronize()
 
@@ -123,14 +107,10 @@ class CudaLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        timeline, failures = Timeline(device), Failures()
+        super().__init__(device)
 
-        def make(name: str) -> Lane:
-            if LANES[name].runs == "stream":
-                return StreamLane(name, device, timeline, failures)
-            return ThreadLane(name, timeline, failures)
-
-        super().__init__(make, timeline, failures)
+    def _make(self, name: str) -> Lane:
+        return StreamLane(name, self, self.device) if LANES[name].runs == "stream" else ThreadLane(name, self)
 
     def mark(self) -> Ticket:
         return _Marked(self.device)

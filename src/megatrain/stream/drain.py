@@ -12,63 +12,73 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatrain.geometry import TIERS
+from megatrain.geometry import TIERS, grad_slots
 from megatrain.store.gradient import Gradient, Part, Place, add_segments
+from megatrain.store.layout import Layout
 from megatrain.store.memory import Buffer
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
 from megatrain.stream.add import add_each
-from megatrain.stream.gradslots import GradRings, GradSlot
-from megatrain.stream.lanes import Lanes
+from megatrain.stream.lanes import Work
 from megatrain.stream.norm import square_sum
-from megatrain.stream.transfer import Transfer
-from megatrain.telemetry.counters import Counters
+from megatrain.stream.rings import DeviceRoom, HostRoom, Rings
+from megatrain.stream.transfer import Link
 
 Gradients = Mapping[int, torch.Tensor]
 
 
-class _Staging:
-    """A buffer in RAM where a gradient waits to be added."""
+class GradSlot(DeviceRoom):
+    """Where the gradients of some slabs pass the device, and the sum of squares of one beside it."""
 
-    def __init__(self) -> None:
-        self.buffer: Buffer | None = None
-        self.order = Order("staging")
+    def __init__(self, members: Sequence[Slab], link: Link) -> None:
+        super().__init__("gradient slot", link)
+        self.members = members
+        self.square_sum = torch.zeros((), dtype=torch.float64, device=link.device)
+        self._largest = max(slab.layout.numel for slab in members)
 
-    def landing(self, slab: Slab) -> Buffer:
-        if self.buffer is None or self.buffer.nbytes < slab.owned.nbytes:
-            # The last sum has read it, so nothing else uses what it held.
-            self.order.until_writable()
-            if self.buffer is not None:
-                slab.homes.sums.free(self.buffer)
-                self.buffer = None
-            self.buffer = slab.homes.sums.allocate(slab.owned.nbytes, transferred=True)
-        return self.buffer
+    def view(self, slab: Slab) -> torch.Tensor:
+        """Room for one gradient of the slab, in its own dtype."""
+        dtype = slab.layout.dtype
+        return self.take(self._largest * dtype.itemsize)[: slab.layout.nbytes].view(dtype)
+
+    def sum_view(self, slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for an FP32 sum, and for its rounded copy (the same memory if the slab is FP32)."""
+        dtype, numel, rounded = slab.layout.dtype, slab.layout.numel, self._largest * 4
+        if dtype == torch.float32:
+            total = self.view(slab)
+            return total, total
+        room = self.take(rounded + self._largest * dtype.itemsize)
+        return room[: numel * 4].view(torch.float32), room[rounded : rounded + slab.layout.nbytes].view(dtype)
 
 
 class Drain:
     """Moves gradients from compute to the store."""
 
-    def __init__(
-        self,
-        slabs: Sequence[Slab],
-        slots: int,
-        device: torch.device,
-        lanes: Lanes,
-        transfer: Transfer,
-        counters: Counters,
-    ) -> None:
-        self.device = device
-        self.lanes = lanes
-        self.transfer = transfer
-        self.rings = GradRings(slabs, slots, device)
-        self.counters = counters
+    def __init__(self, slabs: Sequence[Slab], slots: int, link: Link) -> None:
+        self.link, self._lanes = link, link.lanes
         self._slabs = slabs
-        self._staging = [_Staging() for _ in range(2)]
-        self._turn = 0
+        self._staging = [HostRoom("staging"), HostRoom("staging")]
+        # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others. What
+        # is updated on the device is summed there as well, and passes none.
+        self.rings = {
+            trains: Rings(
+                [slab for slab in slabs if slab.trains == trains and not slab.on_device],
+                lambda members: GradSlot(members, link),
+                lambda members: grad_slots(slots, members),
+            )
+            for trains in (True, False)
+        }
 
     def missing(self) -> int:
         """Bytes of gradients that will be allocated when they come."""
         return sum(slab.owned.nbytes for slab in self._slabs if slab.trains and not slab.grad.allocated)
+
+    def missing_slots(self) -> int:
+        """Bytes that the slots of slabs which train will take, and do not have yet."""
+        return sum(max(0, slot.members[0].layout.nbytes - slot.bytes.numel()) for slot in self.rings[True].all)
+
+    def next_slot(self, slab: Slab) -> GradSlot:
+        return self.rings[slab.trains].next(slab)
 
     def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
         """Take the gradients of some of a slab's parameters, by segment, from one place in the model."""
@@ -77,10 +87,10 @@ class Drain:
         if slab.grad.on_device:
             self.add_in_place(slab, part, gradients)
             return
-        slot = self.rings.next(slab)
+        slot = self.next_slot(slab)
         # The copy that last drained this slot must have read it before compute writes it again.
-        with self.lanes.compute(writes=[slot.order]), torch.no_grad():
-            flat = self.rings.view(slot, slab)
+        with self._lanes.compute(writes=slot.order), torch.no_grad():
+            flat = slot.view(slab)
             flat.zero_()
             # All at once: a call for each of a layer's dozen would keep the host busier than the GPU.
             torch._foreach_copy_([slab.layout.view(flat, index) for index in gradients], [*gradients.values()])
@@ -96,46 +106,31 @@ class Drain:
         # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         # The update, or what takes the sum to it, may still read what the step before left there.
-        with self.lanes.compute(writes=[part.order]), torch.no_grad():
+        with self._lanes.compute(writes=part.order), torch.no_grad():
             add_each(slab.owned, part.accumulator(gradients.keys()), slab.owned.pick(rounded), part.present)
         part.present.update(gradients)
         part.square_sum = None
 
-    def round_in_place(self, slab: Slab, part: Part) -> None:
+    def round_in_place(self, part: Part) -> None:
         """A sum on the device that nothing of the step follows: rounded, it takes half the memory or less."""
-        with self.lanes.compute(writes=[part.order]), torch.no_grad():
+        with self._lanes.compute(writes=part.order), torch.no_grad():
             part.round()
 
     def land(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> None:
         """The whole gradient of the step so far, in the gradient dtype: into the part's buffer, with its norm."""
         slab.require_owner()
         part.clear()
-        target, flat = part.landing, slab.owned.within(flat)
+        flat = slab.owned.within(flat)
         slot.square_sum.copy_(square_sum(flat))
-        norm = torch.zeros((), dtype=torch.float64, pin_memory=self.device.type == "cuda")
-
-        def copy() -> None:
-            self.transfer.to_host(target.view(part.dtype), flat, target.pinned)
-            norm.copy_(slot.square_sum, non_blocking=True)
-
-        self.lanes.submit("d2h", "land", copy, reads=[slot.order], writes=[part.order], label=slab.name)
+        norm = torch.zeros((), dtype=torch.float64, pin_memory=self.link.device.type == "cuda")
+        self._send("land", slab, slot, flat, part.landing, part.order, norm)
         part.square_sum = norm
-        self._count(flat)
 
     def land_sum(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> None:
         """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
         slab.require_owner()
-        target, flat = part.sum_buffer, slab.owned.within(flat)
-        self.lanes.submit(
-            "d2h",
-            "land sum",
-            lambda: self.transfer.to_host(target.view(torch.float32), flat, target.pinned),
-            reads=[slot.order],
-            writes=[part.order],
-            label=slab.name,
-        )
+        self._send("land sum", slab, slot, slab.owned.within(flat), part.sum_buffer, part.order)
         part.now_sum()
-        self._count(flat)
 
     def merge(self, gradient: Gradient) -> None:
         """Submit the sum of all parts of a slab into the first one, in the order of their places."""
@@ -144,24 +139,10 @@ class Drain:
             return
         gradient.require_owner()
         first, *others = parts
-        seed = None if first.summed else first.flat
-        # Before it is submitted: in GPU memory it is filled with zeros on compute's stream.
-        total = first.sum_buffer.view(torch.float32)
-        flats = [(part.flat, frozenset(part.present)) for part in others]
-        before = frozenset(first.present)
-
-        def add() -> None:
-            known = set(before)
-            if seed is not None and seed.data_ptr() != total.data_ptr():
-                total.copy_(seed)
-            for flat, indices in flats:
-                add_segments(gradient.layout, total, flat, indices, known)
-                known |= indices
-
-        self.lanes.submit(
+        self._lanes.submit(
             TIERS[gradient.homes.sums.tier].updates,
             "merge",
-            add,
+            _adding(gradient.layout, first, [(part.flat, frozenset(part.present)) for part in others]),
             reads=[part.order for part in others],
             writes=[first.order],
             label=gradient.name,
@@ -173,32 +154,47 @@ class Drain:
 
     def _add(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor, indices: frozenset[int]) -> None:
         """A further gradient: through a staging buffer, into the FP32 sum."""
-        before = set(part.present)
-        staging = self._staging[self._turn % len(self._staging)]
-        self._turn += 1
-        buffer = staging.landing(slab)
+        self._staging.reverse()
+        staging = self._staging[0]
+        buffer = staging.take(slab.owned.nbytes, slab.homes.sums)
         arrived = buffer.bytes[: slab.owned.nbytes].view(slab.owned.dtype)
-        flat = slab.owned.within(flat)
-        seed = None if part.summed else part.flat
-        total = part.sum_buffer.view(torch.float32)
-
-        def add() -> None:
-            if seed is not None and seed.data_ptr() != total.data_ptr():
-                total.copy_(seed)
-            add_segments(slab.owned, total, arrived, indices, before)
-
-        self.lanes.submit(
-            "d2h",
-            "stage",
-            lambda: self.transfer.to_host(arrived, flat, buffer.pinned),
-            reads=[slot.order],
-            writes=[staging.order],
-            label=slab.name,
-        )
-        self.lanes.submit("update", "add", add, reads=[staging.order], writes=[part.order], label=slab.name)
+        add = _adding(slab.owned, part, [(arrived, indices)])
+        self._send("stage", slab, slot, slab.owned.within(flat), buffer, staging.order)
+        self._lanes.submit("update", "add", add, reads=[staging.order], writes=[part.order], label=slab.name)
         part.now_sum()
-        self._count(flat)
 
-    def _count(self, flat: torch.Tensor) -> None:
-        self.counters.drains += 1
-        self.counters.bytes_d2h += flat.numel() * flat.element_size()
+    def _send(
+        self,
+        job: str,
+        slab: Slab,
+        slot: GradSlot,
+        flat: torch.Tensor,
+        target: Buffer,
+        order: Order,
+        norm: torch.Tensor | None = None,
+    ) -> None:
+        """Submit the copy of a slot's content to RAM, and of its sum of squares if there is room for that."""
+        copies = [(target.bytes[: flat.nbytes].view(flat.dtype), flat, target.pinned)]
+        if norm is not None:
+            copies.append((norm, slot.square_sum, True))
+        self.link.copy("d2h", job, copies, reads=[slot.order], writes=[order], label=slab.name)
+        self.link.counters.drains += 1
+        self.link.counters.bytes_d2h += flat.nbytes
+
+
+def _adding(layout: Layout, part: Part, more: Sequence[tuple[torch.Tensor, frozenset[int]]]) -> Work:
+    """The work that adds further gradients, each with its parameters, to a part's FP32 sum."""
+    seed = None if part.summed else part.flat
+    # Taken now: in GPU memory it is filled with zeros on compute's stream, which the work comes after.
+    total = part.sum_buffer.view(torch.float32)
+    before = frozenset(part.present)
+
+    def add() -> None:
+        known = before
+        if seed is not None and seed.data_ptr() != total.data_ptr():
+            total.copy_(seed)
+        for flat, indices in more:
+            add_segments(layout, total, flat, indices, known)
+            known |= indices
+
+    return add

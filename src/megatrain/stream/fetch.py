@@ -9,34 +9,31 @@ Several threads may run the model: `lock` guards what is in which slot, and neve
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
 from megatrain.geometry import by_size, weight_slots
 from megatrain.store.slab import Slab
-from megatrain.store.ticket import Order
-from megatrain.store.vram import lasting
-from megatrain.stream.lanes import Lanes
-from megatrain.stream.transfer import Transfer
-from megatrain.telemetry.counters import Counters
+from megatrain.store.ticket import DONE, Order, Ticket
+from megatrain.stream.rings import DeviceRoom
+from megatrain.stream.transfer import Link
 
 
-class Slot:
+class Slot(DeviceRoom):
     """A device buffer that slabs land in."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = lasting(nbytes, device)
+    def __init__(self, nbytes: int, link: Link) -> None:
+        super().__init__("slot", link)
+        self.take(nbytes)
         self.slab: Slab | None = None
         self.version = -1
         self.pins = 0
         self.used = 0
         """When it was used last, in uses: the least recent is refilled first."""
-        self.order = Order("slot")
-
-    def holds(self, slab: Slab) -> bool:
-        return self.slab is slab and self.version == slab.version
 
     @property
     def current(self) -> bool:
@@ -44,76 +41,52 @@ class Slot:
         return self.slab is not None and self.version == self.slab.version
 
     def view(self, slab: Slab) -> torch.Tensor:
-        return self.buffer[: slab.layout.nbytes].view(slab.layout.dtype)
+        return self.bytes[: slab.layout.nbytes].view(slab.layout.dtype)
 
 
+@dataclass(eq=False)
 class Ring:
     """Slots of one size."""
 
-    def __init__(self, nbytes: int, slots: int, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self.device = device
-        self.slots = [Slot(nbytes, device) for _ in range(slots)]
-
-    def fits(self, slab: Slab) -> bool:
-        """Whether the slab is of like size."""
-        return slab.layout.nbytes <= self.nbytes <= 2 * slab.layout.nbytes
+    nbytes: int
+    slots: list[Slot]
 
     def find(self, slab: Slab) -> Slot | None:
-        return next((slot for slot in self.slots if slot.holds(slab)), None)
+        return next((slot for slot in self.slots if slot.slab is slab and slot.current), None)
 
-    def victim(self, keep: set[int]) -> Slot | None:
+    def victim(self, keep: AbstractSet[Slab]) -> Slot | None:
         """A slot that is not pinned and does not hold a slab to keep: a stale one, else the least recently used."""
-        free = [slot for slot in self.slots if slot.pins == 0 and not self._kept(slot, keep)]
+        free = [slot for slot in self.slots if not slot.pins and not (slot.current and slot.slab in keep)]
         return min(free, key=lambda slot: (slot.current, slot.used), default=None)
 
-    def grow(self) -> Slot:
-        slot = Slot(self.nbytes, self.device)
-        self.slots.append(slot)
-        return slot
 
-    @staticmethod
-    def _kept(slot: Slot, keep: set[int]) -> bool:
-        return slot.slab is not None and slot.slab.index in keep and slot.current
-
-
-@dataclass(frozen=True)
+@dataclass
 class Lease:
     """Slabs pinned on the device: flat views by slab index."""
 
-    slots: list[Slot]
-    read: list[Order]
+    slots: list[Slot] = field(default_factory=list)
+    read: list[Order] = field(default_factory=list)
     """Of the slots, and of resident slabs: refills and updates wait for the compute that reads them."""
-    views: dict[int, torch.Tensor]
-    visiting: bool
+    views: dict[int, torch.Tensor] = field(default_factory=dict)
+    visiting: bool = False
+    """Whether a thread beside the one that trains reads resident slabs where they lie."""
 
 
 class Fetcher:
     """Brings slabs to the device, on demand and ahead of it."""
 
-    def __init__(
-        self,
-        slabs: Sequence[Slab],
-        slots: int,
-        device: torch.device,
-        lanes: Lanes,
-        transfers: Mapping[str, Transfer],
-        counters: Counters,
-    ) -> None:
+    def __init__(self, slabs: Sequence[Slab], slots: int, link: Link) -> None:
         self.lock = threading.RLock()
         """Held while slots are filled, pinned or released, and by whoever submits work that writes to a slab: a copy
         must not take the version of one moment for the content of another."""
         self._visits = 0
-        """Leases of visiting threads that read resident slabs where they lie."""
+        """Leases that are visiting."""
         self._left = threading.Condition(self.lock)
-        self._lanes = lanes
-        self._transfers = transfers
-        self._counters = counters
-        self._clock = 0
+        self._link, self._lanes, self._counters = link, link.lanes, link.counters
+        self._clock = count(1)
         self.depth = slots - 1
         """How many uses ahead to fetch: one slot is in use, the others are ahead of it."""
         self._slots = slots
-        self._device = device
         self._rings: dict[int, Ring] = {}
         travelling = [slab for slab in slabs if not slab.on_device]
         self._held = {slab.index: slab for slab in travelling if slab.homes.held}
@@ -123,9 +96,9 @@ class Fetcher:
 
     def _share(self, slabs: Sequence[Slab]) -> None:
         for members in by_size(slabs, lambda slab: slab.layout.nbytes):
-            ring = Ring(members[0].layout.nbytes, weight_slots(self._slots, len(members)), self._device)
-            for slot in ring.slots:
-                self._after_compute(slot)
+            nbytes = members[0].layout.nbytes
+            wanted = weight_slots(self._slots, len(members))
+            ring = Ring(nbytes, [Slot(nbytes, self._link) for _ in range(wanted)])
             self._rings |= {slab.index: ring for slab in members}
 
     @property
@@ -144,63 +117,43 @@ class Fetcher:
                     slot.order.until_writable()
                 slab.homes.held = False
             rings = [*self._rings.values()]
-            fitting = {slab.index: [ring for ring in rings if ring.fits(slab)] for slab in held}
-            self._rings |= {index: found[0] for index, found in fitting.items() if found}
-            self._share([slab for slab in held if not fitting[slab.index]])
+            for slab in held:
+                nbytes = slab.layout.nbytes
+                like = next((ring for ring in rings if nbytes <= ring.nbytes <= 2 * nbytes), None)
+                if like is not None:
+                    self._rings[slab.index] = like
+            self._share([slab for slab in held if slab.index not in self._rings])
 
     def travels(self, slab: Slab) -> bool:
         """Whether it is fetched for its next use: neither resident nor held already."""
         return not slab.on_device and (slab.index not in self._held or self._rings[slab.index].find(slab) is None)
 
     def slot_bytes(self) -> int:
-        return sum(slot.buffer.numel() for ring in set(self._rings.values()) for slot in ring.slots)
+        return sum(slot.bytes.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 
     def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), visiting: bool = False) -> Lease:
-        """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival.
-
-        `visiting`: by a thread beside the one that trains.
-        """
-        slots: list[Slot] = []
+        """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival;
+        `visiting`: by a thread beside the one that trains."""
         residents = [slab for slab in slabs if slab.on_device]
-        visit = visiting and bool(residents)
-        counted = False
+        lease = Lease()
         try:
             with self.lock:
-                self._visits += visit
-                counted = visit
-                self._pin(slabs, slots)
+                if visiting and residents:
+                    self._visits += 1
+                    lease.visiting = True
+                self._pin([slab for slab in slabs if not slab.on_device], lease)
                 self.prefetch(ahead, keep=slabs)
-            spans = {slab.index: slab.open(reads=("weight",)) for slab in residents}
-            read = [slot.order for slot in slots] + [order for span in spans.values() for order in span.reads]
+            for slab in residents:
+                span = slab.open(reads=("weight",))
+                lease.read += span.reads
+                lease.views[slab.index] = span.weight
             # Compute must not read a slot before its copy is there, nor a resident slab before its update is done.
-            for order in read:
+            for order in lease.read:
                 self._lanes.order(order.before_reading())
-            fetched = [slab for slab in slabs if not slab.on_device]
-            views = {slab.index: slot.view(slab) for slab, slot in zip(fetched, slots, strict=True)}
-            views |= {index: span.weight for index, span in spans.items()}
-            return Lease(slots, read, views, visit)
+            return lease
         except BaseException:
-            with self.lock:
-                for slot in slots:
-                    slot.pins -= 1
-                self._visits -= counted
-                self._left.notify_all()
+            self._unpin(lease)
             raise
-
-    def _pin(self, slabs: Sequence[Slab], slots: list[Slot]) -> None:
-        needed = {slab.index for slab in slabs}
-        for slab in slabs:
-            if slab.on_device:
-                continue
-            slot = self._rings[slab.index].find(slab)
-            if slot is None:
-                slot = self._fill(slab, needed)
-            else:
-                self._counters.hits += 1
-            self._clock += 1
-            slot.used = self._clock
-            slot.pins += 1
-            slots.append(slot)
 
     def release(self, lease: Lease) -> None:
         """Compute that used the slabs has been submitted; their slots may be refilled after it."""
@@ -210,13 +163,29 @@ class Fetcher:
                 # On a stream that the update knows nothing of.
                 mark.wait()
         finally:
-            with self.lock:
-                for slot in lease.slots:
-                    slot.pins -= 1
-                for order in lease.read:
-                    order.read(mark)
-                self._visits -= lease.visiting
-                self._left.notify_all()
+            self._unpin(lease, mark)
+
+    def _pin(self, slabs: Sequence[Slab], lease: Lease) -> None:
+        for slab in slabs:
+            slot = self._rings[slab.index].find(slab)
+            if slot is None:
+                slot = self._fill(slab, {*slabs})
+            else:
+                self._counters.hits += 1
+            slot.used = next(self._clock)
+            slot.pins += 1
+            lease.slots.append(slot)
+            lease.read.append(slot.order)
+            lease.views[slab.index] = slot.view(slab)
+
+    def _unpin(self, lease: Lease, read: Ticket = DONE) -> None:
+        with self.lock:
+            for slot in lease.slots:
+                slot.pins -= 1
+            for order in lease.read:
+                order.read(read)
+            self._visits -= lease.visiting
+            self._left.notify_all()
 
     def until_left(self) -> None:
         """Wait until no visiting thread reads a resident slab, whose update would write what it reads. Call with the
@@ -225,11 +194,11 @@ class Fetcher:
 
     def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
         """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""
-        kept = {slab.index for slab in keep}
+        kept = {*keep}
         for slab in slabs:
             if slab.on_device:
                 continue
-            kept.add(slab.index)
+            kept.add(slab)
             ring = self._rings[slab.index]
             if ring.find(slab) is None and ring.victim(kept) is not None:
                 self._fill(slab, kept)
@@ -238,9 +207,7 @@ class Fetcher:
     def refresh(self, slabs: Iterable[Slab]) -> None:
         """After a step: start copies of all held weights that it updates, in the given order. They have a lane of their
         own, where one that waits for its update holds up no other fetch."""
-        for slab in slabs:
-            if slab.index in self._held:
-                self.prefetch([slab], keep=())
+        self.prefetch([slab for slab in slabs if slab.index in self._held], keep=())
 
     def held_slot(self, slab: Slab) -> Slot | None:
         """The slot of a held weight, with what the store has in it or on its way, to be updated there; None while
@@ -249,33 +216,21 @@ class Fetcher:
         slot = self._rings[slab.index].find(slab)
         return slot if slot is not None and not slot.pins else None
 
-    def _after_compute(self, slot: Slot) -> None:
-        """Before the first copy into it: compute so far may have used these bytes for something that is gone."""
-        slot.order.read(self._lanes.mark())
-
-    def _fill(self, slab: Slab, keep: set[int]) -> Slot:
+    def _fill(self, slab: Slab, keep: AbstractSet[Slab]) -> Slot:
         ring = self._rings[slab.index]
         slot = ring.victim(keep)
         if slot is None:
-            slot = ring.grow()
-            self._after_compute(slot)
+            slot = Slot(ring.nbytes, self._link)
+            ring.slots.append(slot)
             self._counters.grown_slots += 1
-        view = slot.view(slab)
         # Claimed only once the copy is on its way: if submitting fails, the slot must not seem to hold the slab.
         slot.slab = None
         span = slab.open(reads=("weight",))
+        copies = [(slot.view(slab), span.weight, span.pinned)]
         lane = "hold" if slab.homes.held else "h2d"
-        self._lanes.submit(
-            lane,
-            "fetch",
-            lambda: self._transfers[lane].to_device(view, span.weight, span.pinned),
-            reads=span.reads,
-            writes=[slot.order],
-            label=slab.name,
-        )
+        self._link.copy(lane, "fetch", copies, reads=span.reads, writes=[slot.order], label=slab.name)
         slot.slab, slot.version = slab, slab.version
-        self._clock += 1
-        slot.used = self._clock
+        slot.used = next(self._clock)
         self._counters.fetches += 1
         self._counters.bytes_h2d += slab.layout.nbytes
         return slot

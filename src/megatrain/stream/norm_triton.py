@@ -96,10 +96,8 @@ def _tree(partials, count):
 
 
 def fused_square_sum(flat: torch.Tensor, rounded: bool = False, apart: bool = False) -> torch.Tensor:
-    """FP64 scalar: the sum of squares of at least one chunk, of its values as they are or rounded to BF16.
-
-    `apart` gives the sums of the chunks instead, for a tree over more than `flat`.
-    """
+    """FP64 scalar: the sum of squares of values as they are or rounded to BF16; `apart`: the sums of the chunks, for a
+    tree over more than `flat`."""
     chunks = triton.cdiv(flat.numel(), CHUNK)
     partials = torch.empty(chunks, dtype=torch.float64, device=flat.device)
     _chunks[(chunks,)](flat, partials, flat.numel(), ROUNDED=rounded, num_warps=8)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 BOUNDARY: Hashable = "step"
 """The use that an optimizer step leaves in the record: weights beyond it are not final yet."""
-
-
 LOOKAHEAD = 4
 """Uses that are looked at for each one that is found, so that a block that repeats for ever is no endless loop."""
 
@@ -30,10 +28,8 @@ class Predictor:
             self.record(use)
 
     def upcoming(self, count: int, wanted: Callable[[Hashable], bool] = lambda _: True) -> list[Hashable]:
-        """The next different uses that are wanted, as far as they are known, not beyond a step boundary.
-
-        A use that repeats (every micro-batch of a window uses a block) is no other use.
-        """
+        """The next different uses that are wanted, as far as they are known, not beyond a step boundary. A use that
+        repeats (every micro-batch of a window uses a block) is no other use."""
         context = self._last
         found: list[Hashable] = []
         passed: set[Hashable] = set()

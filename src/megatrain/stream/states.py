@@ -11,55 +11,42 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatrain.geometry import PASSING, by_size, round_up
+from megatrain.geometry import round_up
+from megatrain.store.memory import Buffer
 from megatrain.store.moments import Moment
 from megatrain.store.slab import Slab, Span
-from megatrain.store.ticket import Order
-from megatrain.store.vram import lasting
 from megatrain.stream.fetch import Fetcher, Slot
-from megatrain.stream.lanes import Lanes
-from megatrain.stream.transfer import Transfer
-from megatrain.telemetry.counters import Counters
+from megatrain.stream.rings import DeviceRoom, Rings
+from megatrain.stream.transfer import Link
 
 ALIGNED = 256
 """Bytes: each role starts on a multiple of it in its slot."""
 
 
-class _Room:
-    """Bytes on the device for the states of one slab; taken at first use, and again when states have grown."""
+class _Room(DeviceRoom):
+    """For the states of one slab of a ring."""
 
-    def __init__(self, members: Sequence[Slab], device: torch.device) -> None:
-        self.order = Order("state slot")
-        self._members, self._device = members, device
-        self._bytes: torch.Tensor | None = None
+    def __init__(self, members: Sequence[Slab], link: Link) -> None:
+        super().__init__("state slot", link)
+        self._members = members
 
-    def take(self, lanes: Lanes) -> torch.Tensor:
-        needed = max(_size(slab) for slab in self._members)
-        if self._bytes is None or self._bytes.numel() < needed:
-            self.order.until_writable()
-            self._bytes = lasting(needed, self._device)
-            # Compute so far may have used these bytes for something that is gone.
-            self.order.read(lanes.mark())
-        return self._bytes
-
-    def give_back(self) -> None:
-        self.order.until_writable()
-        self._bytes = None
+    def take_largest(self) -> torch.Tensor:
+        return self.take(max(_size(slab) for slab in self._members))
 
 
 class Visit(Span):
     """A slab's weight and states on the device, for one update there."""
 
-    def __init__(self, slab: Slab, held: Slot, room: _Room, taken: torch.Tensor) -> None:
+    def __init__(self, slab: Slab, held: Slot, room: _Room) -> None:
         super().__init__(slab, (), ("weight", "states"))
         self.held, self.room = held, room
         self.home = slab.open(writes=("weight", "states"))
         self.writes = [held.order, room.order]
-        at = 0
-        self.copies: list[torch.Tensor] = []
-        """Of the buffers of its states, in their order."""
+        taken, at = room.take_largest(), 0
+        self.copies: list[tuple[torch.Tensor, Buffer]] = []
+        """Of its states, in their order, and where they live."""
         for buffer in slab.state_buffers():
-            self.copies.append(taken[at : at + buffer.nbytes])
+            self.copies.append((taken[at : at + buffer.nbytes], buffer))
             at += round_up(buffer.nbytes, ALIGNED)
 
     @property
@@ -68,101 +55,73 @@ class Visit(Span):
 
     @property
     def residual(self) -> torch.Tensor | None:
-        return self.copies[0].view(torch.int16) if self.home.residual is not None else None
+        return self.copies[0][0].view(torch.int16) if self.home.residual is not None else None
 
     @property
     def moments(self) -> Mapping[str, Moment]:
         found = self.home.moments
         copies = self.copies[len(self.copies) - len(found) :]
-        return {role: found[role].over(copy) for role, copy in zip(found, copies, strict=True)}
+        return {role: found[role].over(copy) for role, (copy, _) in zip(found, copies, strict=True)}
 
 
 class StateStream:
     """Brings states to the device and back."""
 
-    def __init__(
-        self,
-        slabs: Sequence[Slab],
-        device: torch.device,
-        lanes: Lanes,
-        fetcher: Fetcher,
-        transfers: Mapping[str, Transfer],
-        counters: Counters,
-    ) -> None:
-        self._lanes, self._fetcher, self._transfers, self._counters = lanes, fetcher, transfers, counters
-        self._rings: dict[int, list[_Room]] = {}
-        """By slab; whose turn it is comes first."""
+    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, link: Link) -> None:
+        self._fetcher, self._link = fetcher, link
         self._updated: list[Visit] = []
         """Whose weights have not been sent home yet."""
-        for members in by_size([s for s in slabs if s.visits and s.trains], lambda slab: slab.layout.nbytes):
-            ring = [_Room(members, device) for _ in range(min(PASSING, len(members)))]
-            self._rings |= {slab.index: ring for slab in members}
+        visiting = [slab for slab in slabs if slab.visits and slab.trains]
+        self.rings = Rings(visiting, lambda members: _Room(members, link))
 
     def make_room(self, slab: Slab) -> None:
         """Take what `open` needs. It may not be there, so this comes before anything of a step is submitted."""
-        for room in self._rings.get(slab.index, ()) if slab.visits else ():
-            room.take(self._lanes)
+        for room in self.rings.of(slab) if slab.visits else ():
+            room.take_largest()
 
     def let_go(self, slabs: Iterable[Slab]) -> None:
         """Give back the room of slabs that the CPU updates from now on."""
         self.send_weights()
         for slab in slabs:
-            for room in self._rings.get(slab.index, ()):
+            for room in self.rings.of(slab):
                 room.give_back()
 
     def open(self, slab: Slab) -> Visit | None:
         """Weight and states on the device, submitted; None if they are updated where they live. Call with the
         fetcher's lock held."""
-        if not slab.visits or slab.index not in self._rings:
+        if not slab.visits or not self.rings.of(slab):
             return None
         slab.require_owner()
         held = self._fetcher.held_slot(slab)
         if held is None:
             return None
-        ring = self._rings[slab.index]
-        room = ring.pop(0)
-        ring.append(room)
-        visit = Visit(slab, held, room, room.take(self._lanes))
+        visit = Visit(slab, held, self.rings.next(slab))
         home = slab.open(reads=("states",))
-        buffers, transfer = slab.state_buffers(), self._transfers["states_in"]
-
-        def bring() -> None:
-            for copy, buffer in zip(visit.copies, buffers, strict=True):
-                transfer.to_device(copy, buffer.bytes, buffer.pinned)
-
-        self._lanes.submit("states_in", "bring", bring, reads=home.reads, writes=[room.order], label=slab.name)
-        self._counters.bytes_h2d += _size(slab)
+        copies = [(copy, buffer.bytes, buffer.pinned) for copy, buffer in visit.copies]
+        self._link.copy("states_in", "bring", copies, reads=home.reads, writes=[visit.room.order], label=slab.name)
+        self._link.counters.bytes_h2d += _size(slab)
         return visit
 
     def close(self, visit: Visit) -> None:
         """The update has been submitted: its states go home after it."""
-        slab, buffers, transfer = visit.slab, visit.slab.state_buffers(), self._transfers["states_out"]
+        slab = visit.slab
         visit.held.version = slab.version
-
-        def send() -> None:
-            for copy, buffer in zip(visit.copies, buffers, strict=True):
-                transfer.to_host(buffer.bytes, copy, buffer.pinned)
-
         home = slab.open(writes=("states",))
-        self._lanes.submit(
-            "states_out", "send states", send, reads=[visit.room.order], writes=home.writes, label=slab.name
-        )
-        self._counters.bytes_d2h += _size(slab)
+        copies = [(buffer.bytes, copy, buffer.pinned) for copy, buffer in visit.copies]
+        reads = [visit.room.order]
+        self._link.copy("states_out", "send states", copies, reads=reads, writes=home.writes, label=slab.name)
+        self._link.counters.bytes_d2h += _size(slab)
         self._updated.append(visit)
 
     def send_weights(self) -> None:
         """The weights of all updates since the last call go home."""
         updated, self._updated = self._updated, []
         for visit in updated:
-            home = visit.slab.open(writes=("weight",))
-
-            def send(visit: Visit = visit, home: Span = home) -> None:
-                self._transfers["states_out"].to_host(home.weight, visit.weight, home.pinned)
-
-            self._lanes.submit(
-                "states_out", "send weight", send, reads=[visit.held.order], writes=home.writes, label=visit.slab.name
-            )
-            self._counters.bytes_d2h += visit.slab.layout.nbytes
+            slab, reads = visit.slab, [visit.held.order]
+            home = slab.open(writes=("weight",))
+            copies = [(home.weight, visit.weight, home.pinned)]
+            self._link.copy("states_out", "send weight", copies, reads=reads, writes=home.writes, label=slab.name)
+            self._link.counters.bytes_d2h += slab.layout.nbytes
 
 
 def _size(slab: Slab) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,20 +21,11 @@ from megatrain import files
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of work on a lane, in seconds since the timeline started."""
+    """A stretch of work on a lane, in seconds since the timeline started; or a wait of it (or of compute) for `label`,
+    which is another lane."""
 
     lane: str
     label: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A stretch in which `who` (a lane, or compute) could not go on before `on` was done."""
-
-    who: str
-    on: str
     start: float
     end: float
 
@@ -60,44 +51,37 @@ class _Page:
     begin: float
     origin: torch.cuda.Event | None
     spans: list[Span] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
-    pending: list[tuple[str, str, bool, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+    pending: list[tuple[bool, str, str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     end: float = 0.0
+
+    def add(self, waiting: bool, span: Span) -> None:
+        (self.waits if waiting else self.spans).append(span)
 
     def resolve(self, wait: bool) -> bool:
         """Turn device events into spans; False if some have not happened yet (and `wait` is not set)."""
         if not wait and not all(finish.query() for *_, finish in self.pending):
             return False
-        for lane, label, waiting, begin, finish in self.pending:
+        for waiting, lane, label, begin, finish in self.pending:
             if wait:
                 finish.synchronize()
             assert self.origin is not None
             start = self.begin + self.origin.elapsed_time(begin) / 1e3
-            end = start + begin.elapsed_time(finish) / 1e3
-            if waiting:
-                self.waits.append(Wait(lane, label, start, end))
-            else:
-                self.spans.append(Span(lane, label, start, end))
+            self.add(waiting, Span(lane, label, start, start + begin.elapsed_time(finish) / 1e3))
         self.pending = []
         return True
 
     def times(self) -> StepTimes:
-        lanes = sorted({span.lane for span in self.spans})
-        busy = {lane: _length(_union(span for span in self.spans if span.lane == lane)) for lane in lanes}
-        waited = {lane: 0.0 for lane in lanes if lane != "compute"} | self._waited()
-        return StepTimes(self.step, self.end - self.begin, busy, waited)
-
-    def _waited(self) -> dict[str, float]:
-        waited: dict[str, float] = {}
-        for lane in sorted({wait.on for wait in self.waits if wait.who == "compute"}):
-            own = _union(wait for wait in self.waits if wait.who == "compute" and wait.on == lane)
-            behind = {wait.on for wait in self.waits if wait.who == lane}
-            for cause in sorted(behind - {"compute"}):
-                blocked = _union(wait for wait in self.waits if wait.who == lane and wait.on == cause)
+        busy = {lane: _length(_union(self.spans, lane)) for lane in sorted({span.lane for span in self.spans})}
+        waited = {lane: 0.0 for lane in busy if lane != "compute"}
+        for lane in sorted({wait.label for wait in self.waits if wait.lane == "compute"}):
+            own = _union(wait for wait in self.waits if wait.lane == "compute" and wait.label == lane)
+            behind = [wait for wait in self.waits if wait.lane == lane]
+            for cause in sorted({wait.label for wait in behind}):
+                blocked = _union(wait for wait in behind if wait.label == cause)
                 waited[cause] = waited.get(cause, 0.0) + _overlap(own, blocked)
-            blocked = _union(wait for wait in self.waits if wait.who == lane and wait.on != "compute")
-            waited[lane] = waited.get(lane, 0.0) + _length(own) - _overlap(own, blocked)
-        return waited
+            waited[lane] = waited.get(lane, 0.0) + _length(own) - _overlap(own, _union(behind))
+        return StepTimes(self.step, self.end - self.begin, busy, waited)
 
 
 UNREAD = 2
@@ -115,12 +99,11 @@ class Timeline:
         self.recording = False
         self.spans: list[Span] = []
         self.last: StepTimes | None = None
-        """The newest step whose times are known."""
+        """Of the newest step whose times are known."""
         self._clock = time.perf_counter()
-        self._steps = 0
-        self._idle: torch.cuda.Stream | None = None
+        self._idle = None if device is None else torch.cuda.Stream(device)
         self._closed: list[_Page] = []
-        self._page = self._new_page()
+        self._page = self._new_page(0)
 
     # ---- steps
 
@@ -128,8 +111,7 @@ class Timeline:
         """A step has been submitted: later work belongs to the next."""
         self._page.end = self._now()
         self._closed.append(self._page)
-        self._steps += 1
-        self._page = self._new_page()
+        self._page = self._new_page(self._page.step + 1)
         if len(self._closed) > UNREAD:
             self.settle(wait=False)
 
@@ -138,7 +120,8 @@ class Timeline:
         while self._closed and self._closed[0].resolve(wait):
             page = self._closed.pop(0)
             self.last = page.times()
-            self._keep(page)
+            if self.recording:
+                self.spans += page.spans
 
     # ---- a trace
 
@@ -147,52 +130,33 @@ class Timeline:
         self.settle(wait=True)
         self.spans = []
         self._clock = time.perf_counter()
-        self._page = self._new_page()
+        self._page = self._new_page(self._page.step)
         self.recording = True
 
     def stop(self) -> None:
         """Resolve device events; the caller has synchronised the engine."""
         self.settle(wait=True)
         self._page.resolve(wait=True)
-        self._keep(self._page)
+        self.spans += self._page.spans
         self.recording = False
-        self._page = self._new_page()
+        self._page = self._new_page(self._page.step)
         self.spans.sort(key=lambda span: (span.start, span.lane))
 
     # ---- what is timed
 
     @contextmanager
-    def host_span(self, lane: str, label: str) -> Iterator[None]:
-        """Work that the calling thread does."""
+    def host_span(self, lane: str, label: str, waiting: bool = False) -> Iterator[None]:
+        """Work that the calling thread does, or its wait for another lane."""
         start = self._now()
         try:
             yield
         finally:
             if self._room(self._page):
-                self._page.spans.append(Span(lane, label, start, self._now()))
+                self._page.add(waiting, Span(lane, label, start, self._now()))
 
     @contextmanager
-    def device_span(self, lane: str, label: str) -> Iterator[None]:
-        """Work that the calling thread puts on its current CUDA stream."""
-        with self._events(lane, label, waiting=False):
-            yield
-
-    @contextmanager
-    def waiting(self, who: str, on: str) -> Iterator[None]:
-        """What happens inside lets `who` go on only after `on`: in this thread, or for compute on its stream."""
-        if who == "compute" and self.device is not None:
-            with self._events(who, on, waiting=True):
-                yield
-            return
-        start = self._now()
-        try:
-            yield
-        finally:
-            if self._room(self._page):
-                self._page.waits.append(Wait(who, on, start, self._now()))
-
-    @contextmanager
-    def _events(self, lane: str, label: str, waiting: bool) -> Iterator[None]:
+    def device_span(self, lane: str, label: str, waiting: bool = False) -> Iterator[None]:
+        """The same of what the calling thread puts on its current CUDA stream."""
         page = self._page
         if not self._room(page):
             yield
@@ -205,67 +169,60 @@ class Timeline:
             yield
         finally:
             finish.record(stream)
-            page.pending.append((lane, label, waiting, begin, finish))
+            page.pending.append((waiting, lane, label, begin, finish))
+
+    def waiting(self, who: str, on: str) -> AbstractContextManager[None]:
+        """What happens inside lets `who` go on only after `on`: in this thread, or for compute on its stream. Waits for
+        compute are not kept."""
+        if on in ("", "compute"):
+            return nullcontext()
+        on_stream = who == "compute" and self.device is not None
+        return (self.device_span if on_stream else self.host_span)(who, on, waiting=True)
 
     # ---- what a trace says
 
     def busy(self, lane: str) -> float:
         """Seconds in which the lane was working."""
-        return _length(_union(span for span in self.spans if span.lane == lane))
+        return _length(_union(self.spans, lane))
 
     def exposed(self, lane: str, under: str = "compute") -> float:
         """Seconds in which `lane` was working and `under` was not."""
-        return self.busy(lane) - _overlap(
-            _union(span for span in self.spans if span.lane == lane),
-            _union(span for span in self.spans if span.lane == under),
-        )
+        return self.busy(lane) - _overlap(_union(self.spans, lane), _union(self.spans, under))
 
     def save(self, path: str | Path) -> None:
         """Write a trace that chrome://tracing and Perfetto open."""
         lanes = sorted({span.lane for span in self.spans})
         events = [
-            {
-                "name": span.label,
-                "cat": span.lane,
-                "ph": "X",
-                "pid": 0,
-                "tid": lanes.index(span.lane),
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-            }
+            {"ph": "X", "pid": 0, "tid": lanes.index(span.lane), "cat": span.lane, "name": span.label}
+            | {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
             for span in self.spans
         ]
         names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": {"name": lane}}
-            for index, lane in enumerate(lanes)
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+            for tid, lane in enumerate(lanes)
         ]
         files.write(path, json.dumps({"traceEvents": names + events}))
 
     def _room(self, page: _Page) -> bool:
         return self.recording or len(page.spans) + len(page.waits) + len(page.pending) < MOST
 
-    def _keep(self, page: _Page) -> None:
-        if self.recording:
-            self.spans += page.spans
-
     def _now(self) -> float:
         return time.perf_counter() - self._clock
 
-    def _new_page(self) -> _Page:
+    def _new_page(self, step: int) -> _Page:
         origin = None
         if self.device is not None:
-            if self._idle is None:
-                self._idle = torch.cuda.Stream(self.device)
             origin = torch.cuda.Event(enable_timing=True)
             origin.record(self._idle)
             # Nothing else is on that stream: this returns at once, whatever compute is doing.
             origin.synchronize()
-        return _Page(self._steps, self._now(), origin)
+        return _Page(step, self._now(), origin)
 
 
-def _union(stretches: Iterator[Span] | Iterator[Wait]) -> list[tuple[float, float]]:
+def _union(spans: Iterable[Span], lane: str | None = None) -> list[tuple[float, float]]:
+    """What the spans cover; only those of a lane, if it is named."""
     merged: list[tuple[float, float]] = []
-    for start, end in sorted((stretch.start, stretch.end) for stretch in stretches):
+    for start, end in sorted((span.start, span.end) for span in spans if lane in (None, span.lane)):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from megatrain.geometry import LANES
 from megatrain.native import library as native
+from megatrain.store.ticket import Order, Ticket, Wait
+from megatrain.stream.lanes import Lanes
+from megatrain.telemetry.counters import Counters
 
 CHUNK_BYTES = 32 << 20
 """Staging chunk: 16 MiB already reaches the link's full rate; larger only costs pinned memory."""
@@ -17,8 +23,7 @@ class Transfer:
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device = device
         self._threads = threads
-        self._chunks: list[torch.Tensor] = []
-        self._events: list[torch.cuda.Event] = []
+        self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, pinned: bool) -> None:
         """Host → device, in the current stream; the source may be reused when the stream has passed."""
@@ -47,11 +52,39 @@ class Transfer:
             native.copy(target.data_ptr() + start, chunk.data_ptr(), size, self._threads)
 
     def _pieces(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.cuda.Event, int, int]]:
-        if not self._chunks:
-            self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(CHUNKS)]
-            self._events = [torch.cuda.Event() for _ in range(CHUNKS)]
-        nbytes = tensor.numel() * tensor.element_size()
+        if not self._staging:
+            chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(CHUNKS)]
+            self._staging = [(chunk, torch.cuda.Event()) for chunk in chunks]
         return [
-            (self._chunks[i % CHUNKS], self._events[i % CHUNKS], start, min(start + CHUNK_BYTES, nbytes))
-            for i, start in enumerate(range(0, nbytes, CHUNK_BYTES))
+            (*self._staging[i % CHUNKS], start, min(start + CHUNK_BYTES, tensor.nbytes))
+            for i, start in enumerate(range(0, tensor.nbytes, CHUNK_BYTES))
         ]
+
+
+class Link:
+    """What moves state between host memory and one device: lanes, the copies that they make, and a count of them."""
+
+    def __init__(self, device: torch.device, lanes: Lanes, counters: Counters, threads: int) -> None:
+        self.device, self.lanes, self.counters = device, lanes, counters
+        self.transfers = {name: Transfer(device, threads) for name, lane in LANES.items() if lane.link}
+
+    def copy(
+        self,
+        lane: str,
+        job: str,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
+        *,
+        reads: Sequence[Order] = (),
+        writes: Sequence[Order] = (),
+        after: Sequence[Wait] = (),
+        label: str = "",
+    ) -> Ticket:
+        """Submit copies, each a target, a source and whether the host's side is pinned; see `Lanes.submit`."""
+        transfer = self.transfers[lane]
+        move = transfer.to_device if LANES[lane].link == "in" else transfer.to_host
+
+        def work() -> None:
+            for target, source, pinned in copies:
+                move(target, source, pinned)
+
+        return self.lanes.submit(lane, job, work, reads=reads, writes=writes, after=after, label=label)

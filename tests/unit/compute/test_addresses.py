@@ -10,7 +10,7 @@ from tests.tiny import Stack, differences, engine_of, inputs, roles
 from torch import Tensor
 
 from megatrain.compute.rebind import Addresses, Rebinder
-from megatrain.stream import fetch
+from megatrain.stream import rings
 
 
 def test_neighbours_in_one_storage_are_told_apart() -> None:
@@ -61,6 +61,6 @@ def test_all_slots_of_an_engine_in_one_storage(policy: str, monkeypatch: pytest.
         taken[0] += nbytes
         return storage[taken[0] - nbytes : taken[0]]
 
-    monkeypatch.setattr(fetch, "lasting", carve)
+    monkeypatch.setattr(rings, "lasting", carve)
     assert differences(train(), expected) == []
     assert taken[0] > 0

@@ -9,7 +9,7 @@ import torch
 from tests.tiny import Stack, backward, differences, engine_of, gradients, roles
 
 import megatrain as mt
-from megatrain.stream import leave
+from megatrain.stream import rings
 from megatrain.stream.lanes import ThreadLanes
 
 HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
@@ -61,11 +61,10 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     assert differences(got, expected) == []
     assert engine._placement.vram.held == 0
     assert engine._step.fetcher.slot_bytes() == streamed._step.fetcher.slot_bytes(), "no ring beside those there are"
-    ways = {id(way): way for ring in engine.relief.holds._leaving._rings.values() for way in ring}
-    assert all(way._slot is None and way._buffer is None for way in ways.values())
-    rooms = {id(room): room for ring in engine.relief.holds._states._rings.values() for room in ring}
+    ways, rooms = engine.relief.holds._leaving.rings.all, engine.relief.holds._states.rings.all
+    assert all(way.slot.bytes.numel() == 0 and way.home.buffer is None for way in ways)
     assert len(rooms) == (2 if held is VISITS else 0)
-    assert all(room._bytes is None for room in rooms.values())
+    assert all(room.bytes.numel() == 0 for room in rooms)
     assert engine._memory.held <= streamed._memory.held
 
 
@@ -76,14 +75,14 @@ def test_a_step_without_room_for_gradients_to_leave_changes_nothing(monkeypatch:
         backward(stack, 0)
         backward(stack, 1)
     calls = iter(range(100))
-    real = leave.lasting
+    real = rings.lasting
 
     def full(*args: Any) -> torch.Tensor:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*args)
 
-    monkeypatch.setattr(leave, "lasting", full)
+    monkeypatch.setattr(rings, "lasting", full)
     before = [slab.version for slab in engine.slabs]
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()

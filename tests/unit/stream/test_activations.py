@@ -9,7 +9,8 @@ import torch
 from megatrain.store.ram import HostMemory
 from megatrain.stream.activations import Activations
 from megatrain.stream.lanes import SyncLanes
-from megatrain.stream.transfer import Transfer
+from megatrain.stream.transfer import Link
+from megatrain.telemetry.counters import Counters
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def made():
     lanes = SyncLanes()
     lanes._by_name["h2d"] = LateLane()
     memory = HostMemory(pin=False, threads=1)
-    return Activations(CPU, lanes, Transfer(CPU, 1), Transfer(CPU, 1), memory), lanes["h2d"]
+    return Activations(Link(CPU, lanes, Counters(), 1), memory), lanes["h2d"]
 
 
 def test_they_come_back_as_they_left():

@@ -11,7 +11,7 @@ from megatrain.store.vram import DeviceMemory
 from megatrain.stream.drain import Drain
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 from megatrain.stream.norm import snapshot_square_sum, square_sum
-from megatrain.stream.transfer import Transfer
+from megatrain.stream.transfer import Link
 from megatrain.telemetry.counters import Counters
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ class Bench:
         self.slab = Slab(0, "slab", layout, Homes.together(memory))
         self.lanes = lanes or SyncLanes()
         self.counters = Counters()
-        self.drain = Drain([self.slab], slots, CPU, self.lanes, Transfer(CPU, 1), self.counters)
+        self.drain = Drain([self.slab], slots, Link(CPU, self.lanes, self.counters, 1))
         self.slab.grad.keeper = self
 
     def merge(self, gradient):
@@ -225,7 +225,7 @@ def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
         Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), Homes.together(memory))
         for i, n in enumerate(sizes)
     ]
-    drain = Drain(slabs, 2, CPU, lanes, Transfer(CPU, 1), Counters())
+    drain = Drain(slabs, 2, Link(CPU, lanes, Counters(), 1))
     for slab in slabs:
         for micro in range(5):
             drain.collect(slab, (0, 0), {0: torch.full((slab.layout.segments[0].numel,), 2.0**micro)})
@@ -242,15 +242,15 @@ def test_a_sum_on_the_device_has_one_buffer(several):
     memory = DeviceMemory(CPU)
     slab = Slab(0, "slab", lay_out([("a", torch.Size([5000]))], torch.bfloat16), Homes.together(memory))
     before = memory.held
-    drain = Drain([slab], 1, CPU, SyncLanes(), Transfer(CPU, 1), Counters())
+    drain = Drain([slab], 1, Link(CPU, SyncLanes(), Counters(), 1))
     for _ in range(2):
         for micro in range(1 + 3 * several):
             drain.collect(slab, (0, 0), {0: torch.full((5000,), 2.0**-micro)})
         assert memory.held == before + slab.layout.numel * (4 if several else 2)
         assert slab.grad.look().flat[0].item() == (1.875 if several else 1.0)
         slab.grad.clear()
-    assert drain.rings.missing() == 0
-    assert drain.counters.drains == 0
+    assert drain.missing_slots() == 0
+    assert drain.link.counters.drains == 0
 
 
 @pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)

@@ -11,7 +11,7 @@ from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
-from megatrain.stream.transfer import Transfer
+from megatrain.stream.transfer import Link
 from megatrain.telemetry.counters import Counters
 
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ class Bench:
         self.slabs = slabs_of(*pages, held=held)
         self.counters = Counters()
         self.lanes = lanes or SyncLanes()
-        self.transfers = {"h2d": Transfer(CPU, 1), "hold": Transfer(CPU, 1)}
-        self.fetcher = Fetcher(self.slabs, slots, CPU, self.lanes, self.transfers, self.counters)
+        self.link = Link(CPU, self.lanes, self.counters, 1)
+        self.fetcher = Fetcher(self.slabs, slots, self.link)
 
     def acquire(self, *indices, ahead=()):
         return self.fetcher.acquire([self.slabs[i] for i in indices], [self.slabs[i] for i in ahead])
@@ -175,7 +175,7 @@ def test_a_slab_acquired_twice_at_once():
 
 def test_a_failed_copy_leaves_nothing_claimed():
     bench = Bench(1, 1, 1, slots=3)
-    transfer = bench.transfers["h2d"]
+    transfer = bench.link.transfers["h2d"]
     copy = transfer.to_device
     for failing in range(1, 4):
         calls = iter(range(1, 100))

@@ -86,11 +86,10 @@ def test_the_device_has_room_for_a_few() -> None:
     model = Stack(8)
     engine = engine_of(model, precision="bf16", **VISITS)
     train(engine, model, steps=2)
-    rings = engine.relief.holds._states._rings
-    rooms = {id(room): room for index in rings for room in rings[index]}
-    assert len(rings) > len(rooms) == PASSING
+    rooms = engine.relief.holds._states.rings.all
+    assert len(engine.slabs) > len(rooms) == PASSING
     state = max(sum(b.nbytes for b in slab.state_buffers()) for slab in engine.slabs)
-    assert all(state <= room.take(engine._lanes).numel() <= 2 * state + 4096 for room in rooms.values())
+    assert all(state <= room.bytes.numel() <= 2 * state + 4096 for room in rooms)
 
 
 def test_a_weight_that_somebody_reads_is_updated_on_the_cpu() -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 from tests.tiny import Stack, engine_of, inputs
 
-from megatrain.stream.timeline import Span, Timeline, Wait, _Page
+from megatrain.stream.timeline import Span, Timeline, _Page
 
 
 def timeline(*spans):
@@ -94,7 +94,7 @@ def page(spans=(), waits=()):
         0.0,
         None,
         [Span(lane, "", start, end) for lane, start, end in spans],
-        [Wait(who, on, start, end) for who, on, start, end in waits],
+        [Span(who, on, start, end) for who, on, start, end in waits],
         end=10.0,
     )
 

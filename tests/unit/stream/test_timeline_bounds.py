@@ -7,8 +7,7 @@ import torch
 from tests.tiny import Stack, engine_of, inputs
 
 from megatrain.stream import cuda
-from megatrain.stream.lanes import Failures
-from megatrain.stream.timeline import Timeline
+from megatrain.stream.timeline import UNREAD
 
 
 class FakeEvent:
@@ -23,20 +22,23 @@ class FakeEvent:
 
 
 def test_what_a_stream_lane_did_is_not_kept_for_ever(monkeypatch: Any) -> None:
-    """The issuing thread of every stream lane has a timeline of its own, which nobody ever cuts."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: FakeEvent())
     monkeypatch.setattr(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    timeline = Timeline(torch.device("cpu"))
-    lane = cuda.StreamLane("h2d", torch.device("cpu"), timeline, Failures())
+    lanes = cuda.CudaLanes(torch.device("cpu"))
+    lane, timeline = lanes["h2d"], lanes.timeline
     for _step in range(20):
         for _ in range(100):
             lane.submit(lambda: None, label="x").wait()
         timeline.cut()
-    kept = lane._issuer.timeline
-    assert kept is None or len(kept._page.spans) < 500
+    assert len(timeline._closed) <= UNREAD
+    timeline.settle(wait=False)
+    assert timeline.spans == timeline._closed == timeline._page.spans == timeline._page.pending == []
+    assert timeline.last.step == 19
+    assert set(timeline.last.busy) == {"h2d"}
+    lanes.close()
 
 
 def test_evaluation_does_not_collect_spans_without_end() -> None:

@@ -17,9 +17,7 @@ from megatrain.planner.run import Run
 
 def slot_bytes(engine: Any) -> int:
     """What the slots of all rings hold on the device."""
-    rings = engine._step.drain.rings
-    slots = {id(slot): slot for ring, _ in rings._rings.values() for slot in ring}
-    return sum(slot._buffer.numel() for slot in slots.values())
+    return sum(slot.bytes.numel() for rings in engine._step.drain.rings.values() for slot in rings.all)
 
 
 def llama(frozen: str) -> Any:
