@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain.errors import MegaTrainError as MegaTrainError
     from megatrain.errors import WindowAborted as WindowAborted
     from megatrain.hardware.machine import Machine as Machine
-    from megatrain.hf.mixin import MegaMixin as MegaMixin
+    from megatrain.hf.trainer import MegaMixin as MegaMixin
     from megatrain.hf.trainer import Trainer as Trainer
     from megatrain.planner import Answer as Answer
     from megatrain.planner import Plan as Plan
@@ -33,8 +33,7 @@ _NAMES = {
     "engine.session": ("Engine",),
     "errors": ("MegaTrainError", "WindowAborted"),
     "hardware.machine": ("Machine",),
-    "hf.mixin": ("MegaMixin",),
-    "hf.trainer": ("Trainer",),
+    "hf.trainer": ("MegaMixin", "Trainer"),
     "planner": ("Answer", "Plan", "Refusal", "Run"),
     "settings": ("Debug", "Settings"),
 }

@@ -37,11 +37,8 @@ ONE_SAVE = re.compile(r"(optimizer|scheduler)\.pt|rng_state[^/]*\.pth")
 class Checkpoints(Optimizing):
     """The part of `MegaMixin` that saves and loads."""
 
-    lr_scheduler: Any
-    state: Any
     control: Any
     callback_handler: Any
-    _trial: Any
     _ram_stop: RamStop
     _termination: Termination
     _failure: tuple[int, str] | None = None
@@ -50,13 +47,13 @@ class Checkpoints(Optimizing):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
             state_dict = weights.without_aliases(self.engine.host_state_dict())
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        super()._save(output_dir, state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As ever, and on the disk when it returns. A checkpoint is synced as a whole when it is sealed."""
         if not self.engine.closed:
             self.engine.ready_to_save()
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        super().save_model(output_dir, _internal_call)
         directory = Path(output_dir or self.args.output_dir)
         if not _internal_call and directory.is_dir():
             for path in directory.iterdir():
@@ -74,7 +71,7 @@ class Checkpoints(Optimizing):
         if self._ending and not self._unsaved:
             # The epoch's end may want it once more; what is complete is not put at risk while RAM is short.
             return
-        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        run_dir = self._get_output_dir(trial=trial)
         folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         try:
             with ExitStack() as lasting:
@@ -100,7 +97,7 @@ class Checkpoints(Optimizing):
         with replace.rewriting(folder) as before:
             try:
                 with changed(self.args, save_total_limit=None, save_only_model=not resumable):
-                    super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                    super()._save_checkpoint(model, trial)
                 listed = replace.carry(before, Path(folder), ONE_SAVE)
                 nbytes = states.seal(self.model, optimizer, folder, listed)
             except BaseException:
@@ -126,10 +123,10 @@ class Checkpoints(Optimizing):
     ) -> None:
         best = {name: getattr(self.state, name) for name in BEST}
         try:
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)  # type: ignore[misc]
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         except SaveFailed as failure:
             # The best model must be one that is there.
-            vars(self.state).update(best)
+            self.state.__dict__.update(best)
             self._go_on_after(failure)
         except EvaluationCut:
             self.control.should_evaluate = False
@@ -196,7 +193,7 @@ class Checkpoints(Optimizing):
         # With save_total_limit=1 all checkpoints but the best are deleted here.
         unfinished = self._ending or self._failure is not None
         with changed(self.args, save_total_limit=None) if unfinished else nullcontext():
-            return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+            return super()._finalize_training(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         path = os.path.join(output_dir, SCHEDULER_FILE)

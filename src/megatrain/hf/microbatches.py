@@ -52,7 +52,7 @@ class MicroBatches(Optimizing):
         super().__init__(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        samples, items = super().get_batch_samples(*args, **kwargs)
         # Without blocks nothing is shared between micro-batches: they come one by one, as in a stock Trainer.
         self._micro_batches = samples if self.engine.blocks else []
         self._taken, self._losses, self._retried = 0, [], False
@@ -61,7 +61,7 @@ class MicroBatches(Optimizing):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch. In a window the first call runs all of the step, and later calls return their losses."""
-        step = super().training_step  # type: ignore[misc]
+        step = super().training_step
         # Counted, not searched for: a loader may give the same object several times.
         position, count = self._taken, len(self._micro_batches)
         listed = position < count and inputs is self._micro_batches[position]

@@ -7,10 +7,10 @@ clipping is not clipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_hooks
@@ -23,6 +23,11 @@ from megatrain.hf.subclass import Subclass
 from megatrain.optim.optimizer import BOOKKEEPING, FOREIGN, Optimizer, rule_named
 from megatrain.optim.schedule import clip_factor
 from megatrain.telemetry.notices import announce
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Part  # what the parts of `MegaMixin` are put in front of
+else:
+    Part = object
 
 NAMES = {
     "adamw_torch": ("adamw", None), "adamw_torch_fused": ("adamw", None),
@@ -48,18 +53,12 @@ class Choice:
     """Parameter groups that were given with the class."""
 
 
-class Optimizing:
+class Optimizing(Part):
     """The part of `MegaMixin` that makes and drives the optimizer. The other parts build on it."""
 
     engine: Engine
-    args: Any
-    model: Any
     optimizer: Any
-    optimizer_cls_and_kwargs: tuple[Any, Mapping[str, Any]] | None
-    get_decay_parameter_names: Callable[[Any], list[str]]
-    get_optimizer_cls_and_kwargs: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
     _subclass: Subclass
-    _follow_model: Callable[[], None]
     _given_kind: str | None = None
     """Of a torch optimizer that was passed in `optimizers=`."""
     step_norm: float | None = None
@@ -78,10 +77,10 @@ class Optimizing:
         if self.optimizer is not None:
             return Choice(self._own_optimizer().kind)
         if self.optimizer_cls_and_kwargs is not None:
-            return of_class(*self.optimizer_cls_and_kwargs, self.args.weight_decay, "optimizer_cls_and_kwargs")
+            return of_class(self.optimizer_cls_and_kwargs, self.args.weight_decay, "optimizer_cls_and_kwargs")
         if self._subclass.chooses_optimizer:
             found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            return of_class(*found, self.args.weight_decay, "get_optimizer_cls_and_kwargs")
+            return of_class(found, self.args.weight_decay, "get_optimizer_cls_and_kwargs")
         if self._optim not in NAMES:
             raise SettingsError(f"optim={self._optim!r} is not supported; these are: {', '.join(NAMES)}.")
         kind, width = NAMES[self._optim]
@@ -98,7 +97,7 @@ class Optimizing:
             )
         if kind == "sgd":
             found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            return replace(of_class(*found, self.args.weight_decay, "optim_args"), moment_width=width)
+            return replace(of_class(found, self.args.weight_decay, "optim_args"), moment_width=width)
         options = {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
         return Choice(kind, width, options | ({"eps": self.args.adam_epsilon} if kind == "adamw" else {}))
 
@@ -107,7 +106,7 @@ class Optimizing:
         factory = functools.partial(functools.partial, self._made, self._choose())
         # By way of transformers' own, so that overrides behind this class run; what they end in makes ours.
         with changed(self, optimizer_cls_and_kwargs=(factory, {})):
-            return super().create_optimizer(*args)  # type: ignore[misc]
+            return super().create_optimizer(*args)
 
     def _made(self, choice: Choice, model: Any) -> Optimizer:
         groups = choice.groups
@@ -123,7 +122,7 @@ class Optimizing:
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_model()
-        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        prepared = super()._prepare_for_training(*args, **kwargs)
         # Whoever made it: a subclass may have one of torch's in `create_optimizer`.
         own = self._own_optimizer()
         if own is not self._from_arguments and own.max_grad_norm is None and self.args.max_grad_norm:
@@ -161,8 +160,9 @@ class Optimizing:
         )
 
 
-def of_class(cls: Any, kwargs: Mapping[str, Any], weight_decay: float, where: str) -> Choice:
-    """A class of torch's with its arguments. Groups say how much is decayed, unless there are groups in `kwargs`."""
+def of_class(found: tuple[Any, Mapping[str, Any]], weight_decay: float, where: str) -> Choice:
+    """A class of torch's with its arguments. Groups say how much is decayed, unless the arguments have groups."""
+    cls, kwargs = found
     if cls not in CLASSES:
         name = getattr(cls, "__qualname__", repr(cls))
         raise SettingsError(f"{where}: {name} is not supported; torch.optim.AdamW, Adam and SGD are.")
@@ -202,7 +202,7 @@ class Given:
         self._optimizer = optimizer
         for group in optimizer.param_groups:
             own = {name: group[name] for name in optimizer.defaults if name in group}
-            self.kind = of_class(type(optimizer), own | {"params": [group]}, 0.0, "optimizers").kind
+            self.kind = of_class((type(optimizer), own | {"params": [group]}), 0.0, "optimizers").kind
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) not in names:

@@ -1,13 +1,255 @@
-"""`megatrain.Trainer`: `transformers.Trainer` on a streamed model, with data prepared where none was."""
+"""`MegaMixin`: put it in front of any `transformers.Trainer` subclass and its model streams. `Trainer` is one.
+
+Only the places where a Trainer touches devices, gradients, optimizer state and checkpoints are overridden; loops,
+losses, callbacks and logging are its own.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
+from megatrain import settings as settings_module
+from megatrain.checkpoint import lock, replace
+from megatrain.engine.adopt import engine_of
+from megatrain.engine.session import Engine
+from megatrain.errors import MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
+from megatrain.hardware import inventory
+from megatrain.hf.checkpoints import Checkpoints
 from megatrain.hf.data import prepare
-from megatrain.hf.mixin import MegaMixin
+from megatrain.hf.found import last_complete, require_resumable
+from megatrain.hf.labels import LabelCount
+from megatrain.hf.microbatches import MicroBatches
+from megatrain.hf.optimizers import Given, changed
+from megatrain.hf.planning import plan_of
+from megatrain.hf.progress import Pace
+from megatrain.hf.recovery import RamStop
+from megatrain.hf.terminate import Termination
+from megatrain.model import hooks
+from megatrain.model.blocks import layered
+from megatrain.optim.optimizer import Optimizer
+from megatrain.settings import CHANGE_RESULTS, Settings
+from megatrain.telemetry.notices import announce, warn
+
+
+class MegaMixin(MicroBatches, Checkpoints):
+    """Streams a Trainer's model through a MegaTrain engine.
+
+    `class SFT(MegaMixin, trl.SFTTrainer): ...`. The engine is `self.engine`; it is attached when the Trainer is made
+    and stays with the model.
+    """
+
+    _compile = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        inventory.refuse_distributed()
+        super().__init__(*args, **kwargs)
+        self._attach_with_optimizer()
+        self._ram_stop = RamStop(lambda: self.engine)
+        self._label_count = LabelCount(self)
+        self._termination = Termination(lambda: self.is_in_train)
+        own = (Pace(self), self._label_count, self._ram_stop, self._termination)
+        self.callback_handler = Handler(self.callback_handler, own)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As ever, less what a stock Trainer would do to the model that an engine does itself, or cannot do."""
+        args = self.args
+        if args.fp16:
+            raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
+        _ = args.device  # settles the number of GPUs, which is then overridden
+        args._n_gpu = min(args._n_gpu, 1)
+        asked = settings_module.current()
+        if args.torch_compile and "compile" in asked.given and not asked.compile:
+            raise SettingsError(
+                "torch_compile=True in TrainingArguments, but megatrain.init asked for compile=False; leave one of "
+                "them out."
+            )
+        # The accelerator may be made again (hyperparameter search), and the argument is gone then.
+        self._compile = self._compile or bool(args.torch_compile)
+        if args.torch_compile:
+            for name, usual in (("torch_compile_backend", "inductor"), ("torch_compile_mode", None)):
+                if (value := getattr(args, name)) not in (None, usual):
+                    warn(
+                        f"{name}={value!r} has no effect: the engine compiles its blocks with torch.compile's defaults"
+                    )
+            # The engine compiles its blocks; compiling the whole model around them would only break the graph.
+            args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
+        super().create_accelerator_and_postprocess()
+        self._set_autocast()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> Any:
+        return super()._build_accelerator_args(**kwargs) | {"device_placement": False}
+
+    def _set_autocast(self) -> None:
+        """Precision is the engine's: autocast on top would cast the weights of every block again. One block computes as
+        the model of a stock Trainer does: FP32 weights, under autocast."""
+        one_block = hasattr(self, "engine") and not self.engine.blocks
+        # Of this accelerator alone: its state is the process's, and other Trainers have it too.
+        self.accelerator.native_amp = bool(self.args.bf16) and one_block
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever. accelerate counts the rows of a stream's last batch, for means over them, only if it places it."""
+        placed = isinstance(dataset, IterableDataset) or bool(self.accelerator.dispatch_batches)
+        with changed(self.accelerator, device_placement=placed):
+            return super()._get_dataloader(dataset, *args, **kwargs)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """The engine puts each block where it is computed."""
+
+    def _attach_with_optimizer(self) -> None:
+        if self.optimizer is None or isinstance(self.optimizer, Optimizer):
+            self._attach()
+            return
+        name, given = type(self.optimizer).__name__, Given(self.optimizer, self.model)
+        with changed(self, _given_kind=given.kind):
+            self._attach()
+        self.optimizer = self.callback_handler.optimizer = given.replaced(self.engine)
+        announce(f"the {name} in optimizers= is replaced by the engine's {given.kind}, with its options and state")
+
+    def _attach(self) -> None:
+        """Give the model an engine, or take the one it has (a second Trainer on the same model)."""
+        self._find_engine()
+        if self.engine.blocks and self.args.gradient_checkpointing:
+            self.args.gradient_checkpointing = False
+            announce("gradient_checkpointing=True is not needed: every block already recomputes its forward")
+        self._set_autocast()
+
+    def _find_engine(self) -> None:
+        choice = self._choose()
+        present = engine_of(self.model)
+        if present is not None and not present.closed:
+            self.engine = present
+            _check_attached(present, settings_module.current())
+            if self._compile and not present.settings.compile:
+                raise SettingsError(
+                    "torch_compile=True, but the model already belongs to an engine that does not compile; make that "
+                    "engine with compile=True, or close it."
+                )
+            if choice.moment_width is not None and present.settings.moment_width != choice.moment_width:
+                raise SettingsError(
+                    f"optim={self._optim!r} keeps moments in {choice.moment_width}, but the model already belongs to "
+                    f"an engine that keeps them in {present.settings.moment_width}; close it, or choose an optim "
+                    "without a width."
+                )
+            if self.args.bf16 and present.precision == "fp32" and present.blocks:
+                warn(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
+            return
+        asked = settings_module.current()
+        device = self.args.device
+        if asked.device is not None and torch.device(asked.device).type != device.type:
+            raise SettingsError(
+                f"megatrain.init asked for device={asked.device!r}, but TrainingArguments is on {device}; "
+                "set use_cpu=True there, or leave device out."
+            )
+        # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
+        streams = self.args.bf16 and bool(layered(self.model, hooks.load()))
+        if streams and asked.precision == "fp32":
+            raise SettingsError(
+                "megatrain.init asked for precision='fp32', but TrainingArguments has bf16=True; set bf16=False there, "
+                "or leave precision out."
+            )
+        width, decided = choice.moment_width, "optimizer_compression" in asked.given
+        if width is not None and decided and asked.moment_width != width:
+            raise SettingsError(
+                f"optim={self._optim!r} keeps moments in {width}, megatrain.init asked for "
+                f"optimizer_compression={asked.optimizer_compression!r}; leave one of them out."
+            )
+        settings = asked.override(
+            device=str(device),
+            precision="bf16" if streams and asked.precision is None else asked.precision,
+            compile=self._compile or asked.compile,
+            optimizer_compression=asked.optimizer_compression if decided else width or False,
+        )
+        plan = plan_of(self, settings, choice.kind, device)
+        if plan is not None and plan is not asked.plan:
+            settings = settings.override(length=None)  # it went into the plan that was made here
+        self.engine = Engine(self.model, **settings.override(plan=plan).chosen())
+
+    def _follow_model(self) -> None:
+        """`model_init` may have made another model: the first one's memory is wanted then."""
+        if engine_of(self.model) is not self.engine:
+            self.engine.close()
+            del self.engine
+            self.callback_handler.model = self.model
+            gc.collect()
+            self._attach()
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        trial = args[0] if args else kwargs.get("trial")
+        self._failure = None
+        with self._termination.listening(), ExitStack() as lasting:
+            # A run that does not save may share its directory with others.
+            if self.args.save_strategy != "no":
+                lasting.callback(lock.acquire(self._get_output_dir(trial=trial)))
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = last_complete(self.args.output_dir)
+            elif resume_from_checkpoint:
+                resume_from_checkpoint = str(replace.find(resume_from_checkpoint))
+                require_resumable(Path(resume_from_checkpoint))
+            self.engine.relief.hold_to_plan()
+            try:
+                result = super().train(resume_from_checkpoint, *args, **kwargs)
+            except (OutOfRam, NotEnoughMemory) as error:
+                self._stop_with_a_checkpoint(error)
+                raise
+            finally:
+                # Whatever comes now (generating, say) was not planned.
+                if hasattr(self, "engine"):
+                    self.engine.relief.hold_to_plan(False)
+        self._ram_stop.check()
+        self._check_last_save()
+        return result
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.relief.hold_to_plan(False)
+        try:
+            found = super().evaluation_loop(*args, **kwargs)
+        finally:
+            if self.is_in_train:
+                self.engine.relief.hold_to_plan()
+        if self.is_in_train:
+            try:
+                self.engine.relief.take(self.engine.quiesce)
+            except NotEnoughMemory as less:
+                warn(f"after the evaluation: {less}")
+        return found
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """Nobody looks at logits if only the loss is asked for: then no more than a chunk of them is computed."""
+        with self.engine.loss_only() if prediction_loss_only else nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever; a model that gives no loss because nothing was labelled is told apart from one that never does."""
+        names = self.label_names or ["labels"]
+        labelled = not isinstance(inputs, Mapping) or any(name in inputs for name in names)
+        if labelled or self._subclass.own_loss:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        missing = MissingLabels(
+            f"the batch has {', '.join(sorted(map(str, inputs)))} but none of {', '.join(names)}, so the model returns "
+            "no loss; add labels to the dataset, or use a collator that makes them "
+            "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
+        )
+        try:
+            found = super().compute_loss(model, inputs, *args, **kwargs)
+        except ValueError as error:
+            if not str(error).startswith("The model did not return a loss"):
+                raise
+            raise missing from error
+        loss = found[0] if isinstance(found, tuple) else found
+        if loss.requires_grad and loss.numel() > 1:
+            # What a model returns first in a tuple is its loss only if there were labels.
+            raise missing
+        return found
 
 
 class Trainer(MegaMixin, transformers.Trainer):
@@ -40,3 +282,38 @@ class Trainer(MegaMixin, transformers.Trainer):
             processing_class=processing_class,
             **kwargs,
         )
+
+
+class Handler(CallbackHandler):
+    """Calls the Trainer's callbacks, whose list stays the user's, then MegaTrain's, which have the last word."""
+
+    def __init__(self, handler: CallbackHandler, own: Sequence[TrainerCallback]) -> None:
+        self.__dict__.update(vars(handler))
+        self._own = own
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control = super().call_event(event, args, state, control, **kwargs)
+        for callback in self._own:
+            control = getattr(callback, event)(args, state, control, **kwargs) or control
+        return control
+
+
+def _check_attached(engine: Engine, asked: Settings) -> None:
+    """Refuse or name what `megatrain.init` was given after the engine was made that the model has."""
+    if asked is engine.defaults:
+        return  # what the engine has otherwise, it was given itself
+    has = vars(engine.settings) | {"device": str(engine.device), "precision": engine.precision}
+    other = {name: value for name, value in asked.chosen().items() if has[name] != value}
+    # None and "cuda" leave it open.
+    device = torch.device(asked.device or engine.device)
+    if device.type == engine.device.type and device.index in (None, engine.device.index):
+        other.pop("device", None)
+    if asked.precision is None:
+        other.pop("precision", None)
+    for name, value in other.items():
+        if name in CHANGE_RESULTS:
+            raise SettingsError(
+                f"megatrain.init asked for {name}={value!r} after the model's engine was made with {has[name]!r}; "
+                "close that engine first."
+            )
+        warn(f"{name}={value!r} of megatrain.init has no effect: the model already belongs to an engine")

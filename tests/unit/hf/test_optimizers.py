@@ -120,7 +120,7 @@ def test_a_training_step_with_two_backwards(tmp_path: Any) -> None:
     """`class T(MegaMixin, TheirTrainer)`: theirs does two backwards per micro-batch (SAM, two losses...)."""
     from transformers import Trainer
 
-    from megatrain.hf.mixin import MegaMixin
+    from megatrain.hf.trainer import MegaMixin
 
     class Theirs(Trainer):
         def training_step(self, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
