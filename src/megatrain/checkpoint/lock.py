@@ -46,11 +46,13 @@ def acquire(directory: AnyPath) -> Callable[[], None]:
 def _locked(path: Path) -> int | None:
     """A descriptor that holds the lock; None where it cannot be locked."""
     while True:
-        descriptor = -1
+        descriptor, there = -1, False
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_there(path, descriptor):
+            with suppress(FileNotFoundError):
+                there = os.path.samestat(os.stat(path), os.fstat(descriptor))
+            if there:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
                 return descriptor
@@ -74,13 +76,6 @@ def _locked(path: Path) -> int | None:
             return None
         # Its last holder deleted the file after it was opened here.
         os.close(descriptor)
-
-
-def _is_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _release(path: Path) -> None:

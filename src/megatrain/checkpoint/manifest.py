@@ -28,6 +28,7 @@ UNSUMMED = 1
 MOST_BYTES = 1 << 30
 """A manifest is text; one that is larger is not read."""
 MOST = 1 << 63
+Fits = Callable[[Any], bool]
 _SUM = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
@@ -137,32 +138,31 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MOST
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(group, dict) and _are_texts(group.get("params")) for group in value
-    )
+def _list_of(fits: Fits) -> Fits:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
-def _are_files(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(entry, dict) and _is_count(entry.get("bytes")) and _is_count(entry.get("crc32"))
-        for entry in value.values()
-    )
+def _dict_of(fits: Fits) -> Fits:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
 
 
-_NEEDED: dict[str, Callable[[Any], bool]] = {
-    "files": _are_files,
-    "steps": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-    "groups": _are_groups,
+def _with(**fits: Fits) -> Fits:
+    return lambda value: isinstance(value, dict) and all(fits[key](value.get(key)) for key in fits)
+
+
+_NEEDED = {
+    "files": _dict_of(_with(bytes=_is_count, crc32=_is_count)),
+    "steps": _dict_of(_is_count),
+    "groups": _list_of(_with(params=_list_of(_is_text))),
 }
-_OPTIONAL: dict[str, Callable[[Any], bool]] = {
-    "optimizer": lambda value: isinstance(value, str),
-    "residuals": _are_texts,
-    "nonfinite": _are_texts,
+_OPTIONAL: dict[str, Fits] = {
+    "optimizer": _is_text,
+    "residuals": _list_of(_is_text),
+    "nonfinite": _list_of(_is_text),
     "weights_only": lambda value: isinstance(value, bool),
 }
 

@@ -29,32 +29,6 @@ SHARD_BYTES = 4 << 30
 """Tensors are gathered into shards of about this size, which is also the extra RAM a save may take."""
 
 
-class _Coder:
-    """Codes the FP32 tensors of shards without loss, and keeps count."""
-
-    def __init__(self) -> None:
-        self._before = self._after = 0
-        self._seconds = 0.0
-
-    def encode(self, shard: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        start = time.perf_counter()
-        coded = {key: tensor for key, tensor in shard.items() if tensor.dtype != torch.float32}
-        for key in sorted(shard.keys() - coded.keys()):
-            found = lossless.encode(shard[key].reshape(-1).cpu(), shards.THREADS).clone()
-            coded[key + shards.CODED] = found
-            self._before += shard[key].nbytes
-            self._after += found.nbytes
-        self._seconds += time.perf_counter() - start
-        return coded
-
-    def report(self) -> str:
-        ratio, rate = self._before / max(1, self._after), self._before / 1e9 / max(self._seconds, 1e-9)
-        return (
-            f"lossless: moments of {self._before / 1e6:.1f} MB are {self._after / 1e6:.1f} MB on disk (ratio "
-            f"{ratio:.2f}, coded at {rate:.1f} GB/s)"
-        )
-
-
 class Optimizer(Protocol):
     """What a checkpoint needs of an optimizer (optim/optimizer.py)."""
 
@@ -78,13 +52,10 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyP
     for parameter in parameters.values():
         parameter.slab.settle()
     gathered = list(_gathered(parameters, optimizer.moments, shard_bytes))
-    coder = _Coder() if optimizer.lossless else None
-    for number, shard in enumerate(gathered, start=1):
+    for number, shard in enumerate(_coded(gathered) if optimizer.lossless else gathered, start=1):
         path = folder / f"optimizer-{number:05d}-of-{len(gathered):05d}.safetensors"
         files.before("write", path)
-        save_file(shard if coder is None else coder.encode(shard), path, metadata={"format": "pt"})
-    if coder is not None:
-        announce(coder.report())
+        save_file(shard, path, metadata={"format": "pt"})
 
 
 def seal(
@@ -100,8 +71,15 @@ def seal(
     files that it consists of, `place` is where the directory will be. Older checkpoints may be deleted after this, not
     before.
     """
-    content = _content_of_weights(model) if optimizer is None else _content(model, optimizer)
-    finite.warn_once(optimizer if optimizer is not None else model, content.get("nonfinite", []))
+    if optimizer is None:
+        content: dict[str, Any] = {"weights_only": True, "steps": {}, "groups": []}
+        named = model.named_parameters()
+        marks = finite.nonfinite((n, p) for n, p in named if isinstance(p, StoreTensor) and p.requires_grad)
+    else:
+        content, marks = _content(model, optimizer)
+    if marks:
+        content["nonfinite"] = marks
+        finite.warn_once(model if optimizer is None else optimizer, marks)
     files.make_directory(Path(directory) / manifest.FOLDER)
     files.sync_tree(directory, listed)
     nbytes = manifest.write(Path(directory), listed, content, place)
@@ -109,12 +87,12 @@ def seal(
     return nbytes
 
 
-def _content(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    names, parameters = _names(model), _parameters(model, optimizer)
+def _content(model: torch.nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """What the manifest says of the optimizer, and what of it is not finite."""
+    named, parameters = _named(model, optimizer), _parameters(model, optimizer)
     groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        | {"params": [names[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key != "params"} | {"params": [*own]}
+        for group, own in zip(optimizer.param_groups, named, strict=True)
     ]
     marks = finite.nonfinite(parameters.items(), optimizer.moments)
     try:
@@ -122,19 +100,13 @@ def _content(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     except MegaTrainError:
         # A scheduler may have written it since the last step.
         marks.append("the options of parameter groups")
-    return {
+    content = {
         "optimizer": optimizer.kind,
         "steps": {name: p.slab.steps[p.segment] for name, p in parameters.items()},
         "residuals": [name for name, p in parameters.items() if p.slab.residual is not None],
         "groups": groups,
-        **({"nonfinite": marks} if marks else {}),
     }
-
-
-def _content_of_weights(model: torch.nn.Module) -> dict[str, Any]:
-    trained = [(n, p) for n, p in model.named_parameters() if isinstance(p, StoreTensor) and p.requires_grad]
-    marks = finite.nonfinite(trained)
-    return {"weights_only": True, "steps": {}, "groups": [], **({"nonfinite": marks} if marks else {})}
+    return content, marks
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyPath) -> None:
@@ -167,8 +139,7 @@ def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: Any
             "same kind, or load the weights alone."
         )
     parameters = _parameters(model, optimizer)
-    names = _names(model)
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = [[*own] for own in _named(model, optimizer)]
     if groups != [group["params"] for group in saved["groups"]] or saved["steps"].keys() != parameters.keys():
         raise CheckpointError(
             f"the optimizer state in {directory} is of other parameters or groups "
@@ -187,13 +158,14 @@ def _shard_files(directory: Path, saved: dict[str, Any]) -> list[Path]:
     return sorted(directory / name for name in saved["files"] if Path(name).match(f"{manifest.FOLDER}/{SHARDS}"))
 
 
+def _named(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, StoreTensor]]:
+    """The parameters of each group, by their names in the model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [{names[id(p)]: p for p in group["params"]} for group in optimizer.param_groups]
+
+
 def _parameters(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, StoreTensor]:
-    names = _names(model)
-    return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-
-
-def _names(model: torch.nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: parameter for own in _named(model, optimizer) for name, parameter in own.items()}
 
 
 def _gathered(
@@ -211,3 +183,21 @@ def _gathered(
         size += added
     if shard:
         yield shard
+
+
+def _coded(gathered: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Shards with their FP32 tensors coded without loss; at the end it is said how much smaller they are."""
+    before, after, seconds = 0, 0, 0.0
+    for shard in gathered:
+        start = time.perf_counter()
+        coded = {key: tensor for key, tensor in shard.items() if tensor.dtype != torch.float32}
+        for key in sorted(shard.keys() - coded.keys()):
+            coded[key + shards.CODED] = lossless.encode(shard[key].reshape(-1).cpu(), shards.THREADS).clone()
+            before += shard[key].nbytes
+            after += coded[key + shards.CODED].nbytes
+        seconds += time.perf_counter() - start
+        yield coded
+    announce(
+        f"lossless: moments of {before / 1e6:.1f} MB are {after / 1e6:.1f} MB on disk (ratio "
+        f"{before / max(1, after):.2f}, coded at {before / 1e9 / max(seconds, 1e-9):.1f} GB/s)"
+    )

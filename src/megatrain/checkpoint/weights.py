@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +65,24 @@ def load_model(model: torch.nn.Module, directory: AnyPath) -> None:
         return
     for key, shape in shapes.items():
         _check_shape(key, own[key], shape)
-    for path, entries in files:
-        with safe_open(path, framework="pt") as shard:
-            for key in entries:
-                _put(own[key], shard.get_tensor(key))
+    for key, values in _tensors(files):
+        _put(own[key], values)
 
 
 def _load_by_model(model: torch.nn.Module, directory: Path) -> None:
-    state: dict[str, torch.Tensor] = {}
-    for path, entries in weight_files(directory):
-        with safe_open(path, framework="pt") as shard:
-            state |= {key: shard.get_tensor(key) for key in entries}
+    state = dict(_tensors(weight_files(directory)))
     model.load_state_dict(state, strict=False)
     # What was copied to a parameter was rounded to its dtype, unless the method changed it; a master takes it exactly.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         values = state.get(name)
         if values is not None and torch.equal(parameter.detach().cpu(), values.to(parameter.dtype)):
             _put(parameter, values)
+
+
+def _tensors(files: Iterable[tuple[Path, Iterable[str]]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, keys in files:
+        with safe_open(path, framework="pt") as shard:
+            yield from ((key, shard.get_tensor(key)) for key in keys)
 
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:

@@ -256,7 +256,10 @@ def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
     descriptor = _scratch_file(folder)
     try:
         _preallocate(descriptor, nbytes)
-        buffers = [_aligned_random() for _ in range(IN_FLIGHT)]
+        # Anonymous mappings are page-aligned, as direct I/O wants; random bytes, since drives may compress.
+        buffers = [mmap.mmap(-1, CHUNK) for _ in range(IN_FLIGHT)]
+        for buffer in buffers:
+            buffer.write(os.urandom(1 << 20) * (CHUNK >> 20))
         start = time.perf_counter()
         written = _sweep(os.pwrite, descriptor, buffers, nbytes // CHUNK, seconds)
         os.fdatasync(descriptor)
@@ -294,13 +297,6 @@ def _preallocate(descriptor: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-
-
-def _aligned_random() -> mmap.mmap:
-    """Anonymous mappings are page-aligned, as direct I/O wants; random bytes, since drives may compress."""
-    buffer = mmap.mmap(-1, CHUNK)
-    buffer.write(os.urandom(1 << 20) * (CHUNK >> 20))
-    return buffer
 
 
 def _sweep(

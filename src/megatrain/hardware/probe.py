@@ -39,19 +39,9 @@ STREAMS_PER_CORE = 128 << 20
 DISK_FILE = 1 << 30
 """Bytes of the file that disks are measured with, if there is room."""
 SECONDS = {
-    "h2d": 0.25,
-    "d2h": 0.25,
-    "duplex": 0.3,
-    "pageable_h2d": 0.3,
-    "dram": 0.6,
-    "dram_under_dma": 0.6,
-    "hbm": 0.2,
-    "launches": 0.2,
-    "matmul": 0.4,
-    "matmul_burst": 0.05,
-    "attention": 0.4,
-    "disk": 2.0,
-}
+    "h2d": 0.25, "d2h": 0.25, "duplex": 0.3, "pageable_h2d": 0.3, "dram": 0.6, "dram_under_dma": 0.6, "hbm": 0.2,
+    "launches": 0.2, "matmul": 0.4, "matmul_burst": 0.05, "attention": 0.4, "disk": 2.0,
+}  # fmt: skip
 """What each measurement may take. Products on a GPU come in a burst: an H200 made 797 TFLOP/s over milliseconds and
 690 over half a second of nothing else, and training, which does other work in between, goes by the former."""
 DISKS_SECONDS = 8.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.utils._pytree import tree_map
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain import files
@@ -92,7 +92,7 @@ class Checkpoints(Optimizing):
         self.engine.ready_to_save()
         stopwatch = files.Stopwatch()
         nbytes = space.needed(self.model, self.engine.host_state_dict(), optimizer)
-        space.require(folder, nbytes + (_stock_bytes(optimizer) if optimizer is not None else 0))
+        space.require(folder, nbytes + (_nbytes(_stock_state(optimizer)) if optimizer is not None else 0))
         # It may be there already: of a run before, or of this step (the end of an epoch saves too).
         with replace.rewriting(folder) as before:
             try:
@@ -201,12 +201,16 @@ class Checkpoints(Optimizing):
         torch.save(self.lr_scheduler.state_dict(), path)
         optimizer, ram = self._own_optimizer(), self.engine.ram
         states.save_optimizer(self.model, optimizer, output_dir, ram.portion(states.SHARD_BYTES))
-        if 0 < _stock_bytes(optimizer) <= ram.portion(STOCK_BYTES):
+        state = _stock_state(optimizer)
+        if 0 < _nbytes(state) <= ram.portion(STOCK_BYTES):
             # With this file and without our folder it would be taken for a stock Trainer's.
             files.sync_directory(output_dir)
             path = os.path.join(output_dir, STOCK_STATES)
             files.before("write", path)
-            torch.save(_stock_state(optimizer), path)
+            defaults = STOCK[optimizer.kind]([torch.empty(0)]).defaults
+            groups = [defaults | group for group in optimizer.state_dict()["param_groups"]]
+            # Copies: of a view, torch.save writes all of the memory behind it.
+            torch.save({"state": tree_map(lambda moment: moment.cpu().clone(), state), "param_groups": groups}, path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -246,27 +250,18 @@ class SaveFailed(CheckpointError):
     """A checkpoint could not be written; nothing of it is left, and older ones are as they were."""
 
 
-def _stock_bytes(optimizer: Optimizer) -> int:
-    """The size of what `_stock_state` gives; 0: torch has no such state, or it is too large to be written twice."""
+def _stock_state(optimizer: Optimizer) -> dict[int, dict[str, torch.Tensor]]:
+    """What torch's optimizer of this name has as its state, so that a stock Trainer can go on where this one stopped.
+
+    Nothing if torch has no such state, or it is too large to be written twice.
+    """
     if optimizer.kind not in STOCK or optimizer.moment_width != "fp32":
-        return 0
-    entries = optimizer.state_dict()["state"].values()
-    total = sum(value.nbytes for entry in entries for value in _moments(entry).values())
-    return total if total <= STOCK_BYTES else 0
+        return {}
+    entries = optimizer.state_dict()["state"].items()
+    # Without the residual: that is the low half of a master, which the saved weights have whole.
+    state = {number: {key: value for key, value in entry.items() if key != "residual"} for number, entry in entries}
+    return state if _nbytes(state) <= STOCK_BYTES else {}
 
 
-def _stock_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The `state_dict` of torch's optimizer of this name, so that a stock Trainer can go on where this one stopped."""
-    own = optimizer.state_dict()
-    state = {number: _moments(entry) for number, entry in own["state"].items()}
-    defaults = STOCK[optimizer.kind]([torch.empty(0)]).defaults
-    return {
-        # Copies: of a view, torch.save writes all of the memory behind it.
-        "state": {n: {key: value.cpu().clone() for key, value in entry.items()} for n, entry in state.items()},
-        "param_groups": [defaults | group for group in own["param_groups"]],
-    }
-
-
-def _moments(entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the residual: that is the low half of a master, which the saved weights have whole."""
-    return {key: value for key, value in entry.items() if key != "residual"}
+def _nbytes(state: dict[int, dict[str, torch.Tensor]]) -> int:
+    return sum(moment.nbytes for entry in state.values() for moment in entry.values())

@@ -34,8 +34,8 @@ PADS = ("tokenizer", "processing_class", "processor", "pad_token_id")
 """What collators have that pad."""
 LENGTHS = ("max_length", "max_seq_length")
 """Names that Trainers give the longest sequence in their arguments."""
-
-
+AS_ASKED = ("machine", "max_vram_gb", "max_ram_gb", "optimizer_compression", "precision", "compile")
+"""Settings that a plan takes as they are."""
 Collate = Callable[[list[Any]], Any]
 
 
@@ -61,7 +61,6 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     known = partial(
         plan_for_trainer,
         model,
-        machine=settings.machine,
         batch=batch,
         length=length,
         accumulation=args.gradient_accumulation_steps,
@@ -72,12 +71,8 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         predictions=trainer._subclass.evaluates_logits or settings.head_chunk == 0 or model.logits == "whole",
         trainer=True,
         padded=padded,
-        max_vram_gb=settings.max_vram_gb,
-        max_ram_gb=settings.max_ram_gb,
         reach=inventory.within_reach(device, trainer.model, settings.compile),
-        optimizer_compression=settings.optimizer_compression,
-        precision=settings.precision,
-        compile=settings.compile,
+        **{name: getattr(settings, name) for name in AS_ASKED},
     )
     whole = settings.head_chunk == 0 or trainer.label_smoother is not None
     try:

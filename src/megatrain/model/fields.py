@@ -10,6 +10,7 @@ import torch
 
 
 def experts(config: Any, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+    """Routed experts, and how many of them a token is sent to."""
     if config is None or not any(is_routed(name) for name, _ in named):
         return 0, 0
     total = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -33,18 +34,18 @@ def widths(config: Any, named: Sequence[tuple[str, torch.Tensor]], experts: int,
     return hidden, narrow * per_token + shared
 
 
-def attention(config: Any, hidden: int) -> tuple[int, int, int]:
+def attention(config: Any, hidden: int) -> dict[str, int]:
     """Heads of queries, of keys and values, and their width: on average, where queries and values differ."""
     described = hidden == _first(config, "hidden_size", "d_model", "n_embd")
     heads = _first(config, "num_attention_heads", "n_head") if described else 0
     if not heads:
-        return max(1, hidden // 64), max(1, hidden // 64), min(64, hidden)
-    kv_heads = _first(config, "num_key_value_heads") or heads
+        return {"heads": max(1, hidden // 64), "kv_heads": max(1, hidden // 64), "head_dim": min(64, hidden)}
+    width = _first(config, "head_dim") or max(1, hidden // heads)
     content, values = _first(config, "qk_nope_head_dim"), _first(config, "v_head_dim")
     if content and values:
         # Latent attention: what a config calls the width of a head is the rotated part of queries and keys alone.
-        return heads, kv_heads, (content + _first(config, "qk_rope_head_dim") + values) // 2
-    return heads, kv_heads, _first(config, "head_dim") or max(1, hidden // heads)
+        width = (content + _first(config, "qk_rope_head_dim") + values) // 2
+    return {"heads": heads, "kv_heads": _first(config, "num_key_value_heads") or heads, "head_dim": width}
 
 
 def span(config: Any, name: str) -> int:
@@ -71,7 +72,7 @@ def _layer_type(config: Any, name: str) -> str:
     return str(types[index]) if index < len(types) else ""
 
 
-def norms(layer: torch.nn.Module, hidden: int) -> tuple[int, int, bool]:
+def norms(layer: torch.nn.Module, hidden: int) -> dict[str, int]:
     """Norms over the hidden size, of them those that are one operation, and whether queries and keys have some."""
     found = {
         name: module
@@ -81,7 +82,7 @@ def norms(layer: torch.nn.Module, hidden: int) -> tuple[int, int, bool]:
     heads = any(name.split(".")[-1] in ("q_norm", "k_norm", "q_layernorm", "k_layernorm") for name in found)
     wide = [m for name, m in found.items() if getattr(getattr(m, "weight", None), "shape", None) == (hidden,)]
     fused = sum(isinstance(module, torch.nn.LayerNorm) for module in wide)
-    return len(wide) - fused, fused, heads
+    return {"norms": len(wide) - fused, "fused_norms": fused, "head_norms": heads}
 
 
 def is_routed(name: str) -> bool:

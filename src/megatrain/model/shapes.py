@@ -64,18 +64,18 @@ class BlockShape:
     """Routed experts; 0: dense."""
     experts_per_token: int
     expert_biases: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norms: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    norms: int = 0
     """Norms over the hidden size that are written out in FP32 (RMSNorm as transformers has it)."""
-    fused_norms: int
+    fused_norms: int = 0
     """The same as one operation (LayerNorm)."""
-    head_norms: bool
+    head_norms: bool = False
     """Whether queries and keys are normed too."""
-    span: int
+    span: int = 0
     """Tokens that a token attends to at most (a sliding window); 0: all before it."""
-    attends: bool
+    attends: bool = False
     """Whether it has attention that takes a mask, or writes scores."""
     tied: bool
     """Whether it owns, or uses, parameters that several blocks share."""
@@ -267,17 +267,18 @@ class _Reader:
 
     def block(self, item: Found, traced: Traced | None) -> BlockShape:
         named = [(f"{item.name}.{name}".lstrip("."), parameter) for name, parameter in item.parameters()]
-        kind = self._kind(item)
-        config = self._config(item)
+        kind, config = self._kind(item), self._config(item)
         experts, per_token = fields.experts(config, named) if kind == "layer" else (0, 0)
         hidden, intermediate = fields.widths(config, named, experts, per_token)
-        heads, kv_heads, head_dim = fields.attention(config, hidden) if kind == "layer" else (0, 0, 0)
         routed = sum(int(p.numel()) for n, p in named if experts and fields.is_routed(n) and p.ndim > 1)
         dense = sum(int(p.numel()) for n, p in named if p.ndim > 1 and not (experts and fields.is_routed(n)))
         active = routed * per_token // experts if experts else 0
-        # Repeated modules that are no decoder layers (projections) have no config of their own, and no attention.
-        span = fields.span(config, item.name) if kind == "layer" and _inner(item.module) is not None else 0
-        norms, fused, head_norms = fields.norms(item.module, hidden) if kind == "layer" else (0, 0, False)
+        layer: dict[str, Any] = {}
+        if kind == "layer":
+            layer = fields.attention(config, hidden) | fields.norms(item.module, hidden)
+            # Repeated modules that are no decoder layers (projections) have no config of their own, and no attention.
+            layer["span"] = fields.span(config, item.name) if _inner(item.module) is not None else 0
+            layer["attends"] = fields.attends(config, item.name, item.module)
         return BlockShape(
             name=item.label,
             kind=kind,
@@ -289,16 +290,9 @@ class _Reader:
             experts=experts,
             experts_per_token=per_token,
             expert_biases=any(fields.is_routed(name) and "bias" in name for name, _ in named),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            norms=norms,
-            fused_norms=fused,
-            head_norms=head_norms,
-            span=span,
-            attends=kind == "layer" and fields.attends(config, item.name, item.module),
             tied=any(self._users[id(parameter)] > 1 for _, parameter in named),
             traced=traced,
+            **layer,
         )
 
     def _kind(self, item: Found) -> str:
