@@ -2,14 +2,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cfenv>
 
 #include "formats.h"
 #include "kernels.h"
 #include "parallel.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 namespace megatrain {
 namespace {
@@ -18,24 +15,14 @@ namespace {
 // set (torch.set_flush_denormal, say; new threads inherit it).
 class PlainArithmetic {
    public:
-#if defined(__x86_64__)
-    PlainArithmetic() : found_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-    ~PlainArithmetic() { _mm_setcsr(found_); }
-
-   private:
-    unsigned found_;
-#elif defined(__aarch64__)
     PlainArithmetic() {
-        __asm__ volatile("mrs %0, fpcr" : "=r"(found_));
-        __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+        std::fegetenv(&found_);
+        std::fesetenv(FE_DFL_ENV);
     }
-    ~PlainArithmetic() { __asm__ volatile("msr fpcr, %0" : : "r"(found_)); }
+    ~PlainArithmetic() { std::fesetenv(&found_); }
 
    private:
-    uint64_t found_;
-#else
-    PlainArithmetic() {}
-#endif
+    std::fenv_t found_;
 };
 
 struct Available {
@@ -89,28 +76,16 @@ int check(const Update* what, int threads) {
 // A part is so long that the hardware's prefetching pays off, and so short that a slow core does not hold up the rest.
 constexpr size_t kLeastGroups = 64, kMostGroups = 1024;
 
-struct Job {
-    const Update* what;
-    Work work;
-    size_t groups, groups_per_part;
-};
-
-int run_part(void* context, size_t part) noexcept {
-    const Job& job = *static_cast<Job*>(context);
-    const size_t begin = part * job.groups_per_part;
-    const PlainArithmetic plain;
-    job.work(*job.what, begin, std::min(begin + job.groups_per_part, job.groups));
-    return 0;
-}
-
 int run(const Update* what, int threads, Work work) {
     if (const int error = check(what, threads)) return error;
     const size_t groups = what->count / kGroup + (what->count % kGroup != 0);
-    Job job{what, work, groups, groups};
-    if (groups < 4 * kLeastGroups || threads == 1) return groups ? run_part(&job, 0) : 0;
-    const int wanted = std::min(threads, usable_cpus());
-    job.groups_per_part = std::clamp(groups / (16 * static_cast<size_t>(wanted)), kLeastGroups, kMostGroups);
-    return run_parts((groups + job.groups_per_part - 1) / job.groups_per_part, wanted, run_part, &job);
+    if (groups == 0) return 0;
+    const size_t wanted = groups < 4 * kLeastGroups ? 1 : std::min(threads, usable_cpus());
+    const size_t each = wanted == 1 ? groups : std::clamp(groups / (16 * wanted), kLeastGroups, kMostGroups);
+    return in_parts((groups + each - 1) / each, wanted, [=](size_t part) {
+        const PlainArithmetic plain;
+        work(*what, part * each, std::min((part + 1) * each, groups));
+    });
 }
 
 }  // namespace

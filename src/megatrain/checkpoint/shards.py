@@ -36,17 +36,17 @@ def check(
     where: dict[str, Path] = {}
     found_residuals = set()
     for path in paths:
-        found = _described(path)
-        for name, tensors in found.items():
-            if name not in parameters:
-                raise CheckpointError(f"{path} holds the state of {name!r}, which this optimizer does not have.")
-            if name in where:
-                raise CheckpointError(f"{path} holds the state of {name}, and so does {where[name].name}.")
-            where[name] = path
-            if RESIDUAL in tensors:
-                found_residuals.add(name)
-            _check_tensors(f"the state of {name} in {path}", tensors, parameters[name], moments)
         with _opened(path) as shard:
+            found = _described(shard)
+            for name, tensors in found.items():
+                if name not in parameters:
+                    raise CheckpointError(f"{path} holds the state of {name!r}, which this optimizer does not have.")
+                if name in where:
+                    raise CheckpointError(f"{path} holds the state of {name}, and so does {where[name].name}.")
+                where[name] = path
+                if RESIDUAL in tensors:
+                    found_residuals.add(name)
+                _check_tensors(f"the state of {name} in {path}", tensors, parameters[name], moments)
             # What is coded must decode, which is known only afterwards.
             for key in (f"{name}/{role}" for name in found for role in found[name] if role.endswith(CODED)):
                 _decoded(path, key, shard.get_tensor(key), parameters)
@@ -70,13 +70,12 @@ def read(path: Path, parameters: Parameters) -> dict[str, dict[str, torch.Tensor
     return entries
 
 
-def _described(path: Path) -> dict[str, Tensors]:
+def _described(shard: Any) -> dict[str, Tensors]:
     found: dict[str, Tensors] = {}
-    with _opened(path) as shard:
-        for key in shard.keys():  # noqa: SIM118
-            name, _, role = key.rpartition("/")
-            view = shard.get_slice(key)
-            found.setdefault(name, {})[role] = (view.get_dtype(), tuple(view.get_shape()))
+    for key in shard.keys():  # noqa: SIM118
+        name, _, role = key.rpartition("/")
+        view = shard.get_slice(key)
+        found.setdefault(name, {})[role] = (view.get_dtype(), tuple(view.get_shape()))
     return found
 
 

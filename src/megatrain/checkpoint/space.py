@@ -13,7 +13,7 @@ from megatrain.checkpoint import adapters, states
 from megatrain.errors import CheckpointError
 from megatrain.files import AnyPath
 from megatrain.store.export import ExportTensor
-from megatrain.store.parameter import StoreTensor, states_of
+from megatrain.store.parameter import states_of
 
 SLACK = 1 << 20
 """For configs, tokenizers and headers; and a hundredth."""
@@ -36,14 +36,11 @@ def needed(model: Any, state: Mapping[str, Any], optimizer: states.Optimizer | N
     }
     total = sum(tensors.values())
     if optimizer is not None:
-        total += sum(_state_bytes(p, optimizer) for group in optimizer.param_groups for p in group["params"])
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for tensor in (tensor for p in parameters for tensor in states_of(p, optimizer.moments).values()):
+            coded = optimizer.lossless and tensor.dtype == torch.float32
+            total += int(tensor.nbytes * CODED) if coded else tensor.nbytes
     return total + total // 100 + SLACK
-
-
-def _state_bytes(parameter: StoreTensor, optimizer: states.Optimizer) -> int:
-    kept = states_of(parameter, optimizer.moments).values()
-    coded = sum(tensor.nbytes for tensor in kept if optimizer.lossless and tensor.dtype == torch.float32)
-    return sum(tensor.nbytes for tensor in kept) - int(coded * (1 - CODED))
 
 
 def require(directory: AnyPath, nbytes: int) -> None:

@@ -23,7 +23,7 @@ from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
 from megatrain.model.blocks import Found
 from megatrain.model.dtypes import Dtypes, natural_precision
-from megatrain.model.hooks import Hooks, refuse_cache
+from megatrain.model.hooks import Hooks
 from megatrain.store.export import ExportTensor, exported
 from megatrain.store.layout import lay_out
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
@@ -231,7 +231,7 @@ def keep_interface(engine: Engine, hooks: Hooks, begin_pass: Callable[[Any], Non
         begin_pass((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), (args, kwargs))
         if takes_cache and torch.is_grad_enabled():
-            refuse_cache(hooks, module.training, kwargs)
+            hooks.refuse_cache(module.training, kwargs)
             kwargs["use_cache"] = False
         return args, kwargs
 

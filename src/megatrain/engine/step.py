@@ -41,7 +41,7 @@ from megatrain.engine.calls import Calls
 from megatrain.engine.relief import Relief
 from megatrain.errors import UnsupportedCall
 from megatrain.hardware.watch import RamWatch
-from megatrain.model.hooks import CaptureRecorder, Hooks, without_cache
+from megatrain.model.hooks import Hooks
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.gradient import OUTSIDE, Place
 from megatrain.store.parameter import StoreTensor
@@ -111,8 +111,8 @@ class Step:
         if not whole and self.head is not None and self.head.takes(block, args, kwargs):
             return self.head.logits(args[0], partial(self.forward, block, args, kwargs, whole=True))
         if torch.is_grad_enabled():
-            args, kwargs = without_cache(self.hooks, args, kwargs)
-        return node.run(self, block, args, kwargs, CaptureRecorder(self.hooks).active())
+            args, kwargs = self.hooks.without_cache(args, kwargs)
+        return node.run(self, block, args, kwargs, self.hooks.active())
 
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:

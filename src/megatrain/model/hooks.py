@@ -30,6 +30,29 @@ class Hooks:
     causal_loss: Any
     """The loss of causal language models, which the chunked head stands in for."""
 
+    def active(self) -> Capture | None:
+        """What transformers records inside modules in this forward (`output_router_logits`, `output_attentions`...)."""
+        outer = self.collector.get()
+        return Capture(self.collector, outer) if outer else None
+
+    def without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A block's arguments for training: a live cache would be written again by the recompute, silently."""
+        args = tuple(None if isinstance(value, self.cache) else value for value in args)
+        kwargs = {key: None if isinstance(value, self.cache) else value for key, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return args, kwargs
+
+    def refuse_cache(self, training: bool, kwargs: dict[str, Any]) -> None:
+        """Decoding with a cache while gradients are on: wrong without the cache, and not recomputable with it."""
+        caches: list[Any] = [value for value in kwargs.values() if isinstance(value, self.cache)]
+        given = any(cache.get_seq_length() > 0 for cache in caches)
+        if given or (kwargs.get("use_cache") and not training):
+            raise UnsupportedCall(
+                "a key/value cache was asked for while gradients are on, but streamed blocks are recomputed in the "
+                "backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
+            )
+
 
 def load() -> Hooks:
     """Find the hooks, or say which one is gone."""
@@ -63,17 +86,6 @@ def config_of(module: torch.nn.Module) -> Any:
     return config if isinstance(config, PretrainedConfig) else None
 
 
-class CaptureRecorder:
-    """Tensors that transformers records inside modules (`output_router_logits`, `output_attentions`...)."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._collector = hooks.collector
-
-    def active(self) -> Capture | None:
-        outer = self._collector.get()
-        return Capture(self._collector, outer) if outer else None
-
-
 class Capture:
     """One forward's collector, as it stood when a block began."""
 
@@ -97,28 +109,6 @@ class Capture:
     def replay(self, recorded: dict[str, list[Any]]) -> None:
         for key, entries in recorded.items():
             self._outer[key].extend(entries)
-
-
-def without_cache(
-    hooks: Hooks, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments for training: a live cache would be written again by the recompute, silently."""
-    args = tuple(None if isinstance(value, hooks.cache) else value for value in args)
-    kwargs = {key: None if isinstance(value, hooks.cache) else value for key, value in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return args, kwargs
-
-
-def refuse_cache(hooks: Hooks, training: bool, kwargs: dict[str, Any]) -> None:
-    """Decoding with a cache while gradients are on: wrong without the cache, and not recomputable with it."""
-    caches: list[Any] = [value for value in kwargs.values() if isinstance(value, hooks.cache)]
-    given = any(cache.get_seq_length() > 0 for cache in caches)
-    if given or (kwargs.get("use_cache") and not training):
-        raise UnsupportedCall(
-            "a key/value cache was asked for while gradients are on, but streamed blocks are recomputed in the "
-            "backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
-        )
 
 
 # ---- the head: whether its loss can be taken chunk by chunk, or needs the logits whole
