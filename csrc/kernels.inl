@@ -1,4 +1,5 @@
 // The update of groups of 256 elements: bit for bit what src/megatrain/optim/update.py defines.
+// Sums of squares are at the end.
 //
 // One loop reads every stream of a group, widens it to FP32, applies the rule, and writes back what needs no more than
 // its own element. Codes need the largest magnitude of their block first, so their moments wait on the stack for a

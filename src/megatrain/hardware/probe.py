@@ -29,8 +29,8 @@ from megatrain.telemetry.notices import announce
 UpdateRates = Callable[[torch.device], Mapping[str, float]]
 """Measures AdamW on a device: width of the states → parameters per second. Widths it leaves out are estimated."""
 Folder = str | os.PathLike[str]
-_Known = tuple[Machine | None, bool, dict[str, Disk]]
-"""The machine, whether its updates were measured, and disks by `_key`."""
+_Known = tuple[Machine | None, dict[str, Disk]]
+"""The machine, and disks by `_key`."""
 
 BUFFER = 512 << 20
 """Bytes of a buffer that is copied: larger than caches, so that copies load the memory as they do in training."""
@@ -68,17 +68,16 @@ def probe(
             raise SettingsError(f"offload_dir {folder} is not a directory; create it first.")
     facts = _facts(chosen)
     file = _cache_file(facts)
-    before: _Known = (None, False, {}) if refresh or file is None else _known(file, facts)
-    found, updates_measured, disks = before[0], before[1], dict(before[2])
+    before: _Known = (None, {}) if refresh or file is None else _known(file, facts)
+    found, disks = before[0], dict(before[1])
     unknown = [folder for folder in folders if _key(folder) not in disks]
     for folder in unknown:
         disks[_key(folder)] = _measure_disk(folder, min(SECONDS["disk"], DISKS_SECONDS / 2 / len(unknown)))
     machine = found or _measure(chosen)
-    if update_rates is not None and not updates_measured:
+    if update_rates is not None and _ESTIMATED in machine.source:
         machine = _with_updates(machine, chosen, update_rates)
-        updates_measured = True
-    if (machine, updates_measured, disks) != before:
-        _keep(file, facts, machine, updates_measured, disks)
+    if (machine, disks) != before:
+        _keep(file, facts, machine, disks)
         _announce(machine, f"measured in {time.perf_counter() - start:.1f} s")
     else:
         _announce(machine, "measured before")
@@ -235,13 +234,13 @@ def _known(file: Path, facts: dict[str, Any]) -> _Known:
         data = json.loads(file.read_text())
         if data["facts"] == facts:
             disks = {key: Disk(**disk) for key, disk in data["disks"].items()}
-            return Machine.from_json(json.dumps(data["machine"])), data["updates_measured"] is True, disks
+            return Machine.from_json(json.dumps(data["machine"])), disks
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    return None, False, {}
+    return None, {}
 
 
-def _keep(file: Path | None, facts: dict[str, Any], machine: Machine, measured: bool, disks: dict[str, Disk]) -> None:
+def _keep(file: Path | None, facts: dict[str, Any], machine: Machine, disks: dict[str, Disk]) -> None:
     """A cache that cannot be written costs a few seconds next time, no more."""
     again = "they are made again next time"
     if file is None:
@@ -250,7 +249,7 @@ def _keep(file: Path | None, facts: dict[str, Any], machine: Machine, measured: 
     try:
         files.make_directory(file.parent)
         kept = {key: asdict(disk) for key, disk in disks.items()}
-        record = {"facts": facts, "machine": asdict(machine), "updates_measured": measured, "disks": kept}
+        record = {"facts": facts, "machine": asdict(machine), "disks": kept}
         files.write(file, json.dumps(record, indent=2))
     except OSError as error:
         announce(f"the measurements could not be kept in {file} ({error.strerror}): {again}")
