@@ -5,10 +5,11 @@ All bytes are for one micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
-from megatrain.geometry import chunk_tokens, fuses_loss
+from megatrain.geometry import chunk_tokens, fuses_loss, round_up
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.model.trace import Grows
 from megatrain.planner.run import Run
@@ -88,7 +89,12 @@ def mask_bytes(shape: ModelShape, run: Run, attention: str) -> int:
 
 
 def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
-    """Bytes per token beyond what a fused causal kernel takes: in a layer's graph, and beside it."""
+    """Bytes per token beyond what a fused causal kernel takes: in a layer's graph, and beside it.
+
+    Of a layer that was counted, its own way of computing attention is in the count, PyTorch's as fused.
+    """
+    if block.traced is not None and run.attention is None and attention != "sdpa":
+        return 0, 0
     pairs = block.heads * run.length
     if attention == "eager":
         return SCORE_BYTES * pairs if block.attends else 0, 0
@@ -97,15 +103,15 @@ def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
         return WRITTEN_BYTES[0] * pairs + spread, WRITTEN_BYTES[1] * pairs
     if masked(block, run, attention):
         # Each layer makes numbers of the mask, in rows of whole 16, and keeps them.
-        return -(-run.length // 16) * 16 * run.itemsize + spread, 0
+        return round_up(run.length, 16) * run.itemsize + spread, 0
     return 0, 0
 
 
 def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
+    more, _ = _beyond(block, run, attention)
     if block.traced is not None:
         # Compiled, it keeps no more; how much less has been measured for other layers only.
-        more = _uncounted(block, run, attention)[0]
         return _traced(block, block.traced.graph, run, attention, run.micro_tokens, more)
     kept = COMPILED if run.compile else EAGER
     heads = block.attention_width + block.kv_width
@@ -117,16 +123,11 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
         per_token += CLAMPED_MLP * block.intermediate_size if block.expert_biases else 0
     else:
         per_token += kept.mlp * block.intermediate_size
-    return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * _beyond(block, run, attention)[0]
-
-
-def _uncounted(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
-    """The same of a layer that was counted: its way of computing attention is in the count, PyTorch's own as fused."""
-    return _beyond(block, run, run.attention or (attention if attention == "sdpa" else ""))
+    return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * more
 
 
 def _traced(block: BlockShape, counted: Grows, run: Run, attention: str, tokens: int, more: int) -> int:
-    """Bytes of so many tokens, with `more` per token that the model was not counted with."""
+    """Bytes of so many tokens of a layer that was counted, with `more` per token that it was not counted with."""
     if counted.pair:
         # Scores or a bias of positions, a number per head; where that is given to attention, a mask joins it.
         more = block.heads * run.length * run.itemsize if masked(block, run, attention) else 0
@@ -140,26 +141,20 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     given back faster than weight gradients come. A 7B layer alone at 8k tokens peaks 0.705 GiB above weights and graph
     (compiled 0.416), a 14B layer 0.554 (0.420); this gives 0.705 (0.471) and 0.554 (0.421).
     """
-    width = block.intermediate_size * run.micro_tokens * run.itemsize
     inputs, weights = input_bytes(block, run), block.trainable * run.itemsize
-    last = weights // 3 if block.experts else block.hidden_size * block.intermediate_size * run.itemsize
-    rows = 2 * block.experts_per_token * inputs
-    graph = graph_bytes(block, run, attention)
-    beside = _beyond(block, run, attention)[1]
-    early = last + rows + (width + inputs if run.compile else 2 * width)
+    graph, beside = graph_bytes(block, run, attention), _beyond(block, run, attention)[1]
     if block.traced is not None:
         # How much of the graph is given back before which gradient of a weight comes is not known: all are counted.
-        beside = _uncounted(block, run, attention)[1]
         early = weights + _traced(block, block.traced.work, run, attention, run.micro_tokens, beside)
+    else:
+        width = block.intermediate_size * run.micro_tokens * run.itemsize
+        last = weights // 3 if block.experts else block.hidden_size * block.intermediate_size * run.itemsize
+        rows = 2 * block.experts_per_token * inputs
+        early = last + rows + (width + inputs if run.compile else 2 * width)
     # When scores come the MLP is done, but for the gradients of its weights.
     extra = max(early, weights + 2 * inputs - graph, weights + 2 * inputs + run.micro_tokens * beside if beside else 0)
     # A graph that is made again has an input and an output of its own.
     return extra + (0 if stored else graph + 2 * inputs)
-
-
-def embedding_bytes(block: BlockShape, run: Run) -> int:
-    """Its dense gradient, and the gradient rows in FP32."""
-    return block.trainable * run.itemsize + run.micro_tokens * block.hidden_size * 4
 
 
 def whole_logits(shape: ModelShape, run: Run) -> bool:
@@ -191,13 +186,12 @@ def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool, gpu
     From the second chunk on two of the gradient stand side by side: the FP32 sum and, once the logits are gone, that
     of the chunk.
     """
-    vocabulary = shape.vocab_size
     chunk = head_chunk(shape, run, run.micro_tokens, gpu)
-    numel = block.hidden_size * vocabulary if trains else 0
-    first = chunk * vocabulary
+    numel = block.hidden_size * shape.vocab_size if trains else 0
+    first = chunk * shape.vocab_size
     if whole_logits(shape, run):
         return max((5 + run.itemsize) * first, (first + numel) * run.itemsize) + 2 * input_bytes(block, run)
-    second = min(run.micro_tokens - chunk, chunk) * vocabulary
+    second = min(run.micro_tokens - chunk, chunk) * shape.vocab_size
     each = logit_bytes(shape, run, gpu)
     peak = max(each * first, first * run.itemsize + numel * run.itemsize, numel * (4 + run.itemsize))
     if second:
@@ -211,47 +205,47 @@ def evaluation_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> 
     if not run.evaluation:
         return 0
     widest = max((block.hidden_size for block in shape.blocks), default=0)
-    vocabulary = max(1, shape.vocab_size)
     tokens = run.evaluation if run.predictions else head_chunk(shape, run, run.evaluation, gpu)
-    each = run.itemsize + 8
-    if fuses_loss(run.compile, gpu) and not run.predictions:
-        each = logit_bytes(shape, run, gpu)
-    head = tokens * vocabulary * each + 4 * run.evaluation * widest * run.itemsize
+    fused = fuses_loss(run.compile, gpu) and not run.predictions
+    each = logit_bytes(shape, run, gpu) if fused else run.itemsize + 8
+    head = tokens * max(1, shape.vocab_size) * each + 4 * run.evaluation * widest * run.itemsize
     return max([head, *(_forward_bytes(block, run, attention) for block in shape.blocks)])
 
 
 def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """Peak of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
+    scores = max(_beyond(block, run, attention))
     if block.traced is not None:
         flowing = 2 * block.hidden_size * run.evaluation * run.itemsize
-        more = max(_uncounted(block, run, attention))
-        return _traced(block, block.traced.forward, run, attention, run.evaluation, more) + flowing
-    scores = max(_beyond(block, run, attention))
+        return _traced(block, block.traced.forward, run, attention, run.evaluation, scores) + flowing
     # Experts are given rows of their own, and give as many.
     rows = 2 * block.experts_per_token * block.hidden_size
     return run.evaluation * ((3 * block.intermediate_size + 4 * block.hidden_size + rows) * run.itemsize + scores)
 
 
+@lru_cache(maxsize=16)
+def first_alike(shape: ModelShape) -> tuple[int, ...]:
+    """For each block, the first one that is the same but for its name: what is computed for that holds for all."""
+    seen: dict[BlockShape, int] = {}
+    return tuple(seen.setdefault(replace(block, name=""), index) for index, block in enumerate(shape.blocks))
+
+
 def workspace_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> list[int]:
     """The highest peak of any block, by how many layers, from the first, have kept their graphs."""
-    head_trains = any(slab.trains for block in shape.blocks if block.kind == "head" for slab in block.slabs)
-    head_trains = head_trains or any(b.kind == "head" and b.tied for b in shape.blocks)
+    head_trains = any(block.trainable or block.tied for block in shape.blocks if block.kind == "head")
     others, kept, again = [0], [0], [0]
-    known: dict[tuple[object, ...], tuple[int, int]] = {}
-    for block in shape.blocks:
+    known: dict[int, tuple[int, int]] = {}
+    for block, alike in zip(shape.blocks, first_alike(shape), strict=True):
         if block.kind == "head":
             others.append(head_bytes(shape, block, run, head_trains, gpu))
         elif block.kind != "layer":
-            others.append(embedding_bytes(block, run))
+            # An embedding's dense gradient, and the gradient rows in FP32.
+            others.append(block.trainable * run.itemsize + run.micro_tokens * block.hidden_size * 4)
         else:
-            key = (
-                block.trainable, block.hidden_size, block.intermediate_size, block.traced, block.heads, block.kv_heads,
-                block.span, block.attends,
-            )  # fmt: skip
-            if key not in known:
-                known[key] = layer_bytes(block, run, attention, True), layer_bytes(block, run, attention, False)
-            kept.append(known[key][0])
-            again.append(known[key][1])
+            if alike not in known:
+                known[alike] = layer_bytes(block, run, attention, True), layer_bytes(block, run, attention, False)
+            kept.append(known[alike][0])
+            again.append(known[alike][1])
     if whole_logits(shape, run):
         # Also of heads that are part of another block.
         others.append((5 + run.itemsize) * run.micro_tokens * shape.vocab_size)

@@ -6,7 +6,6 @@ other operations move through GPU memory. Coefficients are from one H200 (774 TF
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from megatrain.geometry import by_size, fuses_loss
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.planner.activations import head_chunk, input_bytes, masked, written_out
+from megatrain.planner.activations import first_alike, head_chunk, input_bytes, masked, written_out
 from megatrain.planner.decision import Floats, Ints
 from megatrain.planner.run import Run
 from megatrain.planner.state import State, state_of
@@ -148,13 +147,9 @@ class Costs:
         """Bytes that an update touches, relative to those that the machine's rates were measured with."""
         self._read = sum(disk.read for disk in disks)
         self._write = sum(disk.write for disk in disks)
-        made: dict[BlockShape, Piece] = {}
-        self.pieces: list[Piece] = []
-        for block in shape.blocks:
-            alike = dataclasses.replace(block, name="")
-            if alike not in made:
-                made[alike] = self._piece(block)
-            self.pieces.append(made[alike])
+        alike = first_alike(shape)
+        made = {index: self._piece(shape.blocks[index]) for index in {*alike}}
+        self.pieces = [made[index] for index in alike]
         groups = by_size({piece.fetch_bytes for piece in self.pieces if piece.fetch_bytes}, lambda size: size)
         self.rings = {size: number for number, group in enumerate(groups) for size in group}
         """Bytes of weights → which ring of slots they use."""

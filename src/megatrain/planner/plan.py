@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,13 +14,14 @@ from megatrain.errors import SettingsError
 from megatrain.geometry import LANES, PLACED, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
 from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.hardware.machine import cuda_bytes
-from megatrain.planner import format1
 from megatrain.planner.memory import GIB, ROLES, TIERS, pinned_bytes
 from megatrain.planner.run import Run, current_names
 from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug
 
 FORMAT = 2
+OLD_LANES = {"vram update": "vram"}
+"""Lanes that had another name in plans of format 1."""
 NAMING = (*PLACED, "on_disk")
 """Fields that name blocks."""
 
@@ -125,50 +127,48 @@ class Plan:
         format = data.pop("format", None) if isinstance(data, dict) else None
         if format not in (1, FORMAT):
             raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again.")
-        data = format1.converted(data) if format == 1 else data
+        data = _from_format1(data) if format == 1 else data
         try:
-            values = fields_of(cls, data, "it")
-            lists = {name: _listed(name, values[name]) for name in (*NAMING, "windows", "lossy", "notes")}
-            step = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
-            return cls(
-                **{**values, **lists, "run": Run(**fields_of(Run, current_names(values["run"]), "run")), "step": step}
-            )
+            values = dict(fields_of(cls, data, "it"))
+            for name in (*NAMING, "windows", "lossy", "notes"):
+                require(isinstance(values[name], list), name, "must be a list")
+                values[name] = tuple(values[name])
+            values["step"] = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
+            values["run"] = Run(**fields_of(Run, current_names(values["run"]), "run"))
+            return cls(**values)
         except SettingsError as error:
             raise SettingsError(f"the plan cannot be read: {error}") from error
 
     def table(self, tokens: float = 1e9) -> str:
         """The plan in plain text; `tokens` is what the days are given for."""
-        return "\n\n".join(["\n".join(self._headline()), _aligned(self._memory_rows()), self._explained(tokens)])
+        return "\n\n".join([self._headline(), _aligned(self._memory_rows()), self._explained(tokens)])
 
-    def _headline(self) -> list[str]:
+    def _headline(self) -> str:
         run = self.run
         batch = f"{run.micro_batch} × {run.length} tokens"
         batch += f" × {run.accumulation} micro-batches" if run.accumulation > 1 else ""
         made = ("compiled" if run.compile else "eager") + (", padded" if run.padded else "")
-        return [
-            f"{self.model}: {self.parameters / 1e9:.2f}B parameters on {self.machine}",
-            f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.moment_width} states, "
-            + made,
-        ]
+        return (
+            f"{self.model}: {self.parameters / 1e9:.2f}B parameters on {self.machine}\n"
+            f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.moment_width} states, {made}"
+        )
 
     def _memory_rows(self) -> list[list[str]]:
         rows = [["GiB", *ROLES, "total", "of"]]
         for tier in TIERS:
             if not self.total(tier):
                 continue
-            known = self.capacity[tier] < 1 << 60
-            values = [f"{self.memory[tier][role] / GIB:.2f}" for role in ROLES]
-            of = f"{self.capacity[tier] / GIB:.1f}" if known else "?"
-            rows.append([tier, *values, f"{self.total(tier) / GIB:.2f}", of])
+            values = [*(self.memory[tier][role] for role in ROLES), self.total(tier)]
+            of = f"{self.capacity[tier] / GIB:.1f}" if self.capacity[tier] < 1 << 60 else "?"
+            rows.append([tier, *(f"{nbytes / GIB:.2f}" for nbytes in values), of])
         return rows
 
     def _explained(self, tokens: float) -> str:
         step = self.step
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
-        parts = [f"{count} {policy}" for policy, count in self.policies.items()]
         rows = [
             ["placement", self.placement],
-            ["policy", ", ".join(parts)],
+            ["policy", ", ".join(f"{count} {policy}" for policy, count in self.policies.items())],
             ["windows", f"{_repeated(self.windows)} of {self.run.accumulation} micro-batches"],
             ["slots", f"{self.slots} for weights, {self.grad_slots} for gradients; {self.threads} threads update"],
             ["lanes", ", ".join(f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005)],
@@ -197,13 +197,9 @@ class Plan:
     @property
     def policies(self) -> dict[str, int]:
         """Policy → how many blocks have it."""
-        counts: dict[str, int] = {}
-        named = [name for name in self.policy if name != "*"]
-        for name in named:
-            counts[self.policy[name]] = counts.get(self.policy[name], 0) + 1
-        if self.blocks > len(named):
-            counts[self.policy["*"]] = counts.get(self.policy["*"], 0) + self.blocks - len(named)
-        return counts
+        counts = Counter(policy for name, policy in self.policy.items() if name != "*")
+        counts[self.policy["*"]] += max(0, self.blocks - counts.total())
+        return dict(+counts)
 
     def __str__(self) -> str:
         return self.table()
@@ -214,9 +210,24 @@ def sized(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 5e7 else f"{parameters / 1e6:.1f}M"
 
 
-def _listed(name: str, value: Any) -> tuple[Any, ...]:
-    require(isinstance(value, list), name, "must be a list")
-    return tuple(value)
+def _from_format1(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan with windows of one size, nothing held, and some lanes less, as they are now. What is not as
+    it should be stays, and is refused as such."""
+    run, window, step = data.get("run"), data.get("window"), data.get("step")
+    found: dict[str, Any] = {name: [] for name in PLACED if name != "resident"} | data
+    accumulation: Any = run.get("accumulation", 1) if isinstance(run, dict) else None
+    if window is not None and is_count(window, 1) and is_count(accumulation, 1):
+        del found["window"]
+        found["windows"] = list(windows_of(window, accumulation))
+    if isinstance(step, dict):
+        found["step"] = dict(step)
+        for name in ("busy", "waited"):
+            if isinstance(seconds := step.get(name), dict):
+                renamed = {OLD_LANES.get(lane, lane): spent for lane, spent in seconds.items()}
+                found["step"][name] = dict.fromkeys(LANES, 0.0) | renamed
+        if step.get("bottleneck") in [*OLD_LANES]:
+            found["step"]["bottleneck"] = OLD_LANES[step["bottleneck"]]
+    return found
 
 
 def _check(plan: Plan) -> None:
@@ -231,41 +242,34 @@ def _check(plan: Plan) -> None:
     require(good and len(plan.windows) > 0, "windows", "must be whole numbers of at least 1")
     for name in (*NAMING, "lossy", "notes"):
         value = getattr(plan, name)
-        good = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
-        require(good, name, "must be texts")
+        require(isinstance(value, tuple) and all(isinstance(text, str) for text in value), name, "must be texts")
     for name in NAMING:
         placed = getattr(plan, name)
         once = len(set(placed)) == len(placed) <= plan.blocks
         require(once, name, f"must name each of {plan.blocks} blocks once at the most")
         require(name == "resident" or not set(placed) & set(plan.resident), name, "must not name a resident block")
-    policy = plan.policy
+    policy, run, step = plan.policy, plan.run, plan.step
     good = isinstance(policy, dict) and "*" in policy and all(chosen in POLICIES for chosen in policy.values())
     require(good, "policy", f"must map block names, and '*', to {', '.join(POLICIES)}")
-    good = _maps(plan.memory, TIERS) and all(_maps(plan.memory[tier], ROLES) for tier in TIERS)
-    good = good and all(is_count(nbytes) for tier in TIERS for nbytes in plan.memory[tier].values())
+    good = _maps(plan.memory, TIERS, lambda roles: _maps(roles, ROLES, is_count))
     require(good, "memory", f"must have bytes of {', '.join(ROLES)} in each of {', '.join(TIERS)}")
-    good = _maps(plan.capacity, TIERS) and all(is_count(nbytes) for nbytes in plan.capacity.values())
-    require(good, "capacity", f"must have bytes of {', '.join(TIERS)}")
-    _check_run(plan.run)
-    require(sum(plan.windows) == plan.run.accumulation, "windows", "must have every micro-batch of a step once")
-    _check_step(plan.step)
-
-
-def _check_run(run: Any) -> None:
+    require(_maps(plan.capacity, TIERS, is_count), "capacity", f"must have bytes of {', '.join(TIERS)}")
     require(isinstance(run, Run), "run", "must be a Run")
     for name in ("micro_batch", "length", "accumulation", "evaluation"):
         require(is_count(getattr(run, name)), f"run.{name}", "must be a whole number, not negative")
     require(run.attention is None or isinstance(run.attention, str), "run.attention", "must be a text or null")
-
-
-def _check_step(step: Any) -> None:
+    require(sum(plan.windows) == run.accumulation, "windows", "must have every micro-batch of a step once")
     require(isinstance(step, StepEstimate), "step", "must be a StepEstimate")
     require(is_rate(step.seconds) and step.seconds > 0, "step.seconds", "must be a finite number above 0")
     for name in ("busy", "waited"):
-        value = getattr(step, name)
-        good = _maps(value, LANES) and all(is_rate(spent) for spent in value.values())
+        good = _maps(getattr(step, name), LANES, is_rate)
         require(good, f"step.{name}", f"must have seconds of {', '.join(LANES)}")
     require(step.bottleneck in tuple(LANES), "step.bottleneck", f"must be one of {', '.join(LANES)}")
+
+
+def _maps(value: Any, names: Iterable[str], good: Callable[[Any], bool]) -> bool:
+    """Whether it is a mapping from exactly these names to what is good."""
+    return isinstance(value, dict) and set(value) == set(names) and all(map(good, value.values()))
 
 
 def _repeated(windows: Sequence[int]) -> str:
@@ -274,17 +278,11 @@ def _repeated(windows: Sequence[int]) -> str:
     return ", then ".join(f"{times} × {size}" if times > 1 else str(size) for size, times in runs)
 
 
-def _maps(value: Any, names: Iterable[str]) -> bool:
-    """Whether it is a mapping from exactly these names."""
-    return isinstance(value, dict) and set(value) == set(names)
-
-
 def _aligned(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
     """Columns of equal width, the first to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:
-        cells: list[Any] = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) if numbers else cell for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
+        others = [cell.rjust(width) if numbers else cell for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *others]).rstrip())
     return "\n".join(lines)
