@@ -21,24 +21,23 @@ class Block:
     """One block in every decision: where it is, and what it keeps."""
 
     def __init__(self, costs: Costs, ledger: Ledger, chosen: Decisions, index: int) -> None:
-        piece = costs.pieces[index]
-        kind = costs.shape.blocks[index].kind
-        self.piece, self.ring = piece, costs.rings.get(piece.fetch_bytes)
+        piece, kind = costs.pieces[index], costs.shape.blocks[index].kind
+        # A block without weights passes nothing through its ring.
+        self.piece, self.ring = piece, costs.rings.get(piece.fetch_bytes, 0)
         if kind == "layer":
             number = ledger.layers.index(index)
-            self.resident, held, summed = chosen.layers > number, chosen.held > number, chosen.summed > number
-            self.stored, visits = chosen.stored > number, chosen.visited > number
+            counts = (chosen.layers, chosen.held, chosen.summed, chosen.stored, chosen.visited)
+            resident, held, summed, stored, visits = (count > number for count in counts)
             in_slots = number > len(ledger.layers) - chosen.slots
             on_disk = chosen.disk >= len(ledger.layers) - number
         else:
-            self.resident, held = chosen.rest == RESIDENT, chosen.rest != STREAMED
-            summed = held
-            self.stored, visits, in_slots = (np.zeros(len(chosen), bool) for _ in range(3))
+            resident, held, summed = chosen.rest == RESIDENT, chosen.rest != STREAMED, chosen.rest != STREAMED
+            stored, visits, in_slots = (np.zeros(len(chosen), bool) for _ in range(3))
             place = len(ledger.rest) - ledger.rest.index(index)
             on_disk = chosen.disk >= len(ledger.layers) - chosen.layers + place
         owned = piece.fetch_bytes > 0
-        self.visits = visits & ~self.resident & (piece.update > 0)
-        here = self.resident | self.visits
+        self.visits = visits & ~resident & (piece.update > 0)
+        self.here = here = resident | self.visits
         """Updated in VRAM."""
         self.fetched = ~held & owned
         self.held = held & ~here & owned
@@ -48,9 +47,9 @@ class Block:
         self.updated = ~here & (piece.update > 0)
         crowded = np.where(chosen.visited > chosen.layers, costs.crowded, 1.0)
         self.update = np.where(here, 0.0, piece.update * crowded) + piece.merge * ~summed
-        self.on_disk = on_disk & ~self.resident
-        self.parked = (chosen.offload > 0) & ~self.stored & (piece.park > 0)
-        self.again = np.where(self.stored, 0.0, piece.again)
+        self.on_disk = on_disk & ~resident
+        self.parked = (chosen.offload > 0) & ~stored & (piece.park > 0)
+        self.again = np.where(stored, 0.0, piece.again)
 
 
 class _Queue:
@@ -82,7 +81,7 @@ class Pass:
         self.clipping = costs.run.clipping
         self.call = costs.call(self.micro)
         self.compute, self.link_in, self.link_out, self.updates, self.disk = (np.zeros(count) for _ in range(5))
-        rings = range(len(set(costs.rings.values())))
+        rings = range(max(costs.rings.values(), default=0) + 1)
         self.released = [_Queue(max(SLOTS), count) for _ in rings]
         self.sent = [_Queue(max(GRAD_SLOTS), count) for _ in rings]
         self.states_in, self.states_out = np.zeros(count), np.zeros(count)
@@ -90,17 +89,14 @@ class Pass:
         """States that have gone back to RAM: their slots are free."""
         self.left = [_Queue(PASSING, count) for _ in rings]
         """Held sums that have been updated: their buffers in RAM are free."""
-        fetched = [self._members(ring, [block.fetched for block in blocks]) for ring in rings]
-        trained = [self._members(ring, [block.drained | block.leaves for block in blocks]) for ring in rings]
-        self.slots = [np.maximum(1, _weight_slots(chosen.slots, members)) for members in fetched]
-        self.grad_slots = [np.maximum(1, _grad_slots(chosen.grad_slots, members)) for members in trained]
+        self.slots, self.grad_slots = [], []
+        for ring in rings:
+            members = [block for block in blocks if block.ring == ring]
+            fetched = sum(block.fetched for block in members)
+            trained = sum(block.drained | block.leaves for block in members)
+            self.slots.append(np.maximum(1, _weight_slots(chosen.slots, fetched)))
+            self.grad_slots.append(np.maximum(1, _grad_slots(chosen.grad_slots, trained)))
         self.waited = {lane: np.zeros(count) for lane in NAMES}
-
-    def _members(self, ring: int, which: list[Bools]) -> Ints:
-        found = np.zeros(len(self.compute), np.int64)
-        for block, inside in zip(self.blocks, which, strict=True):
-            found += inside & (block.ring == ring)
-        return found
 
     def run(self) -> Floats:
         """Seconds from the norm, or from the end of the window before."""
@@ -122,17 +118,14 @@ class Pass:
         coming = self._read_next()
         written: list[Floats] = []
         for block, following in zip(self.blocks, coming, strict=True):
-            piece = block.piece
-            if block.ring is not None:
-                buffers = self.left[block.ring]
-                begin = np.maximum(self.link_out, buffers.before(PASSING))
-                self.link_out = np.where(block.leaves, begin + piece.leave, self.link_out)
-                free = np.where(block.leaves, np.maximum(free, self.link_out), free)
+            piece, buffers = block.piece, self.left[block.ring]
+            begin = np.maximum(self.link_out, buffers.before(PASSING))
+            self.link_out = np.where(block.leaves, begin + piece.leave, self.link_out)
+            free = np.where(block.leaves, np.maximum(free, self.link_out), free)
             free = np.where(block.on_disk, np.maximum(free, ready[0]), free)
             free = free + block.update
             written.append(np.where(block.visits, self._visit(block), free))
-            if block.ring is not None:
-                buffers.add(free, block.leaves)
+            buffers.add(free, block.leaves)
             if block.on_disk.any():
                 disk = np.where(block.on_disk, np.maximum(disk, free) + piece.disk_write, disk) + following
                 after = [*ready[1:], disk]
@@ -141,7 +134,7 @@ class Pass:
 
     def _visit(self, block: Block) -> Floats:
         """States come to VRAM and go back, through a slot that must be free: when they are there."""
-        if block.ring is None or not block.visits.any():
+        if not block.visits.any():
             return self.states_in
         rooms, seconds = self.rooms[block.ring], block.piece.visit
         arrived = np.maximum(self.states_in, rooms.before(PASSING)) + seconds
@@ -167,7 +160,6 @@ class Pass:
 
     def _fetch(self, block: Block, where: Bools, seconds: float, written: Floats | None) -> None:
         """Weights into a slot; compute waits until they are there."""
-        assert block.ring is not None
         begin = np.maximum(self.link_in, self.released[block.ring].before(self.slots[block.ring]))
         self._arrive(begin, seconds, written, where, "h2d")
         self.compute = self.compute + STREAM * where
@@ -182,18 +174,16 @@ class Pass:
 
     def _forward(self, block: Block, written: Floats | None) -> None:
         piece = block.piece
-        if block.ring is not None:
-            self._fetch(block, block.fetched, piece.fetch, written)
-            if self.first:
-                self._arrive(self.link_in, piece.fetch, written, block.held, "hold")
-                self.compute = self.compute + STREAM * (block.held * 1 + block.leaves + 2 * block.visits)
-        if self.first and self.clipping:
-            if written is not None:
-                self._wait(written, block.visits, "states_in")
-            self._update_here(block, block.resident | block.visits)
+        self._fetch(block, block.fetched, piece.fetch, written)
+        if self.first:
+            self._arrive(self.link_in, piece.fetch, written, block.held, "hold")
+            self.compute = self.compute + STREAM * (block.held * 1 + block.leaves + 2 * block.visits)
+        if written is not None:
+            self._wait(written, block.visits, "states_in")
+            # An update in VRAM takes the GPU from compute.
+            self.compute = self.compute + piece.gpu_update * block.here
         self.compute = self.compute + self.micro * (piece.forward + self.call)
-        if block.ring is not None:
-            self.released[block.ring].add(self.compute, block.fetched)
+        self.released[block.ring].add(self.compute, block.fetched)
         if block.parked.any():
             # Two inputs may be on their way out; compute waits for those before them.
             self.compute = self.compute + self.micro * PARK * block.parked
@@ -201,23 +191,17 @@ class Pass:
             leaving = np.maximum(self.link_out, self.compute) + self.micro * piece.park
             self.link_out = np.where(block.parked, leaving, self.link_out)
 
-    def _update_here(self, block: Block, where: Bools) -> None:
-        """An update in VRAM takes the GPU from compute."""
-        self.compute = self.compute + block.piece.gpu_update * where
-
     def _backward(self, block: Block) -> None:
         piece = block.piece
         if block.parked.any():
             self.compute = self.compute + self.micro * PARK * block.parked
             self.link_in = self.link_in + self.micro * piece.unpark * block.parked
             self._wait(self.link_in, block.parked, "h2d")
-        if block.ring is not None and block.fetched_back.any():
+        if block.fetched_back.any():
             self._fetch(block, block.fetched_back, piece.fetch_back, None)
         self.compute = self.compute + self.micro * (block.again + piece.backward + self.call)
         if not self.clipping:
-            self._update_here(block, (block.resident | block.visits) & self.last)
-        if block.ring is None:
-            return
+            self.compute = self.compute + piece.gpu_update * (block.here & self.last)
         self.released[block.ring].add(self.compute, block.fetched)
         if block.drained.any():
             self._drain(block)
@@ -226,7 +210,6 @@ class Pass:
 
     def _drain(self, block: Block) -> None:
         """A streamed gradient goes to RAM, through a slot that must be free."""
-        assert block.ring is not None
         piece, slots = block.piece, self.sent[block.ring]
         if not self.first:
             # The sum so far is fetched when the first micro-batch needs it, not ahead.
@@ -241,7 +224,6 @@ class Pass:
 
     def _update_as_landed(self, block: Block) -> None:
         """Without clipping: held sums leave in the last backward, and each update follows its gradient."""
-        assert block.ring is not None
         piece, buffers = block.piece, self.left[block.ring]
         leaves, updated = block.leaves & self.last, block.updated & self.last
         free = np.maximum(self.compute, buffers.before(PASSING))
