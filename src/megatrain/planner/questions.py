@@ -1,8 +1,7 @@
-"""The inverse questions: the largest batch, context or model that a machine can train."""
+"""What users ask: a plan, or the largest batch, context or model that a machine can train."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from megatrain.errors import SettingsError
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape, describe
 from megatrain.planner.plan import Plan, sized
 from megatrain.planner.run import MachineLike, Run, machine_of, run_or
-from megatrain.planner.search import Search, solve
+from megatrain.planner.search import Search
 
 MOST = 1 << 24
 """Where the search for a batch or a length ends."""
@@ -25,12 +24,23 @@ class Answer:
     plan: Plan
 
 
+def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -> Plan:
+    """The fastest plan for a model, a config or a name, on a machine (its name, a path, or a `Machine`).
+
+    `options` are those of `planner/run.py`: `batch` × `length` tokens are a micro-batch, `accumulation` of them a
+    step, `evaluation` tokens a batch of the evaluation (0: none), of which logits (`predictions`) or the loss alone are
+    looked at; the other settings mean what they mean in `mt.init`; `reach` is what can be had of the machine now (None:
+    all of it). Raises `NotEnoughMemory` with what would make it fit.
+    """
+    return _asked(model_or_config, machine, None, options).plan()
+
+
 def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
     """Most sequences of `length` tokens in a micro-batch. Raises `NotEnoughMemory` if not even one fits.
 
     Takes what `plan` does, `batch` left alone; or a `Run`, with limits beside it.
     """
-    return _largest(model_or_config, machine, run, options, lambda value: {"micro_batch": value})
+    return _largest(_asked(model_or_config, machine, run, options), "batch")
 
 
 def largest_context(
@@ -38,8 +48,7 @@ def largest_context(
 ) -> Answer:
     """Most tokens in a sequence, in multiples of 64, with `batch` of them in a micro-batch; takes what `largest_batch`
     does, `length` left alone."""
-    found = _largest(model_or_config, machine, run, options, lambda value: {"length": 64 * value})
-    return Answer(64 * found.value, found.plan)
+    return _largest(_asked(model_or_config, machine, run, options), "length", step=64)
 
 
 def largest_model(
@@ -50,8 +59,7 @@ def largest_model(
     machine = machine_of(machine)
 
     def fits(shape: ModelShape) -> bool:
-        chosen, limits = run_or(run, shape.precision, options)
-        return Search(shape, machine, chosen, **limits).fits()
+        return _asked(shape, machine, run, options).fits()
 
     if family is not None:
         shapes = sorted(map(describe, _members(family)), key=lambda shape: -shape.parameters)
@@ -59,8 +67,7 @@ def largest_model(
     else:
         width = max(1, _most(lambda width: fits(dense_shape(width, width)), 512))
         shape = dense_shape(width, max(1, _most(lambda depth: fits(dense_shape(width, depth)), 4 * width)))
-    chosen, limits = run_or(run, shape.precision, options)
-    return Answer(shape.parameters, solve(shape, machine, chosen, **limits))
+    return Answer(shape.parameters, _asked(shape, machine, run, options).plan())
 
 
 def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
@@ -99,21 +106,16 @@ def _members(family: Any) -> list[Any]:
     return members
 
 
-def _largest(
-    model_or_config: Any,
-    machine: MachineLike,
-    run: Run | None,
-    options: dict[str, Any],
-    changed: Callable[[int], dict[str, int]],
-) -> Answer:
+def _asked(model_or_config: Any, machine: MachineLike, run: Run | None, options: dict[str, Any]) -> Search:
     where, shape = machine_of(machine), describe(model_or_config)
-    base, limits = run_or(run, shape.precision, options)
+    chosen, limits = run_or(run, shape.precision, options)
+    return Search(shape, where, chosen, **limits)
 
-    def made(value: int) -> Run:
-        return dataclasses.replace(base, **changed(value))  # type: ignore[arg-type]
 
-    value = max(1, _most(lambda value: Search(shape, where, made(value), **limits).fits(), MOST))
-    return Answer(value, solve(shape, where, made(value), **limits))
+def _largest(search: Search, name: str, step: int = 1) -> Answer:
+    """The largest multiple of `step` that an option may have."""
+    value = step * max(1, _most(lambda steps: search.changed(**{name: step * steps}).fits(), MOST))
+    return Answer(value, search.changed(**{name: value}).plan())
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

@@ -77,6 +77,15 @@ class Search:
             self._simulator = Simulator(Costs(self.shape, self.machine, self.run, self.disks), self.ledger)
         return self._simulator
 
+    def plan(self) -> Plan:
+        """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
+        from megatrain.planner.refuse import refusal
+
+        found = self.best()
+        if found is None:
+            raise refusal(self)
+        return make_plan(self, *found)
+
     def best(self) -> tuple[Decision, StepEstimate] | None:
         """The fastest decision that fits; None if none does."""
         groups, bounds = self._groups()
@@ -197,13 +206,7 @@ class Search:
 
 def solve(shape: ModelShape, machine: Machine, run: Run, **limits: Unpack[Limits]) -> Plan:
     """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
-    from megatrain.planner.refuse import refusal
-
-    search = Search(shape, machine, run, **limits)
-    found = search.best()
-    if found is None:
-        raise refusal(search)
-    return make_plan(search, *found)
+    return Search(shape, machine, run, **limits).plan()
 
 
 def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
