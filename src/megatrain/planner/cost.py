@@ -88,41 +88,44 @@ ASSUMED_DISK = Disk(path="assumed", free_bytes=1 << 62, read=3.7e9, write=2.1e9)
 """An `offload_dir` that the machine's description does not know: one NVMe drive as it was measured."""
 
 
-@dataclass(frozen=True)
 class Piece:
     """Seconds for one block; compute is per micro-batch, all else per window or step."""
 
-    forward: float
-    again: float
-    """Its forward once more, where its graph was not kept; nothing for the head, whose gradients are taken at once."""
-    backward: float
-    fetch: float
-    """Its weights to the GPU, in the forward."""
-    fetch_back: float
-    """The same in the backward, beside copies in the other direction; not of the head."""
-    drain: float
-    """Its gradients to RAM, rounded."""
-    drain_sum: float
-    """Its gradients to RAM as FP32 sums, or back."""
-    leave: float
-    """Its sum from VRAM to RAM, rounded."""
-    norm: float
-    """Of a sum in VRAM: its norm, and rounding it."""
-    update: float
-    """On the CPU, slowed down by one fetch of its weights."""
-    visit: float
-    """Its states to the GPU, or back."""
-    merge: float
-    """Beside an update on the CPU, of parts that are summed there."""
-    gpu_update: float
-    disk_read: float
-    """Its states from disk."""
-    disk_write: float
-    park: float
-    """Its inputs to RAM, per micro-batch."""
-    unpark: float
-    fetch_bytes: int
-    """Weights; they decide which ring it uses."""
+    def __init__(self, costs: Costs, block: BlockShape) -> None:
+        run, machine, state = costs.run, costs.machine, state_of(block, costs.run)
+        elements, states = state.elements16 + state.elements32, state.moments + state.residuals
+        head, parked = block.kind == "head", input_bytes(block, run) if block.kind == "layer" else 0
+        updated = block.trainable * costs.relative
+        self.forward, self.backward = costs.compute(block, state)
+        self.again = 0.0 if head else self.forward
+        """The forward once more, where its graph was not kept; gradients of the head are taken at once."""
+        self.fetch = _copy(state.weights, costs.h2d)
+        """Its weights to the GPU, in the forward."""
+        self.fetch_back = 0.0 if head else _copy(state.weights, costs.both)
+        """The same in the backward, beside copies in the other direction."""
+        self.drain = _copy(state.in_ram(1, False), costs.both)
+        """Its gradients to RAM, rounded."""
+        self.drain_sum = _copy(elements * 4, costs.both)
+        """Its gradients to RAM as FP32 sums, or back."""
+        self.leave = _copy(2 * state.elements16 + 4 * state.elements32, costs.both)
+        """Its sum from VRAM to RAM, rounded."""
+        self.norm = 10 * elements / costs.hbm
+        """Of a sum in VRAM: its norm, and rounding it."""
+        slowed = costs.slowed * self.fetch if block.trainable else 0.0
+        self.update = updated / machine.update[run.moment_width] + slowed
+        """On the CPU, slowed down by one fetch of its weights."""
+        self.visit = _copy(states, VISIT_SHARE * costs.both)
+        """Its states to the GPU, or back."""
+        single = run.accumulation == 1 and run.itemsize == 2
+        self.merge = block.trainable * MERGED[single] / machine.dram if block.tied else 0.0
+        """Beside an update on the CPU, of parts that are summed there."""
+        self.gpu_update = updated / machine.gpu_update[run.moment_width] if machine.gpu else 0.0
+        self.disk_read, self.disk_write = (states / rate if rate else 0.0 for rate in costs.disk)
+        """Its states from disk, and back."""
+        self.park, self.unpark = parked / costs.d2h, parked / costs.both
+        """Its inputs to RAM, and back, per micro-batch."""
+        self.fetch_bytes = state.weights
+        """Weights; they decide which ring it uses."""
 
 
 class Costs:
@@ -135,20 +138,19 @@ class Costs:
         self._matmul = MATMUL_SHARE[kind] * machine.matmul[kind]
         self._attention = machine.attention * machine.matmul[kind] / machine.matmul["bf16"]
         gpu = machine.gpu is not None
-        self._hbm = machine.hbm if gpu else machine.dram
+        self.hbm = machine.hbm if gpu else machine.dram
         self._launch = 1 / machine.launches if gpu else 0.0
-        self._h2d, self._d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
-        self._both = min(self._h2d, self._d2h, machine.duplex / 2) if gpu else machine.dram / 2
-        self._slowed, self.crowded = _beside_copies(machine, run)
+        self.h2d, self.d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
+        self.both = min(self.h2d, self.d2h, machine.duplex / 2) if gpu else machine.dram / 2
+        self.slowed, self.crowded = _beside_copies(machine, run)
         # The master is read and written (8 bytes, or 4 without one), the gradient read, each moment read and written.
         per_moment = (TOUCHED[run.moment_width] - 10) / 2
         touched = (4 if run.precision == "bf16-sr" else 8) + run.itemsize + run.moments * per_moment
-        self._relative = touched / TOUCHED[run.moment_width]
+        self.relative = touched / TOUCHED[run.moment_width]
         """Bytes that an update touches, relative to those that the machine's rates were measured with."""
-        self._read = sum(disk.read for disk in disks)
-        self._write = sum(disk.write for disk in disks)
+        self.disk = (sum(disk.read for disk in disks), sum(disk.write for disk in disks))
         alike = first_alike(shape)
-        made = {index: self._piece(shape.blocks[index]) for index in {*alike}}
+        made = {index: Piece(self, shape.blocks[index]) for index in {*alike}}
         self.pieces = [made[index] for index in alike]
         groups = by_size({piece.fetch_bytes for piece in self.pieces if piece.fetch_bytes}, lambda size: size)
         self.rings = {size: number for number, group in enumerate(groups) for size in group}
@@ -159,55 +161,25 @@ class Costs:
         """Seconds around a call of a block, per micro-batch of a window."""
         return np.where(window > 1, SWITCH, CALL)
 
-    def _piece(self, block: BlockShape) -> Piece:
-        run, machine, state = self.run, self.machine, state_of(block, self.run)
-        forward, backward = self._compute(block, state)
-        elements = state.elements16 + state.elements32
-        fetch = _copy(state.weights, self._h2d)
-        states = state.moments + state.residuals
-        head, parked = block.kind == "head", input_bytes(block, run) if block.kind == "layer" else 0
-        updated = block.trainable * self._relative
-        single = run.accumulation == 1 and run.itemsize == 2
-        return Piece(
-            forward=forward,
-            again=0.0 if head else forward,
-            backward=backward,
-            fetch=fetch,
-            fetch_back=0.0 if head else _copy(state.weights, self._both),
-            drain=_copy(state.in_ram(1, False), self._both),
-            drain_sum=_copy(elements * 4, self._both),
-            leave=_copy(2 * state.elements16 + 4 * state.elements32, self._both),
-            norm=10 * elements / self._hbm,
-            update=updated / machine.update[run.moment_width] + self._slowed * fetch if block.trainable else 0.0,
-            visit=_copy(states, VISIT_SHARE * self._both),
-            merge=block.trainable * MERGED[single] / machine.dram if block.tied else 0.0,
-            gpu_update=updated / machine.gpu_update[run.moment_width] if machine.gpu else 0.0,
-            disk_read=states / self._read if self._read else 0.0,
-            disk_write=states / self._write if self._write else 0.0,
-            park=parked / self._d2h,
-            unpark=parked / self._both,
-            fetch_bytes=state.weights,
-        )
-
-    def _compute(self, block: BlockShape, state: State) -> tuple[float, float]:
+    def compute(self, block: BlockShape, state: State) -> tuple[float, float]:
         """Seconds of forward and backward for one micro-batch."""
         run, tokens = self.run, self.run.micro_tokens
         elements = state.elements16 + state.elements32
         # Into the gradient slot: cleared, copied, and its norm taken; in a window, rounded and added to an FP32 sum.
-        handed = elements * (4 * run.itemsize if run.accumulation == 1 else 3 * run.itemsize + 8) / self._hbm
+        handed = elements * (4 * run.itemsize if run.accumulation == 1 else 3 * run.itemsize + 8) / self.hbm
         inputs = input_bytes(block, run)
         if block.kind == "head":
-            return self._head(block), handed + inputs / self._hbm
+            return self._head(block), handed + inputs / self.hbm
         if block.kind == "embedding":
-            return 2 * inputs / self._hbm, (3 * elements * run.itemsize + 4 * inputs) / self._hbm + handed
+            return 2 * inputs / self.hbm, (3 * elements * run.itemsize + 4 * inputs) / self.hbm + handed
         products = 2 * tokens * (block.matmul_parameters - block.expert_matmul_parameters) / self._matmul
         products += 2 * tokens * block.expert_matmul_parameters / (self._matmul * EXPERT_SHARE)
         if block.kind != "layer":
-            return products + 10 * inputs / self._hbm, 2 * products + 20 * inputs / self._hbm + handed
+            return products + 10 * inputs / self.hbm, 2 * products + 20 * inputs / self.hbm + handed
         scores = self._scores(block)
         there, back = (self._moved(block, moved) for moved in TRAFFIC[run.compile])
-        forward = products + (there + state.weights) / self._hbm + 2 * scores
-        backward = 2 * products + (back + 2 * state.weights) / self._hbm + 5 * scores
+        forward = products + (there + state.weights) / self.hbm + 2 * scores
+        backward = 2 * products + (back + 2 * state.weights) / self.hbm + 5 * scores
         # The host runs ahead of the GPU, unless a layer takes it longer to launch than the GPU to compute.
         least = [count * self._launch for count in HOST_OPERATIONS[run.compile]]
         return max(forward, least[0]), max(backward + handed, least[1])
@@ -226,7 +198,7 @@ class Costs:
         flops = length * length * block.attention_width * run.micro_batch
         if written_out(block, run, self.attention):
             pairs = length * length * block.heads * run.micro_batch
-            return 2 * flops / self._matmul + WRITTEN_TRAFFIC * pairs / self._hbm
+            return 2 * flops / self._matmul + WRITTEN_TRAFFIC * pairs / self.hbm
         if self.attention == "eager":
             # The half that the mask hides is computed too.
             return 2 * flops / self._matmul
@@ -244,7 +216,7 @@ class Costs:
         chunks = -(-tokens // head_chunk(self.shape, self.run, tokens, gpu))
         per_logit = LOGIT_TRAFFIC[fuses_loss(self.run.compile, gpu)]
         moved = tokens * vocabulary * per_logit + chunks * weights * CHUNK_TRAFFIC
-        return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self._hbm
+        return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self.hbm
 
 
 def _copy(nbytes: int, rate: float) -> float:

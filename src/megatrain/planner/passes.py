@@ -13,7 +13,6 @@ from megatrain.planner.memory import STAGES, Ledger
 
 AHEAD = STAGES - 1
 """Blocks whose states are read from disk ahead of their update."""
-NAMES = tuple(LANES)
 _weight_slots, _grad_slots = np.vectorize(weight_slots), np.vectorize(grad_slots)
 
 
@@ -96,7 +95,7 @@ class Pass:
             trained = sum(block.drained | block.leaves for block in members)
             self.slots.append(np.maximum(1, _weight_slots(chosen.slots, fetched)))
             self.grad_slots.append(np.maximum(1, _grad_slots(chosen.grad_slots, trained)))
-        self.waited = {lane: np.zeros(count) for lane in NAMES}
+        self.waited = {lane: np.zeros(count) for lane in LANES}
 
     def run(self) -> Floats:
         """Seconds from the norm, or from the end of the window before."""

@@ -10,15 +10,15 @@ in the last backward as gradients land. Each window after the first only adds it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatrain.geometry import LANES
-from megatrain.planner.cost import PARK, STEP, TRAINER, Costs, Piece
+from megatrain.planner.cost import PARK, STEP, TRAINER, Costs
 from megatrain.planner.decision import RESIDENT, STREAMED, Decision, Decisions, Floats, Sums, Table, Windows, looked_up
 from megatrain.planner.memory import Ledger
-from megatrain.planner.passes import AHEAD, NAMES, Block, Pass
+from megatrain.planner.passes import AHEAD, Block, Pass
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Simulator:
         self.count = len(costs.pieces)
         self._around = STEP + TRAINER * costs.run.trainer
         self._sums = {
-            field.name: Sums([float(getattr(piece, field.name)) for piece in costs.pieces], ledger.layers, ledger.rest)
-            for field in fields(Piece)
+            name: Sums([float(getattr(piece, name)) for piece in costs.pieces], ledger.layers, ledger.rest)
+            for name in vars(costs.pieces[0])
         }
         self._disk_seconds: Table = {}
         last = max(range(self.count), key=lambda i: (costs.pieces[i].fetch_bytes > 0, i))
@@ -53,10 +53,10 @@ class Simulator:
     def step(self, decision: Decision) -> StepEstimate:
         """One steady step."""
         chosen = Decisions.of([decision])
-        waited = {lane: np.zeros(1) for lane in NAMES}
+        waited = {lane: np.zeros(1) for lane in LANES}
         seconds = float(self.seconds(chosen, waited)[0])
         busy = {lane: float(spent[0]) for lane, spent in self.busy(chosen).items()}
-        bottleneck = max(NAMES, key=lambda lane: busy[lane])
+        bottleneck = max(LANES, key=lambda lane: busy[lane])
         return StepEstimate(seconds, busy, {lane: float(spent[0]) for lane, spent in waited.items()}, bottleneck)
 
     def seconds(self, chosen: Decisions, waited: dict[str, Floats] | None = None) -> Floats:
@@ -74,7 +74,7 @@ class Simulator:
             one = Pass(self.costs, chosen, blocks, windows, number)
             seconds = seconds + times * one.run()
             if waited is not None:
-                for lane in NAMES:
+                for lane in LANES:
                     waited[lane] += times * one.waited[lane]
         return np.maximum(seconds, self._links(busy))
 
@@ -122,7 +122,7 @@ class Simulator:
         )
         disk = self._disk(chosen)[0]
         lanes = (compute, h2d, hold, d2h, leave, update, vram, visits, visits + weights, disk)
-        return dict(zip(NAMES, lanes, strict=True))
+        return dict(zip(LANES, lanes, strict=True))
 
     def _disk(self, chosen: Decisions) -> tuple[Floats, Floats]:
         """Seconds of the disk, and what the update of the last block there waits for: reads but the first, and writes
