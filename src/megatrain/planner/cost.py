@@ -15,8 +15,8 @@ from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.planner.activations import first_alike, head_chunk, input_bytes, masked, written_out
 from megatrain.planner.decision import Floats, Ints
+from megatrain.planner.memory import State
 from megatrain.planner.run import Run
-from megatrain.planner.state import State, state_of
 
 MATMUL_SHARE = {"bf16": 0.9, "fp32": 1.0}
 """Of the rate of a large product, what a layer's products reach."""
@@ -92,7 +92,7 @@ class Piece:
     """Seconds for one block; compute is per micro-batch, all else per window or step."""
 
     def __init__(self, costs: Costs, block: BlockShape) -> None:
-        run, machine, state = costs.run, costs.machine, state_of(block, costs.run)
+        run, machine, state = costs.run, costs.machine, State(block, costs.run)
         elements, states = state.elements16 + state.elements32, state.moments + state.residuals
         head, parked = block.kind == "head", input_bytes(block, run) if block.kind == "layer" else 0
         updated = block.trainable * costs.relative
@@ -103,7 +103,7 @@ class Piece:
         """Its weights to the GPU, in the forward."""
         self.fetch_back = 0.0 if head else _copy(state.weights, costs.both)
         """The same in the backward, beside copies in the other direction."""
-        self.drain = _copy(state.in_ram(1, False), costs.both)
+        self.drain = _copy(state.gradient(1), costs.both)
         """Its gradients to RAM, rounded."""
         self.drain_sum = _copy(elements * 4, costs.both)
         """Its gradients to RAM as FP32 sums, or back."""

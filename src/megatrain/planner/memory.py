@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import PASSING, by_size, grad_slots, weight_slots
+from megatrain.geometry import PASSING, WIDTHS, by_size, grad_slots, padded_slab, round_up, weight_slots
 from megatrain.geometry import TIERS as ENGINE_TIERS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
-from megatrain.model.shapes import ModelShape
+from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner import activations
 from megatrain.planner.decision import (
     HELD,
@@ -36,7 +36,6 @@ from megatrain.planner.decision import (
     most_layers,
 )
 from megatrain.planner.run import Run
-from megatrain.planner.state import slab_bytes, state_of
 
 GIB = 1 << 30
 TIERS = (*ENGINE_TIERS, "disk")
@@ -63,6 +62,45 @@ Slabs = Counter[tuple[int, int, int]]
 """Slabs alike (bytes, elements, itemsize) → how many."""
 
 
+def slab_bytes(slab: SlabShape, run: Run) -> tuple[int, int]:
+    """Bytes of the weight, and padded elements."""
+    itemsize = slab.itemsize or run.itemsize
+    elements = padded_slab(slab.numel, itemsize)
+    return elements * itemsize, elements
+
+
+class State:
+    """Bytes of one block's state by role; gradients apart, since they depend on the window."""
+
+    def __init__(self, block: BlockShape, run: Run) -> None:
+        self.tied, self.weights, self.residuals, self.moments = block.tied, 0, 0, 0
+        self.elements16 = self.elements32 = 0
+        """Padded elements whose gradients have 2 bytes, and 4."""
+        for slab in block.slabs:
+            nbytes, elements = slab_bytes(slab, run)
+            self.weights += nbytes
+            if not slab.trains:
+                continue
+            if (slab.itemsize or run.itemsize) == 2:
+                self.elements16 += elements
+                self.residuals += elements * 2 if run.precision == "bf16" else 0
+            else:
+                self.elements32 += elements
+            per_moment = slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes
+            self.moments += run.moments * round_up(int(per_moment + 1), 64)
+
+    def gradient(self, windows: int, single: bool = False) -> int:
+        """Its gradient, in RAM or VRAM: rounded if the step has one window, else an FP32 sum; of a tied slab two parts.
+
+        In RAM a window of a single micro-batch leaves the first gradient as it is, and then needs a sum beside it.
+        """
+        if self.tied:
+            return self.elements16 * (12 if windows > 1 and single else 8) + self.elements32 * 8
+        if windows == 1:
+            return self.elements16 * 2 + self.elements32 * 4
+        return self.elements16 * (6 if single else 4) + self.elements32 * 4
+
+
 def pinned_bytes(ram: Any, visits: Any) -> Any:
     """Of RAM by role, of one decision or many, what takes part in transfers: weights, gradients, parked inputs; where
     states visit the GPU, those (all are counted)."""
@@ -81,7 +119,7 @@ class Ledger:
     def __init__(self, shape: ModelShape, run: Run, gpu: bool = True) -> None:
         self.shape, self.run, self.gpu = shape, run, gpu
         attention = run.attention or shape.attention
-        self.states = [state_of(block, run) for block in shape.blocks]
+        self.states = [State(block, run) for block in shape.blocks]
         self.layers = [i for i, block in enumerate(shape.blocks) if block.kind == "layer"]
         self.rest = [i for i, block in enumerate(shape.blocks) if block.kind != "layer"]
         blocks = [shape.blocks[i] for i in self.layers]
@@ -99,12 +137,11 @@ class Ledger:
         self._weights = self._sums([state.weights for state in self.states])
         self._residuals = self._sums([state.residuals for state in self.states])
         self._moments = self._sums([state.moments for state in self.states])
-        self._in_vram = [self._sums([state.in_vram(windows) for state in self.states]) for windows in (1, 2)]
         kinds = ((1, False), (2, False), (2, True))
-        self._in_ram = [self._sums([state.in_ram(*kind) for state in self.states]) for kind in kinds]
+        self._gradients = [self._sums([state.gradient(*kind) for state in self.states]) for kind in kinds]
         self._layer_slabs, self._rest_slabs = self._slabs(trained=False)
         self._layer_trained, self._rest_trained = self._slabs(trained=True)
-        alike = by_size({self.states[i] for i in self.layers}, lambda state: state.weights)
+        alike = by_size([self.states[i] for i in self.layers], lambda state: state.weights)
         self._visiting = PASSING * sum(max(state.residuals + state.moments for state in ring) for ring in alike)
         """Slots for states that come to VRAM."""
         self._slot_bytes, self._ring_bytes = _looked_up_before(shape, run.itemsize, run.accumulation > 1)
@@ -152,9 +189,9 @@ class Ledger:
         device = [role.before(layers, resident) for role in roles]
         host = [role.after(layers, ~resident) for role in roles]
         weights = self._weights.before(chosen.held, ~streamed) + self._slots(chosen)
-        in_vram = np.choose(windows.several, [sums.before(chosen.summed, ~streamed) for sums in self._in_vram])
+        in_vram = np.choose(windows.several, [sums.before(chosen.summed, ~streamed) for sums in self._gradients[:2]])
         passing, leaving, staging = self._rings(chosen, windows)
-        kinds = [sums.after(chosen.summed, streamed) for sums in self._in_ram]
+        kinds = [sums.after(chosen.summed, streamed) for sums in self._gradients]
         in_ram = np.choose(windows.several * 1 + windows.single, kinds) + leaving + staging * windows.single
         on_device, work, parked = self._computing(chosen)
         residuals, moments, stages = self._disk(chosen)

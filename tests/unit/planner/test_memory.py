@@ -18,9 +18,8 @@ from megatrain.model.trace import _Live as Live
 from megatrain.optim.rules import RULES
 from megatrain.planner import activations
 from megatrain.planner.decision import HELD, RESIDENT, Decision
-from megatrain.planner.memory import GIB, SLACK_BYTES, SLACK_SHARE, Ledger, pinned_bytes
+from megatrain.planner.memory import GIB, SLACK_BYTES, SLACK_SHARE, Ledger, State, pinned_bytes, slab_bytes
 from megatrain.planner.run import Run
-from megatrain.planner.state import slab_bytes, state_of
 from megatrain.store import layout
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
@@ -253,7 +252,7 @@ def test_states_are_the_stores(width, precision):
     laid_out = layout.lay_out([(str(i), size) for i, size in enumerate(sizes)], dtype)
     slab = Slab(0, "made up", laid_out, Homes.together(HostMemory(pin=False, threads=1)), master=precision != "bf16-sr")
     block = describe_block(sizes, dtype)
-    state = state_of(block, run)
+    state = State(block, run)
     assert state.weights == laid_out.nbytes
     real = slab.state_bytes({"exp_avg": True, "exp_avg_sq": False}, width)
     assert real <= state.residuals + state.moments <= real + 512
@@ -283,7 +282,7 @@ def test_bytes_per_parameter():
         assert state(account["ram"]) / shape.parameters == pytest.approx(expected, rel=0.002)
 
 
-def test_what_is_resident_is_not_in_ram():
+def test_what_is_resident_is_not_gradient():
     shape, run = shape_of("llama2-7b"), Run(micro_batch=4)
     ledger = Ledger(shape, run)
     streamed, resident = ledger.account(Decision()), ledger.account(Decision(rest=RESIDENT, layers=32))
@@ -360,7 +359,7 @@ def test_what_is_held():
         (Run(accumulation=4, precision="fp32"), 4, 4),
     ],
 )
-def test_sums_in_vram(run, window, per_parameter):
+def test_sums_gradient(run, window, per_parameter):
     """Rounded once they are complete, in a step of one window; FP32 between windows, and while they grow."""
     shape = shape_of("llama2-7b")
     ledger = Ledger(shape, run)

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import megatrain as mt
 from megatrain.errors import NothingToStream, SettingsError
 from megatrain.model.shapes import describe
+from megatrain.planner.memory import slab_bytes
 from megatrain.planner.run import Run
-from megatrain.planner.state import slab_bytes
 
 
 def tiny(**overrides):
