@@ -42,12 +42,10 @@ class Kept:
 EAGER = Kept(hidden=2, norm=8, fused_norm=4, head_norm=6, mlp=8, expert_mlp=8, expert_hidden=4)
 """A norm keeps its input in FP32, that normed in BF16, and its output; attention q, k, v and its output (4 each per
 unit of queries and of keys) and one FP32 number per head; the MLP gate, its activation, up and their product; experts
-the rows they were given and those they gave. `benchmarks/layers.py` measures this exactly (H200, 8k tokens): Qwen2.5
-1.5B 106,552 bytes per token (106,544 here), 7B 232,568 (232,560), 14B 227,496, Llama-2-7B 194,696, Qwen3-30B-A3B
-198,740 (197,888; the rest is the router's)."""
+the rows they were given and those they gave. `benchmarks/layers.py` measures the same, to 0.5% where there are experts
+and exactly elsewhere."""
 COMPILED = Kept(hidden=0, norm=4, fused_norm=4, head_norm=2, mlp=6, expert_mlp=6, expert_hidden=4)
-"""The same compiled: norms are made again from their input, the activation of the MLP from gate and up. 1.5B 73,272
-(73,264 here), 7B 158,840, 14B 148,648, Llama-2-7B 131,720, Qwen3-30B-A3B 147,276 (146,688)."""
+"""The same compiled: norms are made again from their input, the activation of the MLP from gate and up."""
 CLAMPED_MLP = 6
 """More per unit of width of experts with biases (gpt-oss), whose activation is written out; counted on the CPU."""
 ATTENTION = 4
@@ -56,9 +54,7 @@ LSE_BYTES = 4
 SCORE_BYTES = 10
 """Attention computed eagerly keeps scores: bytes per head, query and key (gemma2 in BF16 on the CPU: 9)."""
 WRITTEN_BYTES = (4, 10)
-"""The same of FP32 attention that no kernel computes: in the graph, and beside it. Layers of Llama-3.2-1B at 2 x 2048
-tokens kept 1,856 MiB (1,953 here) and peaked 2,671 MiB above (2,856), of Qwen2.5-1.5B at 4096 1,568 (1,640) and 1,838
-(2,147)."""
+"""The same of FP32 attention that no kernel computes: in the graph, and beside it."""
 ROUTER_BYTES = 16
 """Per expert: logits and softmax in FP32, and what chooses from them."""
 
@@ -89,12 +85,10 @@ def mask_bytes(shape: ModelShape, run: Run, attention: str) -> int:
 
 
 def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
-    """Bytes per token beyond what a fused causal kernel takes: in a layer's graph, and beside it.
-
-    Of a layer that was counted, its own way of computing attention is in the count, PyTorch's as fused.
-    """
-    if block.traced is not None and run.attention is None and attention != "sdpa":
-        return 0, 0
+    """Bytes per token beyond what a fused causal kernel takes: in a layer's graph, and beside it."""
+    if block.traced is not None:
+        # The layer's own way of computing attention was counted; PyTorch's was as fused.
+        attention = run.attention or (attention if attention == "sdpa" else "")
     pairs = block.heads * run.length
     if attention == "eager":
         return SCORE_BYTES * pairs if block.attends else 0, 0
@@ -138,8 +132,7 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     """Peak of a layer's backward above what is there anyway: its graph, its weight gradients and temporaries.
 
     Early in it stand gradients as wide as the MLP (two, compiled one) and that of its last weights; then the graph is
-    given back faster than weight gradients come. A 7B layer alone at 8k tokens peaks 0.705 GiB above weights and graph
-    (compiled 0.416), a 14B layer 0.554 (0.420); this gives 0.705 (0.471) and 0.554 (0.421).
+    given back faster than weight gradients come.
     """
     inputs, weights = input_bytes(block, run), block.trainable * run.itemsize
     graph, beside = graph_bytes(block, run, attention), _beyond(block, run, attention)[1]

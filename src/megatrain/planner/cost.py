@@ -14,7 +14,7 @@ from megatrain.geometry import by_size, fuses_loss
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.planner.activations import first_alike, head_chunk, input_bytes, masked, written_out
-from megatrain.planner.decision import Floats, Ints
+from megatrain.planner.arrays import Floats, Ints
 from megatrain.planner.memory import State
 from megatrain.planner.run import Run
 
@@ -41,17 +41,15 @@ TRAFFIC = {
     True: (Moved(hidden=0, norm=7.3, mlp=6.4, row=8), Moved(hidden=0, norm=67, mlp=0, row=16)),
 }
 """Compiled → forward and backward. Fitted to what `benchmarks/layers.py` measured of five dense shapes beyond products,
-attention and one pass over the weights (two in the backward): within 3%. Rows of experts are from one shape
-(Qwen3-30B-A3B)."""
+attention and one pass over the weights (two in the backward); rows of experts to one shape."""
 LOGIT_TRAFFIC = {False: 78, True: 8}
 """Whether the loss is fused → bytes moved per logit of the head. The fused one reads and writes six. Head and loss of
 8k tokens (H 3584, V 152064) take 47 ms with it in five chunks, and took 77 in ten with PyTorch's own."""
 CHUNK_TRAFFIC = 12
 """Bytes moved per weight of the head and chunk: its gradient is written, read and added to the FP32 sum."""
 ATTENTION_HALF = (800, 54)
-"""Length and head dimension at which attention reaches half of what it would with very long and wide ones. An H200 did
-237, 333, 411, 467, 505, 556 TFLOP/s with lengths of 512, 1024, 2048, 4096, 8192, 32768 (223, 321, 411, 478, 521, 558
-here); of a dimension of 64, 0.70 to 0.80 of that (0.77)."""
+"""Length and head dimension at which attention reaches half of what it would with very long and wide ones. (An H200
+did 237, 411, 505 TFLOP/s with lengths of 512, 2048, 8192; this gives 223, 411, 521.)"""
 MASKED_SHARE = 0.3
 """Of that, what attention with a mask reaches: it computes the hidden half too, with a slower kernel (an estimate)."""
 WRITTEN_TRAFFIC = 8
@@ -67,9 +65,8 @@ STREAM = 0.1e-3
 """The same for a block whose weights are fetched: slots, events, and a launch that waits; once per step for a held
 weight, and for a held sum."""
 PARK = 0.1e-3
-"""The same for an input that is parked or brought back. With 0.5, 0.3 and 0.3 ms for these three, ten rows of
-`benchmarks/accuracy.py` were planned 6% too slow on average (H200, 2026-11-15); in them compute took 0.56 s of a step
-of 1.5B with 28 streamed blocks and parked inputs, and 0.57 s with 13 and none."""
+"""The same for an input that is parked or brought back. These three are fitted to ten rows of
+`benchmarks/accuracy.py`."""
 MERGED = {False: 16, True: 64}
 """Bytes per parameter that a slab used in two places costs the CPU, at the speed of host memory: its parts are added,
 and the norm is taken there. True: parts are single gradients in BF16, as in a step of one micro-batch. (An
@@ -148,7 +145,7 @@ class Costs:
         touched = (4 if run.precision == "bf16-sr" else 8) + run.itemsize + run.moments * per_moment
         self.relative = touched / TOUCHED[run.moment_width]
         """Bytes that an update touches, relative to those that the machine's rates were measured with."""
-        self.disk = (sum(disk.read for disk in disks), sum(disk.write for disk in disks))
+        self.disk = sum(disk.read for disk in disks), sum(disk.write for disk in disks)
         alike = first_alike(shape)
         made = {index: Piece(self, shape.blocks[index]) for index in {*alike}}
         self.pieces = [made[index] for index in alike]
@@ -210,12 +207,10 @@ class Costs:
 
     def _head(self, block: BlockShape) -> float:
         """Head and loss in chunks, with their gradients, which are taken at once."""
-        tokens, vocabulary = self.run.micro_tokens, max(1, self.shape.vocab_size)
-        weights = block.hidden_size * vocabulary
-        gpu = self.machine.gpu is not None
+        tokens, vocabulary, gpu = self.run.micro_tokens, max(1, self.shape.vocab_size), self.machine.gpu is not None
         chunks = -(-tokens // head_chunk(self.shape, self.run, tokens, gpu))
         per_logit = LOGIT_TRAFFIC[fuses_loss(self.run.compile, gpu)]
-        moved = tokens * vocabulary * per_logit + chunks * weights * CHUNK_TRAFFIC
+        moved = tokens * vocabulary * per_logit + chunks * block.hidden_size * vocabulary * CHUNK_TRAFFIC
         return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self.hbm
 
 
@@ -230,13 +225,11 @@ def _reached(length: int, head_dim: int) -> float:
 
 
 def _beside_copies(machine: Machine, run: Run) -> tuple[float, float]:
-    """Updates and copies share the host's memory: the share of an update's speed that a copy to the GPU takes away
-    while it runs, and how much longer updates take while states travel both ways beside them.
-
-    `dram_under_dma` is with copies both ways; one way takes its part of that. (Measured 0.13 where this gives 0.16.)
-    """
+    """The share of an update's speed that a copy to the GPU takes away while it runs (they share the host's memory),
+    and how much longer updates take while states travel both ways beside them."""
     if machine.gpu is None:
         return 0.0, 1.0
     needed = machine.update[run.moment_width] * TOUCHED[run.moment_width]
+    # `dram_under_dma` is with copies both ways; one way takes its part of that.
     left = machine.dram - max(0.0, machine.dram - machine.dram_under_dma) * min(1.0, machine.h2d / machine.duplex)
     return max(0.0, 1 - left / needed), max(1.0, needed / machine.dram_under_dma)

@@ -6,16 +6,13 @@ CPU updates those after them. On disk are the last ones, which are updated last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from megatrain.planner.arrays import Ints
 
 STREAMED, HELD, RESIDENT = range(3)
 """Where all that is not a layer (embedding, head, norms) is."""
@@ -123,55 +120,3 @@ class Windows:
         self.count: Ints = sum(self.times[1:], self.times[0])
         self.single = self.several & ((first == 1) | ((size == 1) & (middle > 0)) | (last == 1))
         """Whether the step has several windows and one of them is a single micro-batch."""
-
-
-class Sums:
-    """Numbers of blocks, added up: of the first layers, of those after them, and of all that is not a layer."""
-
-    def __init__(self, values: Sequence[float], layers: Sequence[int], rest: Sequence[int]) -> None:
-        self._before: npt.NDArray[Any] = np.cumsum([0, *(values[i] for i in layers)])
-        self._rest = sum(values[i] for i in rest)
-
-    def before(self, layers: Ints, rest: Bools) -> npt.NDArray[Any]:
-        """Of the first layers, and of the rest or not."""
-        found: npt.NDArray[Any] = self._before[layers] + rest * self._rest
-        return found
-
-    def after(self, layers: Ints, rest: Bools | bool) -> npt.NDArray[Any]:
-        """Of the layers after them."""
-        found: npt.NDArray[Any] = self._before[-1] - self._before[layers] + rest * self._rest
-        return found
-
-    @property
-    def total(self) -> float:
-        return float(self._before[-1]) + self._rest
-
-
-def most_layers(low: Ints, high: int, fit: Callable[[Ints], Bools]) -> Ints:
-    """How many layers fit in each choice, of fewer than `high`, where `low` do; found by halving."""
-    above = np.full_like(low, high)
-    while (above - low > 1).any():
-        middle = (low + above) // 2
-        enough = fit(middle)
-        low, above = np.where(enough, middle, low), np.where(enough, above, middle)
-    return low
-
-
-Table = dict[tuple[int, ...], tuple[Any, ...]]
-
-
-def looked_up(known: Table, function: Callable[..., tuple[Any, ...]], *columns: Any) -> Any:
-    """A function of small numbers for many decisions: results × decisions, each computed once."""
-    keys = np.zeros(len(columns[0]), np.int64)
-    if not len(keys):
-        return np.zeros((len(function(*(0 for _ in columns))), 0), np.int64)
-    for column in columns:
-        keys = keys * 4096 + column
-    _, first, where = np.unique(keys, return_index=True, return_inverse=True)
-    rows = []
-    for index in first:
-        key = tuple(int(column[index]) for column in columns)
-        if key not in known:
-            known[key] = function(*key)
-        rows.append(known[key])
-    return np.array(rows).T[:, where]

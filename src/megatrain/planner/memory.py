@@ -21,20 +21,8 @@ from megatrain.geometry import TIERS as ENGINE_TIERS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner import activations
-from megatrain.planner.decision import (
-    HELD,
-    RESIDENT,
-    STREAMED,
-    Bools,
-    Decision,
-    Decisions,
-    Ints,
-    Sums,
-    Table,
-    Windows,
-    looked_up,
-    most_layers,
-)
+from megatrain.planner.arrays import Bools, Ints, Sums, Table, looked_up, most_layers
+from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Decision, Decisions, Windows
 from megatrain.planner.run import Run
 
 GIB = 1 << 30

@@ -42,9 +42,7 @@ class Refusal(NotEnoughMemory):
 
     def __init__(self, message: str, tier: str, shortfall_gb: float, suggestions: tuple[Suggestion, ...]) -> None:
         super().__init__(message)
-        self.tier = tier
-        self.shortfall_gb = shortfall_gb
-        self.suggestions = suggestions
+        self.tier, self.shortfall_gb, self.suggestions = tier, shortfall_gb, suggestions
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception is made again from its message alone unless told otherwise; notes are in its dict.
@@ -70,14 +68,11 @@ def refusal(search: Search) -> Refusal:
     suggestions = tuple(itertools.islice(_suggestions(search, tier), MOST_SUGGESTIONS))
     others = (search.changed(reach=None).capacity[tier] - search.capacity[tier]) / GIB
     in_use = f" ({others:.1f} less than it could: something else is using it)" if others > 0.05 else ""
-    if suggestions:
-        advice = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
-    else:
-        advice = _what_it_takes(search)
+    enough = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
     message = (
         f"{search.shape.name} ({sized(search.shape.parameters)} parameters) does not fit on {search.machine.name}: "
         f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}{in_use}, short by "
-        f"{short:.1f} GiB; {advice}."
+        f"{short:.1f} GiB; {enough if suggestions else _what_it_takes(search)}."
     )
     return Refusal(message, tier, short, suggestions)
 
@@ -158,18 +153,13 @@ def _relaxed(knobs: Sequence[Knob], fits: Callable[[Mapping[str, Any]], bool]) -
         others = {name: value for name, value in settings.items() if name != knob.name}
         if len(knobs) > 2 and fits(others):
             settings = others
-        else:
-            settings[knob.name] = _mildest(knob, others, fits)
+            continue
+        low, high = -1, len(knob.values) - 1
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits({**others, knob.name: knob.at(middle)}) else (middle, high)
+        settings[knob.name] = knob.at(high)
     return settings
-
-
-def _mildest(knob: Knob, others: Mapping[str, Any], fits: Callable[[Mapping[str, Any]], bool]) -> Any:
-    """The first value of a setting that fits beside others, as its last one does."""
-    low, high = -1, len(knob.values) - 1
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits({**others, knob.name: knob.at(middle)}) else (middle, high)
-    return knob.at(high)
 
 
 def _knobs(search: Search) -> Iterator[Knob]:

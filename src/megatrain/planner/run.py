@@ -149,13 +149,10 @@ def machine_of(machine: MachineLike) -> Machine:
     return machine if isinstance(machine, Machine) else Machine.load(machine)
 
 
-def run_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that are not limits, as fields of a run."""
-    return {FIELDS.get(name, name): value for name, value in options.items() if name not in LIMITS}
-
-
-def limits_of(options: Mapping[str, Any]) -> Limits:
-    return cast(Limits, {name: value for name, value in options.items() if name in LIMITS})
+def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
+    """Options as fields of a run, and limits."""
+    fields = {FIELDS.get(name, name): value for name, value in options.items() if name not in LIMITS}
+    return fields, cast(Limits, {name: value for name, value in options.items() if name in LIMITS})
 
 
 def run_or(run: Run | None, loaded: str, options: Mapping[str, Any]) -> tuple[Run, Limits]:
@@ -164,11 +161,11 @@ def run_or(run: Run | None, loaded: str, options: Mapping[str, Any]) -> tuple[Ru
         raise UnknownSetting(f"unknown option {', '.join(unknown)}; a plan takes {', '.join(OPTIONS)}.")
     if run is not None and not isinstance(run, Run):
         raise SettingsError(f"run must be a Run, or left out, not {type(run).__name__}.")
-    if run is not None and (twice := [name for name in options if name not in LIMITS]):
+    fields, limits = split(options)
+    if run is not None and fields:
+        twice = [name for name in options if name not in LIMITS]
         raise SettingsError(f"{', '.join(twice)} cannot be given beside a run: set them in it, or leave it out.")
     # Checked as everywhere else: unknown values are refused by the same sentences.
     precision = options.get("precision")
     Settings(max_vram_gb=options.get("max_vram_gb"), max_ram_gb=options.get("max_ram_gb"), precision=precision)
-    if run is None:
-        run = Run(**run_fields(options) | {"precision": precision or loaded})
-    return run, limits_of(options)
+    return run or Run(**fields | {"precision": precision or loaded}), limits

@@ -21,22 +21,12 @@ from megatrain.geometry import MOST_MICRO_BATCHES, update_threads, windows_of
 from megatrain.hardware.described import folders, resolved
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.model.shapes import ModelShape
+from megatrain.planner.arrays import Bools, Ints, most_layers
 from megatrain.planner.cost import ASSUMED_DISK, Costs
-from megatrain.planner.decision import (
-    GRAD_SLOTS,
-    HELD,
-    RESIDENT,
-    SLOTS,
-    STREAMED,
-    Bools,
-    Decision,
-    Decisions,
-    Ints,
-    most_layers,
-)
+from megatrain.planner.decision import GRAD_SLOTS, HELD, RESIDENT, SLOTS, STREAMED, Decision, Decisions
 from megatrain.planner.memory import GIB, TIERS, Ledger
 from megatrain.planner.plan import Plan
-from megatrain.planner.run import Limits, Run, limits_of, run_fields
+from megatrain.planner.run import Limits, Run, split
 from megatrain.planner.simulate import Simulator, StepEstimate
 
 WEIGHT_LEVELS, SUM_LEVELS = 4, 8
@@ -67,9 +57,8 @@ class Search:
 
     def changed(self, **options: Any) -> Search:
         """The same with some settings changed, by the names that users know."""
-        run, limits = dataclasses.replace(self.run, **run_fields(options)), self.limits.copy()
-        limits.update(limits_of(options))
-        return Search(self.shape, self.machine, run, **limits)
+        fields, limits = split(options)
+        return Search(self.shape, self.machine, dataclasses.replace(self.run, **fields), **self.limits | limits)
 
     @property
     def simulator(self) -> Simulator:
@@ -231,7 +220,7 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         memory=ledger.account(decision),
         capacity=search.capacity,
         step=step,
-        lossy=_lossy(run),
+        lossy=tuple(_lossy(run)),
         notes=tuple(_notes(search, decision)),
         **named,
     )
@@ -284,13 +273,11 @@ def _disks(machine: Machine, offload_dir: Any) -> tuple[Disk, ...]:
     return tuple(known.get(path, ASSUMED_DISK) for path in folders(offload_dir))
 
 
-def _lossy(run: Run) -> tuple[str, ...]:
-    found = []
+def _lossy(run: Run) -> Iterator[str]:
     if run.moment_width != "fp32":
-        found.append(f"moments of matrices in {run.moment_width}")
+        yield f"moments of matrices in {run.moment_width}"
     if run.precision == "bf16-sr":
-        found.append("weights in bf16 without an FP32 master, rounded stochastically")
-    return tuple(found)
+        yield "weights in bf16 without an FP32 master, rounded stochastically"
 
 
 def _notes(search: Search, decision: Decision) -> Iterator[str]:
