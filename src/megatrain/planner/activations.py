@@ -29,23 +29,22 @@ class Kept:
     """Whatever the layer: its input."""
     norm: float
     """Per norm that is written out in FP32."""
-    fused_norm: float
     head_norm: float
     """Per unit of queries and keys, if those are normed."""
     mlp: float
-    expert_mlp: float
-    """Per unit of width of the experts that a token is sent to."""
-    expert_hidden: float
-    """Per expert that a token is sent to."""
+    """Of experts, those that a token is sent to."""
 
 
-EAGER = Kept(hidden=2, norm=8, fused_norm=4, head_norm=6, mlp=8, expert_mlp=8, expert_hidden=4)
+EAGER = Kept(hidden=2, norm=8, head_norm=6, mlp=8)
 """A norm keeps its input in FP32, that normed in BF16, and its output; attention q, k, v and its output (4 each per
 unit of queries and of keys) and one FP32 number per head; the MLP gate, its activation, up and their product; experts
 the rows they were given and those they gave. `benchmarks/layers.py` measures the same, to 0.5% where there are experts
 and exactly elsewhere."""
-COMPILED = Kept(hidden=0, norm=4, fused_norm=4, head_norm=2, mlp=6, expert_mlp=6, expert_hidden=4)
+COMPILED = Kept(hidden=0, norm=4, head_norm=2, mlp=6)
 """The same compiled: norms are made again from their input, the activation of the MLP from gate and up."""
+FUSED_NORM = 4
+EXPERT_ROWS = 4
+"""Per expert that a token is sent to, and unit of hidden size."""
 CLAMPED_MLP = 6
 """More per unit of width of experts with biases (gpt-oss), whose activation is written out; counted on the CPU."""
 ATTENTION = 4
@@ -109,14 +108,12 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
         return _traced(block, block.traced.graph, run, attention, run.micro_tokens, more)
     kept = COMPILED if run.compile else EAGER
     heads = block.attention_width + block.kv_width
-    per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
+    per_token = (kept.hidden + kept.norm * block.norms + FUSED_NORM * block.fused_norms) * block.hidden_size
     per_token += (ATTENTION + (kept.head_norm if block.head_norms else 0)) * heads + LSE_BYTES * block.heads
+    per_token += kept.mlp * block.intermediate_size
     if block.experts:
-        per_token += kept.expert_mlp * block.intermediate_size + ROUTER_BYTES * block.experts
-        per_token += kept.expert_hidden * block.experts_per_token * block.hidden_size
+        per_token += ROUTER_BYTES * block.experts + EXPERT_ROWS * block.experts_per_token * block.hidden_size
         per_token += CLAMPED_MLP * block.intermediate_size if block.expert_biases else 0
-    else:
-        per_token += kept.mlp * block.intermediate_size
     return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * more
 
 

@@ -135,8 +135,6 @@ class Ledger:
         self._slot_bytes, self._ring_bytes = _looked_up_before(shape, run.itemsize, run.accumulation > 1)
         self._disk_bytes: Table = {}
 
-    # ---- which blocks
-
     def placed(self, decision: Decision) -> dict[str, list[int]]:
         """Blocks by the fields of a plan that name them."""
 
@@ -157,8 +155,6 @@ class Ledger:
         """Blocks whose states are on disk: layers from the last, then the rest unless that is resident."""
         blocks = [*self.layers[layers:][::-1], *([] if resident else self.rest[::-1])]
         return sorted(blocks[:disk])
-
-    # ---- bytes
 
     def account(self, decision: Decision) -> dict[str, dict[str, int]]:
         """Tier → role → bytes of a decision, each at its peak."""
@@ -218,8 +214,6 @@ class Ledger:
         all_fit = fit(np.full_like(chosen.stored, most))
         return chosen.replace(stored=np.where(all_fit, most, most_layers(chosen.stored, most, fit)))
 
-    # ---- the parts
-
     def _sums(self, values: list[int]) -> Sums:
         return Sums(values, self.layers, self.rest)
 
@@ -241,7 +235,7 @@ class Ledger:
 
         def nbytes(streamed: int, held: int, slots: int) -> tuple[int]:
             slabs = self._layer_slabs[held] + (self._rest_slabs if streamed else Counter())
-            return (sum(_largest(ring)[0] * weight_slots(slots, _count(ring)) for ring in _rings(slabs)),)
+            return (sum(ring.nbytes * weight_slots(slots, ring.count) for ring in _rings(slabs)),)
 
         found: Ints = looked_up(self._slot_bytes, nbytes, chosen.rest == STREAMED, chosen.held, chosen.slots)[0]
         return found
@@ -260,19 +254,15 @@ class Ledger:
         slots, several = 0, self.run.accumulation > 1
         for ring in _rings(streamed + held):
             # A streamed gradient is summed in its slot, and rounded beside that; a held one passes none.
-            per = max((4 if size == 4 else 4 + size) if several else size for (_, _, size), _ in ring)
-            if any(slab in streamed for slab, _ in ring):
-                slots += _largest(ring)[1] * per * grad_slots(most, _count(ring))
+            per = max((4 if size == 4 else 4 + size) if several else size for _, _, size in ring.slabs)
+            if ring.slabs & streamed.keys():
+                slots += ring.elements * per * grad_slots(most, ring.count)
         others = self._layer_slabs[layers] + (none if rest == RESIDENT else self._rest_slabs)
-        leaving = sum(
-            _largest(ring)[0] * min(PASSING, _count(ring))
-            for ring in _rings(others)
-            if any(slab in held for slab, _ in ring)
-        )
+        leaving = sum(ring.nbytes * min(PASSING, ring.count) for ring in _rings(others) if ring.slabs & held.keys())
         # A sum is rounded before it is copied. In a step of one window it is, when the window has passed the block, but
         # for parts that are merged; until then it is FP32.
         here = self._layer_trained[0] - self._layer_trained[summed] + (none if rest == STREAMED else self._rest_trained)
-        sums = sum(4 * _largest(ring)[1] for ring in _rings(here) if several and ring[0][0][2] < 4)
+        sums = sum(4 * ring.elements for ring in _rings(here) if several and ring.itemsize < 4)
         merged = leaving if any(self.states[i].tied for i in self.rest) else 0
         staging = STAGING * max((nbytes for nbytes, _, _ in streamed), default=0)
         return slots, merged + sums, leaving, staging
@@ -314,17 +304,15 @@ class Ledger:
         return chosen.replace(disk=disk)
 
 
-Ring = list[tuple[tuple[int, int, int], int]]
+class _Ring:
+    """Slabs that share slots, the largest first: those alike, and how many there are of each."""
+
+    def __init__(self, alike: list[tuple[tuple[int, int, int], int]]) -> None:
+        self.slabs = dict(alike).keys()
+        self.nbytes, _, self.itemsize = alike[0][0]
+        self.elements = max(elements for _, elements, _ in self.slabs)
+        self.count = sum(count for _, count in alike)
 
 
-def _rings(slabs: Slabs) -> list[Ring]:
-    return by_size(slabs.items(), lambda alike: alike[0][0])
-
-
-def _largest(ring: Ring) -> tuple[int, int]:
-    """Bytes and elements of a ring's largest slab."""
-    return ring[0][0][0], max(elements for (_, elements, _), _ in ring)
-
-
-def _count(ring: Ring) -> int:
-    return sum(count for _, count in ring)
+def _rings(slabs: Slabs) -> list[_Ring]:
+    return [_Ring(alike) for alike in by_size(slabs.items(), lambda alike: alike[0][0])]

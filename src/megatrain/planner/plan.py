@@ -72,8 +72,6 @@ class Plan:
         for name in ("policy", "memory", "capacity"):
             object.__setattr__(self, name, Frozen(getattr(self, name)))
 
-    # ---- what people ask
-
     @property
     def tokens_per_second(self) -> float:
         return self.run.tokens / self.step.seconds
@@ -114,8 +112,6 @@ class Plan:
     def total(self, tier: str) -> int:
         """Bytes of a tier at the peak."""
         return sum(self.memory[tier].values())
-
-    # ---- as text
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=2) + "\n"

@@ -121,8 +121,6 @@ class Search:
         among = needs["vram"] <= self.capacity["vram"]
         return int(needs[tier][among].min() if tier != "vram" and among.any() else needs[tier].min())
 
-    # ---- decisions
-
     def _choices(self, layers: Sequence[int], held: Sequence[int]) -> Decisions:
         """One decision per group, with the fewest slots: the least memory the group can do with."""
         windows = window_choices(self.run.accumulation) if self.run.together else [(1, 1)]
