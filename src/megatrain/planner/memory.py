@@ -44,8 +44,6 @@ MOST = 1 << 44
 """Bytes of one layer's activations at the most: no machine has as much, and sums of them fit in 64 bits."""
 STAGES = 3
 """Blocks whose states are in RAM on their way from and to the disk: read ahead, updated, written."""
-
-
 Slabs = Counter[tuple[int, int, int]]
 """Slabs alike (bytes, elements, itemsize) → how many."""
 

@@ -27,35 +27,28 @@ class Answer:
 def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -> Plan:
     """The fastest plan for a model, a config or a name, on a machine (its name, a path, or a `Machine`).
 
-    `options` are those of `planner/run.py`: `batch` × `length` tokens are a micro-batch, `accumulation` of them a
-    step, `evaluation` tokens a batch of the evaluation (0: none), of which logits (`predictions`) or the loss alone are
-    looked at; the other settings mean what they mean in `mt.init`; `reach` is what can be had of the machine now (None:
-    all of it). Raises `NotEnoughMemory` with what would make it fit.
+    `options` are fields of a `Run` (`batch` is its `micro_batch`, `optimizer` its `kind`) and `Limits`. Raises
+    `NotEnoughMemory` with what would make it fit.
     """
     return _asked(model_or_config, machine, None, options).plan()
 
 
 def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
-    """Most sequences of `length` tokens in a micro-batch. Raises `NotEnoughMemory` if not even one fits.
-
-    Takes what `plan` does, `batch` left alone; or a `Run`, with limits beside it.
-    """
+    """Most sequences of `length` tokens in a micro-batch; takes what `plan` does, or a `Run` with limits beside it."""
     return _largest(_asked(model_or_config, machine, run, options), "batch")
 
 
 def largest_context(
     model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any
 ) -> Answer:
-    """Most tokens in a sequence, in multiples of 64, with `batch` of them in a micro-batch; takes what `largest_batch`
-    does, `length` left alone."""
+    """Most tokens in a sequence, in multiples of 64, with `batch` of them in a micro-batch."""
     return _largest(_asked(model_or_config, machine, run, options), "length", step=64)
 
 
 def largest_model(
     machine: MachineLike = None, run: Run | None = None, family: Iterable[Any] | None = None, **options: Any
 ) -> Answer:
-    """Most parameters: of a family (models, configs, names or shapes), or of dense decoders made up for the question;
-    takes what `largest_batch` does."""
+    """Most parameters: of a family (models, configs, names or shapes), or of dense decoders made up for this."""
     machine = machine_of(machine)
 
     def fits(shape: ModelShape) -> bool:

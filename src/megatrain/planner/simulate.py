@@ -225,8 +225,7 @@ class _Queue:
 
 
 class _Pass:
-    """One window, forward and backward; the first with the updates before it, the last without clipping with those in
-    its backward."""
+    """One window: the first with the updates before it, the last without clipping with those in its backward."""
 
     def __init__(self, costs: Costs, chosen: Decisions, blocks: list[_Block], windows: Windows, number: int) -> None:
         count = len(chosen)
