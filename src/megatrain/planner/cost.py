@@ -57,6 +57,10 @@ WRITTEN_TRAFFIC = 8
 HOST_OPERATIONS = {False: (220, 700), True: (150, 600)}
 """Compiled → what a layer's forward and backward keep the host busy with, in small operations (`Machine.launches`). A
 step of 1.5B, all of it in VRAM and every graph stored, took 6.4 ms per layer and micro-batch at 155,000 a second."""
+BESIDE = 2.0
+"""How many times as long that takes while the CPU updates: the threads that launch share its cores and its memory. A
+padded 1.5B in a window of two took 3.9 ms per layer and micro-batch there (H200, 2026-11-16; 3.1 here); without this
+a step of GPT-2 XL was planned 14% too short, with it 6%."""
 CALL = 0.1e-3
 """Seconds around every call of a block."""
 SWITCH = 0.3e-3
@@ -94,6 +98,8 @@ class Piece:
         head, parked = block.kind == "head", input_bytes(block, run) if block.kind == "layer" else 0
         updated = block.trainable * costs.relative
         self.forward, self.backward = costs.compute(block, state)
+        self.beside = max(self.forward, BESIDE * costs.launched[0]) if block.kind == "layer" else self.forward
+        """The forward while the CPU updates."""
         self.again = 0.0 if head else self.forward
         """The forward once more, where its graph was not kept; gradients of the head are taken at once."""
         self.fetch = _copy(state.weights, costs.h2d)
@@ -136,7 +142,8 @@ class Costs:
         self._attention = machine.attention * machine.matmul[kind] / machine.matmul["bf16"]
         gpu = machine.gpu is not None
         self.hbm = machine.hbm if gpu else machine.dram
-        self._launch = 1 / machine.launches if gpu else 0.0
+        self.launched = [count / machine.launches if gpu else 0.0 for count in HOST_OPERATIONS[run.compile]]
+        """Seconds in which the host launches a layer's forward, and its backward."""
         self.h2d, self.d2h = (machine.h2d, machine.d2h) if gpu else (machine.dram / 2, machine.dram / 2)
         self.both = min(self.h2d, self.d2h, machine.duplex / 2) if gpu else machine.dram / 2
         self.slowed, self.crowded = _beside_copies(machine, run)
@@ -178,8 +185,7 @@ class Costs:
         forward = products + (there + state.weights) / self.hbm + 2 * scores
         backward = 2 * products + (back + 2 * state.weights) / self.hbm + 5 * scores
         # The host runs ahead of the GPU, unless a layer takes it longer to launch than the GPU to compute.
-        least = [count * self._launch for count in HOST_OPERATIONS[run.compile]]
-        return max(forward, least[0]), max(backward + handed, least[1])
+        return max(forward, self.launched[0]), max(backward + handed, self.launched[1])
 
     def _moved(self, block: BlockShape, moved: Moved) -> float:
         """Bytes of one micro-batch."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatrain.geometry import LANES, PASSING, grad_slots, weight_slots
 from megatrain.planner.arrays import Bools, Floats, Ints, Sums, Table, looked_up
-from megatrain.planner.cost import PARK, STEP, STREAM, TRAINER, Costs
+from megatrain.planner.cost import CALL, PARK, STEP, STREAM, TRAINER, Costs
 from megatrain.planner.decision import GRAD_SLOTS, RESIDENT, SLOTS, STREAMED, Decision, Decisions, Windows
 from megatrain.planner.memory import STAGES, Ledger
 
@@ -238,7 +238,7 @@ class _Pass:
         rings = range(max(costs.rings.values(), default=0) + 1)
         self.released = [_Queue(max(SLOTS), count) for _ in rings]
         self.sent = [_Queue(max(GRAD_SLOTS), count) for _ in rings]
-        self.states_in, self.states_out = np.zeros(count), np.zeros(count)
+        self.states_in, self.states_out, self.updating = (np.zeros(count) for _ in range(3))
         self.rooms = [_Queue(PASSING, count) for _ in rings]
         """States that have gone back to RAM: their slots are free."""
         self.left = [_Queue(PASSING, count) for _ in rings]
@@ -255,6 +255,8 @@ class _Pass:
     def run(self) -> Floats:
         """Seconds from the norm, or from the end of the window before."""
         written = self._update_in_order() if self.first and self.clipping else [None] * len(self.blocks)
+        if (done := written[-1]) is not None:
+            self.updating = done
         for block, when in zip(self.blocks, written, strict=True):
             self._forward(block, when)
         for block in reversed(self.blocks):
@@ -336,7 +338,9 @@ class _Pass:
             self._wait(written, block.visits, "states_in")
             # An update in VRAM takes the GPU from compute.
             self.compute = self.compute + piece.gpu_update * block.here
-        self.compute = self.compute + self.micro * (piece.forward + self.call)
+        usual, beside = (self.micro * (seconds + self.call) for seconds in (piece.forward, piece.beside))
+        share = np.clip((self.updating - self.compute) / np.maximum(beside, CALL), 0.0, 1.0)
+        self.compute = self.compute + share * beside + (1 - share) * usual
         self.released[block.ring].add(self.compute, block.fetched)
         if block.parked.any():
             # Two inputs may be on their way out; compute waits for those before them.
