@@ -23,10 +23,11 @@ of these is raised at its end (compute/interrupts.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -330,15 +331,9 @@ class Step:
 
     def _ahead(self, predictor: Predictor) -> list[Slab]:
         """Slabs of the uses that are expected next, nearest first; those for which nothing travels do not count."""
-
-        def fetched(use: Hashable) -> bool:
-            return any(self.fetcher.travels(slab) for slab in self._slabs_of(use))
-
-        return [slab for use in predictor.upcoming(self.fetcher.depth, fetched) for slab in self._slabs_of(use)]
-
-    def _slabs_of(self, use: Hashable) -> list[Slab]:
-        assert isinstance(use, tuple)
-        return self.blocks[use[1]].slabs
+        uses = (self.blocks[use[1]].slabs for use in predictor.upcoming() if isinstance(use, tuple))
+        fetched = (slabs for slabs in uses if any(map(self.fetcher.travels, slabs)))
+        return list(chain.from_iterable(islice(fetched, self.fetcher.depth)))
 
     def _in_forward_order(self) -> list[Slab]:
         """Slabs as the last forward used them, then those it did not use."""

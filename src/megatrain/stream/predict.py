@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 BOUNDARY: Hashable = "step"
 """The use that an optimizer step leaves in the record: weights beyond it are not final yet."""
-LOOKAHEAD = 4
-"""Uses that are looked at for each one that is found, so that a block that repeats for ever is no endless loop."""
+LOOKAHEAD = 8
+"""Uses that are looked at for each one that is found, and before the first, so that a block that repeats for ever is no
+endless loop."""
 
 
 class Predictor:
@@ -27,23 +28,15 @@ class Predictor:
         for use in uses:
             self.record(use)
 
-    def upcoming(self, count: int, wanted: Callable[[Hashable], bool] = lambda _: True) -> list[Hashable]:
-        """The next different uses that are wanted, as far as they are known, not beyond a step boundary. A use that
-        repeats (every micro-batch of a window uses a block) is no other use."""
-        context = self._last
-        found: list[Hashable] = []
+    def upcoming(self) -> Iterator[Hashable]:
+        """The next different uses, as far as they are known, not beyond a step boundary. A use that repeats (every
+        micro-batch of a window uses a block) is no other use."""
+        context, looks = self._last, LOOKAHEAD
         passed: set[Hashable] = set()
-        looks = LOOKAHEAD * count
-        while looks and len(found) < count:
+        while looks and (following := self._after.get(context, BOUNDARY)) != BOUNDARY:
             looks -= 1
-            following = self._after.get(context)
-            if following is None or following == BOUNDARY:
-                break
             if following != context[1] and following not in passed:
                 passed.add(following)
-                if wanted(following):
-                    found.append(following)
-                else:
-                    looks += LOOKAHEAD
+                looks += LOOKAHEAD
+                yield following
             context = (context[1], following)
-        return found
