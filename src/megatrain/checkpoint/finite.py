@@ -27,14 +27,12 @@ def nonfinite(parameters: Iterable[tuple[str, StoreTensor]], moments: Collection
     """
     found = []
     for name, parameter in parameters:
-        slab = parameter.slab
-        segment = slab.layout.segments[parameter.segment]
-        with slab.open(reads=("weight", "states")) as state:
-            if not _all_finite(state.weight[segment.offset : segment.end]):
-                found.append(name)
-            for role, tensor in states_of(parameter, moments).items():
-                if not _all_finite(tensor, scales=role.endswith(".scale")):
-                    found.append(f"{name}/{role.split('.')[0]}")
+        parameter.slab.settle()
+        if not _all_finite(parameter.stored()):
+            found.append(name)
+        for role, tensor in states_of(parameter, moments).items():
+            if not _all_finite(tensor, scales=role.endswith(".scale")):
+                found.append(f"{name}/{role.split('.')[0]}")
     return found
 
 

@@ -28,7 +28,7 @@ from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
 from megatrain.generators import Generators
 from megatrain.store.gradient import Place
-from megatrain.store.parameter import after_accumulate, users_hooks
+from megatrain.store.parameter import users_hooks
 from megatrain.store.slab import Slab
 from megatrain.stream.activations import Activations, Parked
 
@@ -301,7 +301,8 @@ def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[tuple[int,
             found[segment] = gradient
         flow.gradients(slab, place, found)
         for segment in found:
-            after_accumulate(hooked[segment])
+            for hook in users_hooks(hooked[segment]._post_accumulate_grad_hooks):
+                hook(hooked[segment])
     flow.finished(block)
 
 

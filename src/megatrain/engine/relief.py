@@ -80,7 +80,8 @@ class Holds:
             sums = [slab for slab in self._slabs if slab.held_sum]
             for slab in sums:
                 slab.grad.clear()
-                slab.grad.move_home(slab.homes.states)
+                slab.grad.give_back()
+                slab.homes.sums = slab.homes.states
             self._leaving.let_go(sums)
             self._states.let_go(sums)
             self._fetcher.let_go()

@@ -89,7 +89,9 @@ class Step:
         """Slab → block, for slabs that only one block uses."""
         self._sums: WindowSums | None = None
         for slab in self.slabs:
-            slab.grad.keeper = _Keeper(self.drain, self.updates)
+            # Parameters lead to these, so they must not lead to the engine, which ends with its last user: autograd
+            # keeps what parameters refer to out of the garbage collector's sight.
+            slab.grad.merge, slab.grad.refuse_late = self.drain.merge, self.updates.refuse_late
 
     def expect(self, blocks: list[Block]) -> None:
         """The first step has no past to predict from: assume registration order, there and back."""
@@ -343,11 +345,3 @@ class Step:
     def _span(self, label: str) -> AbstractContextManager[None]:
         timeline = self.lanes.timeline
         return (timeline.device_span if self.device.type == "cuda" else timeline.host_span)("compute", label)
-
-
-class _Keeper:
-    """What works on gradients. Parameters lead to it, so it must not lead to the engine, which is to end with its last
-    user: autograd keeps what parameters refer to out of the garbage collector's sight."""
-
-    def __init__(self, drain: Drain, updates: Updates) -> None:
-        self.merge, self.refuse_late = drain.merge, updates.refuse_late

@@ -15,7 +15,7 @@ import torch
 from megatrain.native import library as native
 from megatrain.native.kernels import triton_kernel
 from megatrain.optim.rules import AdamW, Rule
-from megatrain.store.formats import FP32, round_to_bf16
+from megatrain.store.formats import FP32, Format, round_to_bf16
 from megatrain.store.gradient import Snapshot
 from megatrain.store.moments import Piece
 from megatrain.store.random import Draws, seed_of
@@ -80,9 +80,13 @@ def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip
 
 def _pieces(slab: Slab, indices: list[int]) -> Iterator[tuple[int, int, int]]:
     """(first segment, start, end) of runs of neighbouring segments whose moments are stored alike."""
+
+    def formats(index: int) -> list[Format]:
+        return [moment.format(index) for moment in slab.moments.values()]
+
     runs: list[list[int]] = []
     for index in indices:
-        if runs and index == runs[-1][-1] + 1 and slab.formats(index) == slab.formats(runs[-1][-1]):
+        if runs and index == runs[-1][-1] + 1 and formats(index) == formats(runs[-1][-1]):
             runs[-1].append(index)
         else:
             runs.append([index])
@@ -152,7 +156,7 @@ def _reference(operands: Operands, start: int, end: int) -> None:
     weight, residual = operands.weight[start:end], operands.residual
     master = weight.float() if residual is None else join(weight, residual[start:end])
     gradient = operands.gradient[start:end].to(operands.gradient_dtype).float()
-    pieces = [_part(piece, start, end) for piece in operands.moments]
+    pieces = [_part(piece, start) for piece in operands.moments]
     moments = tuple(piece.format.decode(piece.payload, piece.scales, end - start) for piece in pieces)
     operands.rule.update(master, moments, gradient, operands.scalars)
     for number, (piece, values) in enumerate(zip(pieces, moments, strict=True)):
@@ -167,7 +171,7 @@ def _reference(operands: Operands, start: int, end: int) -> None:
         weight.copy_(master)
 
 
-def _part(piece: Piece, start: int, end: int) -> Piece:
+def _part(piece: Piece, start: int) -> Piece:
     chosen = piece.format
     payload = piece.payload[chosen.payload_bytes(start) :]
     return Piece(chosen, payload, None if piece.scales is None else piece.scales[start // chosen.block :])

@@ -7,14 +7,13 @@ own. They also claim a storage each: views of one slab would be taken for tensor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatrain.errors import MegaTrainError
 from megatrain.store.parameter import StoreTensor
-from megatrain.store.slab import PIECE
-from megatrain.store.split import join
 
 DEVICE = torch.device("lazy")
 
@@ -37,21 +36,10 @@ class ExportTensor(StoreTensor):
 
     def host(self) -> torch.Tensor:
         """The values in host memory, dense: a view of the store if they lie there in this dtype."""
-        weight = super().host().contiguous()
-        if self.dtype == self.slab.layout.dtype:
-            return weight
-        if self.slab.residual is None:
-            return weight.to(self.dtype)
-        residual = self._strided(self.slab.residual).cpu().contiguous().view(-1)
-        whole = torch.empty(weight.numel(), dtype=self.dtype)
-        # In pieces, so that the halves as integers stay small beside the result.
-        pieces = zip(weight.view(-1).split(PIECE), residual.split(PIECE), whole.split(PIECE), strict=True)
-        for high, low, target in pieces:
-            target.copy_(join(high, low))
-        return whole.view(weight.shape)
+        found = super().host() if self.dtype == self.slab.layout.dtype else self.master().to(self.dtype)
+        return found.contiguous()
 
-    def materialise(self) -> torch.Tensor:
-        return self.host()
+    materialise = host
 
     def require_writable(self) -> None:
         raise MegaTrainError("a state dict that was made for saving cannot be written to; write into the parameter.")
@@ -74,20 +62,8 @@ class ExportTensor(StoreTensor):
         return self.slab.weight.data_ptr() + int(self.geometry.storage_offset()) * self.slab.layout.dtype.itemsize
 
     def untyped_storage(self) -> Any:
-        return _Storage(self.data_ptr(), self.numel() * self.dtype.itemsize)
-
-
-class _Storage:
-    """As much of a storage as tells tensors apart and sizes shards."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._address, self._nbytes = address, nbytes
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def nbytes(self) -> int:
-        return self._nbytes
+        """As much of a storage as tells tensors apart and sizes shards."""
+        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self.numel() * self.dtype.itemsize)
 
 
 def exported(state: Mapping[str, Any]) -> dict[str, Any]:

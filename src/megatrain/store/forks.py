@@ -11,25 +11,14 @@ import os
 import weakref
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
 
 from megatrain.errors import ForkedProcess, MegaTrainError
 from megatrain.native import library as native
-from megatrain.store.ticket import Ticket
+from megatrain.store.ticket import Order, Ticket
 from megatrain.telemetry.notices import warn
 
-
-class Ordered(Protocol):
-    """What has tickets of work that lanes do."""
-
-    def finish_work(self) -> None:
-        """Wait for the work."""
-
-    def forget_work(self) -> list[Ticket]:
-        """There is no lane that does it. The tickets that it had."""
-
-
-_ordered: weakref.WeakValueDictionary[int, Ordered] = weakref.WeakValueDictionary()
+_orders: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
+"""Of memory that lanes read and write."""
 _of_the_parent: list[Ticket] = []
 """In a child: tickets may hold CUDA events, and CUDA ends a process that destroys those of another."""
 _mapped: dict[int, tuple[weakref.ref[mmap.mmap], int, int]] = {}
@@ -63,10 +52,11 @@ def protect(memory: mmap.mmap, address: int, nbytes: int) -> None:
     _mapped[key] = (weakref.ref(memory, lambda _: _mapped.pop(key, None)), address, nbytes)
 
 
-def settle_before(ordered: Ordered) -> None:
-    """Let every fork wait for the work on it."""
+def settle_before(order: Order) -> Order:
+    """Let every fork wait for the work on this memory."""
     _register()
-    _ordered[id(ordered)] = ordered
+    _orders[id(order)] = order
+    return order
 
 
 @cache
@@ -76,19 +66,18 @@ def _register() -> None:
 
 
 def _before() -> None:
-    for reference in _ordered.valuerefs():
-        ordered = reference()
-        if ordered is not None:
-            # Work that failed is raised where it is looked for next, in the parent.
-            with suppress(MegaTrainError):
-                ordered.finish_work()
+    for reference in _orders.valuerefs():
+        # Work that failed is raised where it is looked for next, in the parent.
+        with suppress(MegaTrainError):
+            if (order := reference()) is not None:
+                order.until_writable()
 
 
 def _in_child() -> None:
-    for reference in _ordered.valuerefs():
-        ordered = reference()
-        if ordered is not None:
-            _of_the_parent.extend(ordered.forget_work())
+    for reference in _orders.valuerefs():
+        if (order := reference()) is not None:
+            # Lanes are the parent's, who does what was submitted.
+            _of_the_parent.extend(order.forget())
     for _, address, nbytes in list(_mapped.values()):
         try:
             native.protect(address, nbytes)

@@ -12,12 +12,12 @@ that became zero would make the next update explode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
-from megatrain.geometry import SMALL, WIDTHS
+from megatrain.geometry import WIDTHS
 
 _ONE = 0x3F800000
 _SMALLEST, _LARGEST = 0x00800000, 0x7F7FFFFF
@@ -26,11 +26,17 @@ _SMALLEST, _LARGEST = 0x00800000, 0x7F7FFFFF
 
 @dataclass(frozen=True)
 class Format:
-    """A moment's width: `bits` per element, and one FP32 scale per `block` elements (0: none)."""
+    """How one moment is stored, in `bits` per element: FP32 as it is, or BF16 rounded stochastically."""
 
     name: str
     bits: int
     block: int = 0
+    """Elements that share an FP32 scale (0: there are no scales)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the payload's bytes are."""
+        return torch.uint8 if self.block else torch.float32 if self.bits == 32 else torch.bfloat16
 
     def payload_bytes(self, numel: int) -> int:
         return numel * self.bits // 8
@@ -39,40 +45,15 @@ class Format:
         return 4 * -(-numel // self.block) if self.block else 0
 
     def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
-        """FP32 values of the first `count` elements of a uint8 payload."""
-        raise NotImplementedError
+        """FP32 values of the first `count` elements of a uint8 payload, in memory of their own."""
+        return payload[: self.payload_bytes(count)].view(self.dtype).to(torch.float32, copy=True)
 
     def encode(
         self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
     ) -> None:
         """Write FP32 values; `draws` are 16 random bits per element, None: round to nearest."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Plain(Format):
-    """FP32 as it is."""
-
-    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
-        return payload[: count * 4].view(torch.float32).clone()
-
-    def encode(
-        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
-    ) -> None:
-        payload[: values.numel() * 4].view(torch.float32).copy_(values)
-
-
-@dataclass(frozen=True)
-class Half(Format):
-    """BF16, rounded stochastically."""
-
-    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
-        return payload[: count * 2].view(torch.bfloat16).float()
-
-    def encode(
-        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
-    ) -> None:
-        payload[: values.numel() * 2].view(torch.bfloat16).copy_(round_to_bf16(values, draws))
+        stored = values if self.bits == 32 else round_to_bf16(values, draws)
+        payload[: self.payload_bytes(values.numel())].view(self.dtype).copy_(stored)
 
 
 @dataclass(frozen=True)
@@ -120,8 +101,10 @@ class Codes(Format):
         count, blocks = values.numel(), -(-values.numel() // self.block)
         if draws is None:
             draws = torch.full((count,), 0x8000, dtype=torch.int32, device=values.device)
-        bits = _blocks(values.view(torch.int32), blocks, self.block)
-        magnitude, draws = bits & 0x7FFFFFFF, _blocks(draws, blocks, self.block)
+        # Past `count` lies padding: zeros, whose codes are zero too.
+        padding = (0, blocks * self.block - count)
+        bits, draws = pad(values.view(torch.int32), padding).view(blocks, -1), pad(draws, padding).view(blocks, -1)
+        magnitude = bits & 0x7FFFFFFF
         scale = magnitude.amax(dim=1).clamp(_SMALLEST, _LARGEST).view(torch.float32)
         scales[:blocks] = scale
         share = magnitude.view(torch.float32) * (1.0 / scale)[:, None]
@@ -134,16 +117,15 @@ class Codes(Format):
             codes = torch.where(small < 65536, (draws < small).int(), codes) | ((bits >> 31) & self.levels)
         if self.bits == 4:
             codes = codes[:, : self.block // 2] | (codes[:, self.block // 2 :] << 4)
-        # Past `count` lies padding: zeros, whose codes are zero too.
         payload[: codes.numel()].copy_(codes.reshape(-1))
 
 
 def _codes(name: str, mantissa: int, signed: bool) -> Codes:
-    return Codes(name, WIDTHS[name].bits, WIDTHS[name].block, mantissa=mantissa, signed=signed)
+    return Codes(name, WIDTHS[name].bits, WIDTHS[name].block, mantissa, signed)
 
 
-FP32 = Plain("fp32", WIDTHS["fp32"].bits)
-BF16 = Half("bf16", WIDTHS["bf16"].bits)
+FP32 = Format("fp32", WIDTHS["fp32"].bits)
+BF16 = Format("bf16", WIDTHS["bf16"].bits)
 FORMATS: dict[str, tuple[Format, Format]] = {
     "fp32": (FP32, FP32),
     "bf16": (BF16, BF16),
@@ -151,14 +133,6 @@ FORMATS: dict[str, tuple[Format, Format]] = {
     "4bit": (_codes("4bit", mantissa=1, signed=True), _codes("4bit", mantissa=0, signed=False)),
 }
 """By name: the format of a moment of either sign, and of one that is never negative."""
-
-
-def format_of(name: str, signed: bool, shape: Sequence[int]) -> Format:
-    """How one parameter's moment is stored when `name` is asked for."""
-    numel = torch.Size(shape).numel()
-    if len(shape) < 2 or numel < SMALL:
-        return FP32
-    return FORMATS[name][0 if signed else 1]
 
 
 def round_to_bf16(values: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
@@ -170,8 +144,3 @@ def round_to_bf16(values: torch.Tensor, draws: torch.Tensor | None) -> torch.Ten
     rounded = torch.where(special, bits, bits + draws)
     rounded = torch.where(values.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32, device=values.device), rounded)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def _blocks(flat: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
-    missing = blocks * block - flat.numel()
-    return torch.cat([flat, flat.new_zeros(missing)]).view(blocks, block)

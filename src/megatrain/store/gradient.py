@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from megatrain.geometry import TIERS
-from megatrain.store.forks import Owner
+from megatrain.store.forks import Owner, settle_before
 from megatrain.store.layout import Layout
-from megatrain.store.memory import Buffer, Homes, Memory
+from megatrain.store.memory import Buffer, Homes
 from megatrain.store.ticket import Order
 
 ADDED = 1 << 20
@@ -33,10 +32,6 @@ class Snapshot:
     scale: float = 1.0
     order: Order = field(default_factory=lambda: Order("gradient"))
     """Of the memory that it lies in."""
-
-    def rounded(self, start: int, end: int) -> torch.Tensor:
-        """Elements [start, end) in FP32, after rounding to the gradient dtype."""
-        return self.flat[start:end].to(self.dtype).float()
 
     @property
     def parts(self) -> tuple[tuple[torch.Tensor, frozenset[int]], ...]:
@@ -86,7 +81,7 @@ class Part:
         """Whether it is one gradient or a rounded sum: values of the gradient dtype, whichever buffer they are in."""
         self.square_sum: torch.Tensor | None = None
         """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
-        self.order = Order("gradient")
+        self.order = settle_before(Order("gradient"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,26 +120,31 @@ class Part:
     def _widen(self) -> None:
         if self.dtype == torch.float32 or self.summed:
             return
-        landed = self.buffer
-        if landed is not None and not self.present:
+        if not self.present:
             self._free_landing()
         # If there is no memory for it, nothing has changed.
         total = self.sum_buffer.view(torch.float32)
-        if landed is not None and self.present:
-            total.copy_(landed.view(self.dtype))
+        if self.buffer is not None:
+            total.copy_(self.buffer.view(self.dtype))
             self._free_landing()
         self.summed = True
 
     def _free_landing(self) -> None:
-        self._gradient.homes.sums.free(self.buffer)
-        self.buffer = None
+        if self.buffer is not None:
+            self._gradient.homes.sums.free(self.buffer)
+            self.buffer = None
+
+    def _free_sum(self) -> None:
+        if self.sum is not None:
+            self._gradient.homes.sums.free(self.sum)
+            self.sum = None
 
     def round(self) -> None:
         """Keep a complete sum in the gradient dtype, on the device, in the order of compute's stream."""
         if self.summed and self.sum is not None:
             self.landing.view(self.dtype).copy_(self.flat)
-            self._gradient.homes.sums.free(self.sum)
-            self.sum, self.summed = None, False
+            self._free_sum()
+            self.summed = False
         self.single = True
 
     def multiply(self, factor: float) -> None:
@@ -170,20 +170,8 @@ class Part:
         if not self.present:
             # The last update may still be reading them.
             self.order.until_writable()
-            for buffer in (self.buffer, self.sum):
-                if buffer is not None:
-                    self._gradient.homes.sums.free(buffer)
-            self.buffer = self.sum = None
-
-
-class Keeper(Protocol):
-    """Whoever works on a gradient beside its users (engine/step.py)."""
-
-    def merge(self, gradient: Gradient) -> None:
-        """Submit the sum of all parts into the first one, in the order of their places."""
-
-    def refuse_late(self, gradient: Gradient) -> None:
-        """Raise if an update has already started with this gradient."""
+            self._free_landing()
+            self._free_sum()
 
 
 class Gradient:
@@ -193,14 +181,17 @@ class Gradient:
     one part, in the order of their places, when the gradient is used or written.
     """
 
-    def __init__(self, index: int, name: str, layout: Layout, homes: Homes, owner: Owner) -> None:
+    def __init__(self, index: int, name: str, layout: Layout, homes: Homes) -> None:
         self.index = index
         self.name = name
         self.layout = layout
         self.homes = homes
-        self._owner = owner
+        self._owner = Owner()
         self.parts: dict[Place, Part] = {}
-        self.keeper: Keeper | None = None
+        self.merge: Callable[[Gradient], None] = lambda _: None
+        """Submits the sum of all parts into the first one, in the order of their places (stream/drain.py)."""
+        self.refuse_late: Callable[[Gradient], None] = lambda _: None
+        """Raises if an update has already started with this gradient (optim/schedule.py)."""
         self.several = False
         """Whether steps have several micro-batches: sums on the device are FP32 from the first on."""
         self.scale = 1.0
@@ -232,12 +223,9 @@ class Gradient:
 
     def merged(self) -> Part:
         """The one part that holds the gradient; its order says when."""
-        if self.keeper is not None:
-            self.keeper.merge(self)
+        self.merge(self)
         active = self.active()
-        if active:
-            return active[0]
-        return self.part(next(iter(self.parts), (0, 0)))
+        return active[0] if active else self.part(next(iter(self.parts), (0, 0)))
 
     def snapshot(self) -> Snapshot:
         """What the gradient is now. It stays so while a step uses it: `zero_grad` only forgets, and whoever writes
@@ -260,7 +248,7 @@ class Gradient:
     def writable(self) -> torch.Tensor:
         """The flat tensor that holds the present gradients, for the user to write to; an update may be reading it."""
         part = self.writable_part()
-        self.changed()
+        part.square_sum = None
         if self.scale != 1.0:
             part.multiply(self.scale)
             self.scale = 1.0
@@ -268,7 +256,7 @@ class Gradient:
 
     def writable_part(self) -> Part:
         self.require_owner()
-        self.refuse_late()
+        self.refuse_late(self)
         part = self.merged()
         part.order.until_writable()
         return part
@@ -277,18 +265,9 @@ class Gradient:
         """Raises in a forked child, which shares the memory."""
         self._owner.require("change them")
 
-    def refuse_late(self) -> None:
-        if self.keeper is not None:
-            self.keeper.refuse_late(self)
-
-    def changed(self) -> None:
-        """The user wrote to it: sums of squares are no longer known."""
-        for part in self.parts.values():
-            part.square_sum = None
-
     def drop(self, index: int) -> None:
         """Forget one parameter's gradient; the next one that lands for it replaces instead of adding."""
-        self.refuse_late()
+        self.refuse_late(self)
         for part in self.parts.values():
             part.present.discard(index)
             part.square_sum = None
@@ -302,11 +281,6 @@ class Gradient:
         self.scale = 1.0
         for drop in self.left_behind:
             drop()
-
-    def move_home(self, memory: Memory) -> None:
-        """From now on sums lie there; none does now."""
-        self.give_back()
-        self.homes.sums = memory
 
     def give_back(self) -> None:
         """Free the buffers that hold nothing."""

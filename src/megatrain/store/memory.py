@@ -8,14 +8,20 @@ from typing import Any, Protocol
 import torch
 
 
-class Buffer(Protocol):
-    """A run of bytes. `pinned` says whether copies between it and the device need no staging."""
+@dataclass(eq=False)
+class Buffer:
+    """A run of bytes in one tier."""
 
-    nbytes: int
-    pinned: bool
     bytes: torch.Tensor
+    pinned: bool
+    """Whether copies between it and the device need no staging."""
 
-    def view(self, dtype: torch.dtype) -> torch.Tensor: ...
+    @property
+    def nbytes(self) -> int:
+        return self.bytes.numel()
+
+    def view(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.bytes.view(dtype)
 
 
 class Memory(Protocol):

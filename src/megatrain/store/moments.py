@@ -6,14 +6,15 @@ that share a format are neighbours here, and one kernel call covers them. Scales
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 
 import torch
 
-from megatrain.geometry import padded
-from megatrain.store.formats import FORMATS, FP32, Format, format_of
+from megatrain.geometry import SMALL, padded, round_up
+from megatrain.store.formats import FORMATS, FP32, Format
 from megatrain.store.layout import Layout
 from megatrain.store.memory import Memory
 
@@ -26,7 +27,6 @@ class Area:
     payload: int
     scales: int
     starts: dict[int, int]
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Moment:
     def __init__(self, layout: Layout, width: str, signed: bool, memory: Memory, transferred: bool = False) -> None:
         self.layout = layout
         self.signed = signed
-        self.areas, nbytes = lay_out_areas(layout, width, signed)
-        self._area_of = {index: area for area in self.areas for index in area.starts}
+        areas, nbytes = lay_out_areas(layout, width, signed)
+        self._area_of = {index: area for area in areas for index in area.starts}
         self.buffer = memory.allocate(nbytes, transferred=transferred)
         self.bytes = self.buffer.bytes
 
@@ -61,22 +61,20 @@ class Moment:
     def piece(self, index: int, count: int) -> Piece:
         """`count` elements from the start of a segment; they may run on into neighbours of the same format."""
         area = self._area_of[index]
-        start = area.starts[index]
-        at = area.payload + area.format.payload_bytes(start)
-        payload = self.bytes[at : at + area.format.payload_bytes(_whole(count, area.format))]
-        if not area.format.block:
-            return Piece(area.format, payload, None)
-        at = area.scales + area.format.scale_bytes(start)
-        return Piece(area.format, payload, self.bytes[at : at + area.format.scale_bytes(count)].view(torch.float32))
+        chosen, start = area.format, area.starts[index]
+        at = area.payload + chosen.payload_bytes(start)
+        payload = self.bytes[at : at + chosen.payload_bytes(round_up(count, chosen.block or 1))]
+        if not chosen.block:
+            return Piece(chosen, payload, None)
+        at = area.scales + chosen.scale_bytes(start)
+        return Piece(chosen, payload, self.bytes[at : at + chosen.scale_bytes(count)].view(torch.float32))
 
     def segment(self, index: int) -> Piece:
         return self.piece(index, self.layout.segments[index].numel)
 
     def read(self, index: int) -> torch.Tensor:
         """One parameter's values, in FP32 (a copy)."""
-        piece, segment = self.segment(index), self.layout.segments[index]
-        scales = None if piece.scales is None else piece.scales.cpu()
-        return piece.format.decode(piece.payload.cpu(), scales, segment.numel).view(segment.here)
+        return self._decoded(index, self.stored(index)).to("cpu", copy=True).view(self.layout.segments[index].here)
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """Replace one parameter's values, rounded to nearest."""
@@ -91,13 +89,11 @@ class Moment:
 
     def stored(self, index: int) -> dict[str, torch.Tensor]:
         """One parameter's bytes as they are, by suffix of the moment's name: what a checkpoint keeps."""
-        piece, segment = self.segment(index), self.layout.segments[index]
-        name = piece.format.name
+        piece = self.segment(index)
+        suffix = "" if piece.format is FP32 else f".{piece.format.name}"
         if piece.scales is not None:
-            return {f".{name}": piece.payload, f".{name}.scale": piece.scales}
-        if name == "bf16":
-            return {".bf16": piece.payload.view(torch.bfloat16).view(segment.here)}
-        return {"": piece.payload.view(torch.float32).view(segment.here)}
+            return {suffix: piece.payload, f"{suffix}.scale": piece.scales}
+        return {suffix: piece.payload.view(piece.format.dtype).view(self.layout.segments[index].here)}
 
     def restore(self, index: int, given: Mapping[str, torch.Tensor]) -> bool:
         """Take over what `stored` gave, in whatever format that was; False if it had to be rounded to this one."""
@@ -110,40 +106,31 @@ class Moment:
         return self.format(index) is FP32
 
     def _decoded(self, index: int, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        name = next(suffix for suffix in given if not suffix.endswith(".scale")).removeprefix(".")
-        if name in ("", "bf16"):
-            return given[f".{name}" if name else ""].float()
-        segment = self.layout.segments[index]
-        return FORMATS[name][0 if self.signed else 1].decode(
-            given[f".{name}"].cpu(), given[f".{name}.scale"].cpu(), segment.numel
-        )
+        suffix = next(suffix for suffix in given if not suffix.endswith(".scale"))
+        if suffix in ("", ".bf16"):
+            return given[suffix].float()
+        chosen = FORMATS[suffix.removeprefix(".")][0 if self.signed else 1]
+        return chosen.decode(given[suffix].cpu(), given[f"{suffix}.scale"].cpu(), self.layout.segments[index].numel)
 
     def clear(self, index: int) -> None:
-        piece = self.segment(index)
-        piece.payload.zero_()
-        if piece.scales is not None:
-            piece.scales.zero_()
+        for tensor in self.stored(index).values():
+            tensor.zero_()
 
 
 def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[list[Area], int]:
     """The areas of a moment of a slab, and their size together."""
-    by_format: dict[Format, dict[int, int]] = {}
-    sizes: dict[Format, int] = {}
+    starts: dict[Format, dict[int, int]] = {}
+    sizes: dict[Format, int] = defaultdict(int)
     for index, segment in enumerate(layout.segments):
-        chosen = format_of(width, signed, segment.shape)
-        start = sizes.get(chosen, 0)
-        by_format.setdefault(chosen, {})[index] = start
-        sizes[chosen] = start + padded(segment.numel)
+        small = len(segment.shape) < 2 or segment.shape.numel() < SMALL
+        chosen = FP32 if small else FORMATS[width][0 if signed else 1]
+        starts.setdefault(chosen, {})[index] = sizes[chosen]
+        sizes[chosen] += padded(segment.numel)
     areas: list[Area] = []
     at = 0
-    for chosen, starts in by_format.items():
-        numel = sizes[chosen]
+    for chosen, numel in sizes.items():
         scales = at + chosen.payload_bytes(numel)
-        areas.append(Area(chosen, at, scales, starts, numel))
+        areas.append(Area(chosen, at, scales, starts[chosen]))
         # Every area starts on a cache line.
-        at = -(-(scales + chosen.scale_bytes(numel)) // 64) * 64
+        at = round_up(scales + chosen.scale_bytes(numel), 64)
     return areas, at
-
-
-def _whole(count: int, chosen: Format) -> int:
-    return -(-count // chosen.block) * chosen.block if chosen.block else count

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError, UnsupportedCall
-from megatrain.store.slab import Slab
+from megatrain.store.slab import PIECE, Slab
 from megatrain.store.split import join
 
 Deposit = Callable[[Slab, int, torch.Tensor], None]
@@ -61,12 +61,12 @@ class StoreTensor(torch.Tensor):
     # ---- reading and writing the store
 
     def host(self) -> torch.Tensor:
-        """The bytes in host memory (copied if they live on the device), in the store's own dtype (FP32 for a gradient
-        that is being summed)."""
+        """The bytes in host memory (copied if they live on the device), in the store's own dtype."""
         return self.stored().cpu()
 
     def stored(self) -> torch.Tensor:
-        """The bytes where they live: a view of the store (of a gradient that is scaled, a copy)."""
+        """The bytes where they live: a view of the store (of a gradient that is scaled, a copy); FP32 for a gradient
+        that is being summed."""
         if self.role == "weight":
             self.slab.settle()
             return self._strided(self.slab.weight)
@@ -76,10 +76,15 @@ class StoreTensor(torch.Tensor):
 
     def master(self) -> torch.Tensor:
         """The exact weight: FP32 where there is a residual, else the bytes in host memory."""
-        weight = self.host()
+        weight = self.stored().cpu()
         if self.slab.residual is None:
             return weight
-        return join(weight.contiguous(), self._strided(self.slab.residual).cpu().contiguous())
+        halves = [flat.contiguous().view(-1) for flat in (weight, self._strided(self.slab.residual).cpu())]
+        whole = torch.empty(weight.shape, dtype=torch.float32)
+        # In pieces, so that the halves as integers stay small beside the result.
+        for target, high, low in zip(*(flat.split(PIECE) for flat in (whole.view(-1), *halves)), strict=True):
+            target.copy_(join(high, low))
+        return whole
 
     def materialise(self) -> torch.Tensor:
         """The current values on the claimed device."""
@@ -196,12 +201,18 @@ class StoreTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (func.is_view or func is torch.ops.aten.detach.default) and isinstance(args[0], StoreTensor):
-            return _view(func, args[0], args[1:], kwargs)
+        base = args[0] if args else None
+        if (func.is_view or func is torch.ops.aten.detach.default) and isinstance(base, StoreTensor):
+            # Of the geometry alone.
+            return pytree.tree_map_only(
+                torch.Tensor,
+                lambda geometry: type(base)(base.slab, base.segment, base.role, base.device, geometry),
+                func(base.geometry, *args[1:], **kwargs),
+            )
         plain_args, plain_kwargs = pytree.tree_map_only(
             StoreTensor, lambda tensor: tensor.materialise(), (args, kwargs)
         )
-        written = _written(func, args, kwargs, plain_args, plain_kwargs)
+        written = _written(func, (args, kwargs), (plain_args, plain_kwargs))
         for target, _ in written:
             # On the CPU the operator writes the store itself.
             target.require_writable()
@@ -212,33 +223,21 @@ class StoreTensor(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, lambda out: originals.get(id(out), out), result)
 
 
-def _view(func: Any, base: StoreTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a view operator to the geometry alone."""
-    return pytree.tree_map_only(
-        torch.Tensor,
-        lambda geometry: type(base)(base.slab, base.segment, base.role, base.device, geometry),
-        func(base.geometry, *args, **kwargs),
-    )
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What an operator is given: by position, and by name."""
 
 
-def _written(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain_args: tuple[Any, ...], plain_kwargs: dict[str, Any]
-) -> list[tuple[StoreTensor, torch.Tensor]]:
+def _written(func: Any, call: Call, plain: Call) -> list[tuple[StoreTensor, torch.Tensor]]:
     """Pairs of (store tensor, new values) for the arguments that the operator's schema says it writes."""
-    pairs: list[tuple[StoreTensor, torch.Tensor]] = []
-    for position, spec in enumerate(func._schema.arguments):
-        if spec.alias_info is None or not spec.alias_info.is_write:
-            continue
-        if spec.name in kwargs:
-            before, after = kwargs[spec.name], plain_kwargs[spec.name]
-        elif position < len(args):
-            before, after = args[position], plain_args[position]
-        else:
-            continue
-        for target, values in zip(pytree.tree_leaves(before), pytree.tree_leaves(after), strict=True):
-            if isinstance(target, StoreTensor):
-                pairs.append((target, values))
-    return pairs
+    names = [spec.name for spec in func._schema.arguments]
+    before, after = (dict(zip(names, args, strict=False)) | kwargs for args, kwargs in (call, plain))
+    return [
+        (target, values)
+        for spec in func._schema.arguments
+        if spec.alias_info is not None and spec.alias_info.is_write and spec.name in before
+        for target, values in zip(*map(pytree.tree_leaves, (before[spec.name], after[spec.name])), strict=True)
+        if isinstance(target, StoreTensor)
+    ]
 
 
 def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> torch.nn.Parameter:
@@ -306,12 +305,6 @@ class _Turn:
 def users_hooks(hooks: dict[int, Any] | None) -> list[Any]:
     """Of the hooks on a parameter, those that users put there."""
     return [hook for hook in (hooks or {}).values() if not getattr(hook, "__megatrain__", False)]
-
-
-def after_accumulate(parameter: torch.nn.Parameter) -> None:
-    """Call the post-accumulate hooks that users put on a parameter whose gradient came from a block."""
-    for hook in users_hooks(parameter._post_accumulate_grad_hooks):
-        hook(parameter)
 
 
 def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> dict[str, torch.Tensor]:

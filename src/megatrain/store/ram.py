@@ -10,25 +10,25 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from megatrain.native import library as native
 from megatrain.store import forks
+from megatrain.store.memory import Buffer
 from megatrain.telemetry.notices import warn
 
 _TOUCH_FROM = 8 << 20
 """Below this many bytes one thread faults the pages in faster than several can be started."""
 
 
-class HostBuffer:
-    """One page-aligned run of host memory. `pinned` says whether the GPU can copy from it directly."""
+class HostBuffer(Buffer):
+    """One page-aligned run of host memory."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
-        self.nbytes = nbytes
-        self.pinned = False
         self._map = mmap.mmap(-1, max(nbytes, 1))
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], pinned=False)
         # Shared with forked children, on purpose: private pages that are pinned would be copied into every child.
         forks.protect(self._map, self.address, max(nbytes, 1))
         if nbytes >= _TOUCH_FROM:
@@ -38,15 +38,14 @@ class HostBuffer:
     def address(self) -> int:
         return self.bytes.data_ptr()
 
-    def view(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.bytes.view(dtype)
-
     def pin(self) -> bool:
         """Register with CUDA; False if the driver refuses."""
         if not self.pinned and self.nbytes:
             code = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
             if int(code) != 0:
-                _clear_last_error()
+                # A refusal leaves its code behind, and PyTorch binds no call that clears it: the next launch raises it.
+                with suppress(RuntimeError):
+                    torch.empty(1, device="cuda").fill_(0)
                 return False
             self.pinned = True
             self._unregister = weakref.finalize(self, _unregister, self.address, forks.Owner())
@@ -109,14 +108,6 @@ class HostMemory:
         """Give the pages back to the driver; contents stay readable."""
         for buffer in self._buffers:
             buffer.unpin()
-
-
-def _clear_last_error() -> None:
-    """A refusal leaves its code behind, and PyTorch binds no call that clears it: the next kernel launch raises it."""
-    try:
-        torch.empty(1, device="cuda").fill_(0)
-    except RuntimeError:
-        return
 
 
 def _unregister(address: int, owner: forks.Owner) -> None:

@@ -13,13 +13,12 @@ import torch
 
 from megatrain.geometry import TIERS
 from megatrain.store import forks
-from megatrain.store.formats import Format
 from megatrain.store.gradient import Gradient
 from megatrain.store.layout import Layout
 from megatrain.store.memory import Buffer, Homes
 from megatrain.store.moments import Moment, lay_out_areas
 from megatrain.store.split import split
-from megatrain.store.ticket import Order, Ticket
+from megatrain.store.ticket import Order
 
 PIECE = 1 << 18
 """Elements that are split at once, so that temporaries stay small beside a block."""
@@ -54,6 +53,7 @@ class Slab:
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
         self.weight = self._weight_buffer.view(layout.dtype)
         self.residual: torch.Tensor | None = None
+        """Low halves of a split master, once one of them is not zero or there is an optimizer."""
         self._residual_buffer: Buffer | None = None
         self.moments: dict[str, Moment] = {}
         """The optimizer's running averages, by name."""
@@ -61,14 +61,12 @@ class Slab:
         """The dtype each parameter is saved in: FP32 if it was loaded so and both halves of its master are here."""
         self.steps: list[int] = [0] * len(layout.segments)
         """Optimizer steps taken, per parameter: a parameter without gradient in a step does not count it."""
-        self._owner = forks.Owner()
-        self.grad = Gradient(index, name, self.owned, homes, self._owner)
+        self.grad = Gradient(index, name, self.owned, homes)
         self.shared = False
         """Whether several places use it (a tied embedding): its parts must stay FP32 sums until they are merged."""
         self.version = 0
         """Grows with every change of the weight; a slot that holds an older version is stale."""
-        self.orders = {"weight": Order("weight"), "states": Order("states")}
-        forks.settle_before(self)
+        self.orders = {role: forks.settle_before(Order(role)) for role in ("weight", "states")}
 
     def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
         """What `allocate_states` will take beside what is there already."""
@@ -76,28 +74,22 @@ class Slab:
         residual = self.owned.numel * 2 if self.split_master and self.residual is None else 0
         return residual + sum(lay_out_areas(self.owned, width, signed)[1] for signed in missing)
 
-    def allocate_residual(self) -> torch.Tensor:
-        if self.residual is None:
-            buffer = self.homes.states.allocate(self.owned.numel * 2, transferred=self.homes.visits)
-            self._residual_buffer, self.residual = buffer, buffer.view(torch.int16)
-        return self.residual
+    def _allocate_residual(self) -> None:
+        self._residual_buffer = self.homes.states.allocate(self.owned.numel * 2, transferred=self.homes.visits)
+        self.residual = self._residual_buffer.view(torch.int16)
 
     def allocate_states(self, moments: Mapping[str, bool], width: str) -> None:
         """Residual and moments (name → whether it can be negative), all zero: exact for weights loaded in BF16."""
-        if self.split_master:
-            self.allocate_residual()
+        if self.split_master and self.residual is None:
+            self._allocate_residual()
         for role, signed in moments.items():
             if role not in self.moments:
                 self.moments[role] = Moment(self.owned, width, signed, self.homes.states, self.homes.visits)
 
     def state_buffers(self) -> list[Buffer]:
         """Of the residual, if it has one, and of every moment."""
-        residual = [self._residual_buffer] if self.split_master and self._residual_buffer is not None else []
+        residual = [] if self._residual_buffer is None else [self._residual_buffer]
         return residual + [moment.buffer for moment in self.moments.values()]
-
-    def formats(self, index: int) -> tuple[Format, ...]:
-        """How one parameter's moments are stored."""
-        return tuple(moment.format(index) for moment in self.moments.values())
 
     def put(self, index: int, values: torch.Tensor) -> None:
         """Set one parameter from a tensor of any float dtype; FP32 into BF16 keeps its low half as the residual."""
@@ -110,7 +102,7 @@ class Slab:
                 high, low = split(values[start : start + PIECE].float())
                 weight[start : start + PIECE].copy_(high)
                 if self.residual is None and low.any():
-                    self.allocate_residual()
+                    self._allocate_residual()
                 if self.residual is not None:
                     low = low[max(0, owned.first - start) : max(0, owned.first + owned.numel - start)]
                     at = owned.offset + max(0, start - owned.first)
@@ -146,19 +138,12 @@ class Slab:
 
     def finish_work(self) -> None:
         """Wait for all work on any role of it."""
-        for order in self._all_orders():
+        for order in [*self.orders.values(), *(part.order for part in list(self.grad.parts.values()))]:
             order.until_writable()
-
-    def forget_work(self) -> list[Ticket]:
-        """In a forked child: lanes are its parent's, who does what was submitted. The tickets that there were."""
-        return [ticket for order in self._all_orders() for ticket in order.forget()]
-
-    def _all_orders(self) -> list[Order]:
-        return [*self.orders.values(), *[part.order for part in list(self.grad.parts.values())]]
 
     def require_owner(self) -> None:
         """Call before changing any role: raises in a forked child, which shares the memory."""
-        self._owner.require("change them")
+        self.grad.require_owner()
 
     def overwrite(self) -> None:
         """Call before changing the weight from the user's thread: pending work first, then slots are stale."""
@@ -172,7 +157,7 @@ class Slab:
 class Span:
     """Weight and states of a slab, open for one piece of work that says what it does with which of them.
 
-    Work on a lane is given `reads` and `writes` when it is submitted. The user's thread enters the span, and waits.
+    Work on a lane is given `reads` and `writes` when it is submitted.
     """
 
     def __init__(self, slab: Slab, reads: Sequence[str], writes: Sequence[str]) -> None:
@@ -180,16 +165,6 @@ class Span:
         self._open = {*reads, *writes}
         self.reads = [slab.orders[role] for role in reads]
         self.writes = [slab.orders[role] for role in writes]
-
-    def __enter__(self) -> Span:
-        for order in self.reads:
-            order.until_readable()
-        for order in self.writes:
-            order.until_writable()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -204,7 +179,7 @@ class Span:
     @property
     def residual(self) -> torch.Tensor | None:
         self._require("states")
-        return self.slab.residual if self.slab.split_master else None
+        return self.slab.residual
 
     @property
     def moments(self) -> Mapping[str, Moment]:

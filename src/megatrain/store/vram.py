@@ -35,18 +35,6 @@ def lasting(nbytes: int, device: torch.device, *, zeroed: bool = False) -> torch
     return found
 
 
-class DeviceBuffer:
-    """One run of device memory."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.pinned = True
-        self.nbytes = nbytes
-        self.bytes = lasting(nbytes, device, zeroed=True)
-
-    def view(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.bytes.view(dtype)
-
-
 class DeviceMemory:
     """Allocates buffers on the compute device."""
 
@@ -56,7 +44,7 @@ class DeviceMemory:
         self.held = 0
 
     def allocate(self, nbytes: int, *, transferred: bool) -> Buffer:
-        buffer = DeviceBuffer(nbytes, self.device)
+        buffer = Buffer(lasting(nbytes, self.device, zeroed=True), pinned=True)
         self.held += nbytes
         return buffer
 
