@@ -13,7 +13,7 @@ from megatrain.errors import SettingsError
 from megatrain.hardware import inventory
 from megatrain.hardware import probe as hardware_probe
 from megatrain.hardware.machine import Machine
-from megatrain.optim.rates import update_rates
+from megatrain.optim.update import update_rates
 from megatrain.planner import Answer, Plan, Run
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce, warn

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from megatrain.aliases import renamed
 from megatrain.errors import CheckpointError, SettingsError
 from megatrain.optim.rules import RULES, Rule
 from megatrain.optim.schedule import Outcome, RuleTable
-from megatrain.store.parameter import StoreTensor, restore_states, states_of
+from megatrain.store.parameter import restore_states, states_of
 from megatrain.telemetry.notices import announce
 
 
@@ -23,15 +24,10 @@ class Stepper(Protocol):
     """What the optimizer needs from the engine (engine/step.py)."""
 
     def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome: ...
-
     def final_backward(self, rules: RuleTable, owner: object) -> AbstractContextManager[None]: ...
-
     def check(self) -> None: ...
-
     def zero_grad(self) -> None: ...
-
     def scale_gradients(self, factor: float) -> None: ...
-
     def owns(self, parameter: Any) -> bool: ...
 
 
@@ -59,9 +55,9 @@ class Optimizer(torch.optim.Optimizer):
         """How moments are stored: fp32, bf16, 8bit or 4bit."""
         self.lossless = lossless
         """Whether checkpoints code FP32 moments without loss."""
-        chosen = {**self.rule.defaults, **{key: value for key, value in options.items() if value is not None}}
-        _check(kind, self.rule, chosen, max_grad_norm)
         self.max_grad_norm = max_grad_norm
+        chosen = {**self.rule.defaults, **{key: value for key, value in options.items() if value is not None}}
+        self._check(chosen, self.rule.defaults.keys())
         self._stepper = stepper
         self._outcome: Outcome | None = None
         super().__init__(params, chosen)
@@ -81,20 +77,20 @@ class Optimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model; pass "
                     "parameters taken from the model after the engine was attached."
                 )
-        _check(self.kind, self.rule, _own(self.rule, {**self.defaults, **param_group}), self.max_grad_norm)
-        if unknown := sorted(set(param_group) - set(self.rule.defaults) - BOOKKEEPING):
-            raise SettingsError(f"{self.kind} has no {unknown[0]}; its options are {', '.join(self.rule.defaults)}.")
+        self._check({**self.defaults, **param_group}, self.rule.defaults.keys() | BOOKKEEPING)
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             parameter.slab.allocate_states(self.rule.moments, self.moment_width)
-            self._start_afresh(parameter)
+            # A second optimizer on the same model starts without the first one's moments; masters stay.
+            parameter.slab.overwrite()
+            parameter.slab.steps[parameter.segment] = 0
+            restore_states(parameter, {})
 
-    @staticmethod
-    def _start_afresh(parameter: StoreTensor) -> None:
-        """A second optimizer on the same model starts without the first one's moments; masters stay."""
-        parameter.slab.overwrite()
-        parameter.slab.steps[parameter.segment] = 0
-        restore_states(parameter, {})
+    def _check(self, options: Mapping[str, Any], known: AbstractSet[str]) -> None:
+        if unknown := sorted(set(options) - known):
+            raise SettingsError(f"{self.kind} has no {unknown[0]}; its options are {', '.join(self.rule.defaults)}.")
+        _rule_of(self.rule, options, "the optimizer")
+        _check_norm(self.max_grad_norm)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
@@ -111,10 +107,8 @@ class Optimizer(torch.optim.Optimizer):
 
         `step()` must follow. With `max_grad_norm` the norm has to be known first, so nothing changes.
         """
-        if self.max_grad_norm is not None:
-            yield
-            return
-        with self._stepper.final_backward(self._rules(), self):
+        clips = self.max_grad_norm is not None
+        with nullcontext() if clips else self._stepper.final_backward(self._rules(), self):
             yield
 
     def scale_gradients(self, factor: float) -> None:
@@ -158,42 +152,42 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, residuals and step counts as views of the store (not copies), and the parameter groups."""
-        numbers = self._numbers()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [numbers[id(parameter)] for parameter in group["params"]]}
             for group in self.param_groups
         ]
         state = {}
-        for parameter in self._parameters():
+        for parameter in parameters:
             # A pending update also counts the step.
             parameter.slab.settle()
-            steps = parameter.slab.steps[parameter.segment]
-            if steps:
-                state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps))} | states_of(
-                    parameter, self.rule.moments
-                )
+            if steps := parameter.slab.steps[parameter.segment]:
+                kept = states_of(parameter, self.rule.moments)
+                state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps)), **kept}
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state dict of this class, or of torch's of that name over the same groups, into the store."""
         groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+        given, mine = ([len(group["params"]) for group in listed] for listed in (groups, self.param_groups))
+        if given != mine:
             raise CheckpointError(
-                f"the optimizer state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
-                f"of {[len(g['params']) for g in self.param_groups]}; build the same groups before loading."
+                f"the optimizer state has groups of {given} parameters, this optimizer of {mine}; build the same "
+                "groups before loading."
             )
         self.check_groups(groups)
         for number, entry in state_dict["state"].items():
             self._check_entry(number, entry)
         rounded = 0
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-            for number, parameter in zip(theirs["params"], mine["params"], strict=True):
-                entry = state_dict["state"].get(number)
+        for group, theirs in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
+            for number, parameter in zip(theirs["params"], group["params"], strict=True):
+                entry = state_dict["state"].get(number) or {}
                 parameter.slab.overwrite()
                 parameter.slab.steps[parameter.segment] = int(entry.get("step", 1)) if entry else 0
-                held = {k: v for k, v in (entry or {}).items() if k != "step" and v is not None}
+                held = {k: v for k, v in entry.items() if k != "step" and v is not None}
                 rounded += not restore_states(parameter, held)
         if rounded:
             announce(f"the moments of {rounded} parameters were rounded to {self.moment_width} on loading")
@@ -201,7 +195,15 @@ class Optimizer(torch.optim.Optimizer):
     def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise unless these groups of a stored state can be taken over. Nothing is changed."""
         for number, group in enumerate(groups):
-            _check_group(self.kind, self.rule, group)
+            for name, harmless in FOREIGN.items():
+                if group.get(name, harmless) != harmless:
+                    raise CheckpointError(
+                        f"the optimizer state was written with {name}={group[name]!r}, which {self.kind} has not."
+                    )
+            if missing := sorted(set(self.rule.defaults) - set(group)):
+                raise CheckpointError(
+                    f"the optimizer state has no {missing[0]} in its groups: it is not of {self.kind}."
+                )
             _rule_of(self.rule, group, f"parameter group {number} of the stored state")
 
     def _check_entry(self, number: Any, entry: Mapping[str, Any]) -> None:
@@ -214,12 +216,6 @@ class Optimizer(torch.optim.Optimizer):
             )
         if roles and (missing := sorted(set(self.rule.moments) - roles)):
             raise CheckpointError(f"the state of parameter {number} has no {missing[0]}, which {self.kind} needs.")
-
-    def _parameters(self) -> Iterable[Any]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
-
-    def _numbers(self) -> dict[int, int]:
-        return {id(parameter): number for number, parameter in enumerate(self._parameters())}
 
     def __repr__(self) -> str:
         return f"megatrain.{super().__repr__()}"
@@ -237,45 +233,29 @@ FOREIGN = {"nesterov": False, "dampening": 0, "maximize": False, "amsgrad": Fals
 """Options of torch's optimizers that change the update, and the value that leaves it as it is here."""
 
 
-def _own(rule: type[Rule], group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key in rule.defaults}
-
-
-def _check_group(kind: str, rule: type[Rule], group: Mapping[str, Any]) -> None:
-    """A group of a state dict: an option that changes the update must be one that this rule has."""
-    for name, harmless in FOREIGN.items():
-        if group.get(name, harmless) != harmless:
-            raise CheckpointError(f"the optimizer state was written with {name}={group[name]!r}, which {kind} has not.")
-    if missing := sorted(set(rule.defaults) - set(group)):
-        raise CheckpointError(f"the optimizer state has no {missing[0]} in its groups: it is not of {kind}.")
-
-
-def _check(kind: str, rule: type[Rule], options: Mapping[str, Any], max_grad_norm: float | None) -> None:
-    if unknown := sorted(set(options) - set(rule.defaults)):
-        raise SettingsError(f"{kind} has no {unknown[0]}; its options are {', '.join(rule.defaults)}.")
-    _rule_of(rule, options, "the optimizer")
-    _check_norm(max_grad_norm)
-
-
 def _rule_of(rule: type[Rule], group: Mapping[str, Any], where: str) -> Rule:
     """The rule that a group asks for; SettingsError if one of its values would destroy weights or is no number.
 
     Values are read once: a learning rate that lives on a GPU is copied to the host.
     """
-    values = {name: group[name] for name in rule.defaults}
-    for name, value in values.items():
-        listed = tuple(value) if name == "betas" and isinstance(value, (tuple, list)) else (value,)
-        if name == "betas" and len(listed) != 2:
-            raise _wrong(where, name, value, "two numbers")
-        if not all(_is_number(item) for item in listed):
-            raise _wrong(where, name, value, "a number")
-        values[name] = floats = tuple(_float(item) for item in listed)
-        if name != "betas":
-            values[name] = floats[0]
-            if not 0.0 <= floats[0] < math.inf:
-                raise _wrong(where, name, value, "finite and not negative")
-        elif not all(0.0 <= beta < 1.0 for beta in floats):
-            raise _wrong(where, name, value, "in [0, 1)")
+    values: dict[str, Any] = {}
+    for name in rule.defaults:
+        value, betas = group[name], name == "betas"
+        listed = [_float(item) for item in (value if betas and isinstance(value, (tuple, list)) else (value,))]
+        floats = [item for item in listed if item is not None]
+        wanted = ""
+        if betas and len(listed) != 2:
+            wanted = "two numbers"
+        elif len(floats) < len(listed):
+            wanted = "a number"
+        elif not all(0.0 <= item < (1.0 if betas else math.inf) for item in floats):
+            wanted = "in [0, 1)" if betas else "finite and not negative"
+        if wanted:
+            raise SettingsError(
+                f"{where} has {name}={value!r}, which must be {wanted}; no update was started with it. Check what sets "
+                "it (a scheduler, a callback, a loaded state), then write a valid value into the group."
+            )
+        values[name] = tuple(floats) if betas else floats[0]
     found = rule.of(values)
     with np.errstate(over="ignore"):
         # Bias correction is largest in the first step.
@@ -285,26 +265,18 @@ def _rule_of(rule: type[Rule], group: Mapping[str, Any], where: str) -> Rule:
     return found
 
 
-def _is_number(value: Any) -> bool:
+def _float(value: Any) -> float | None:
+    """None if it is no number."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _float(value: Any) -> float:
+        number = value.numel() == 1 and not value.is_complex()
+    else:
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     try:
-        return float(value)
+        return float(value) if number else None
     except OverflowError:
         return math.inf
 
 
-def _wrong(where: str, name: str, value: Any, wanted: str) -> SettingsError:
-    return SettingsError(
-        f"{where} has {name}={value!r}, which must be {wanted}; no update was started with it. Check what sets it (a "
-        "scheduler, a callback, a loaded state), then write a valid value into the group."
-    )
-
-
 def _check_norm(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None and not (_is_number(max_grad_norm) and float(max_grad_norm) > 0.0):
+    if max_grad_norm is not None and (_float(max_grad_norm) is None or not float(max_grad_norm) > 0.0):
         raise SettingsError(f"max_grad_norm must be positive or None, and is {max_grad_norm!r}.")

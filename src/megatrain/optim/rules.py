@@ -9,13 +9,16 @@ A rule is also the hyperparameters of one parameter group, as they were when `st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from megatrain.geometry import KINDS
+
+Tensors = tuple[torch.Tensor, ...]
+Scalars = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,16 @@ class Rule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Rule:
-        """From a parameter group."""
-        raise NotImplementedError
+        """From a parameter group, where both betas are one value."""
+        values = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))}
+        return cls(*(float(values[field.name]) for field in fields(cls)))
 
-    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+    def scalars(self, step: int, clip: float) -> Scalars:
         """What the sequence needs beside tensors, for the given step count (from 1) and clip factor."""
         raise NotImplementedError
 
     @staticmethod
-    def update(
-        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
-    ) -> None:
+    def update(master: torch.Tensor, moments: Tensors, grad: torch.Tensor, scalars: Scalars) -> None:
         """One step on flat FP32 tensors, in place; `grad` is only read."""
         raise NotImplementedError
 
@@ -60,12 +62,7 @@ class AdamW(Rule):
     moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> AdamW:
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        return cls(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
-
-    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+    def scalars(self, step: int, clip: float) -> Scalars:
         return _fp32(
             clip,
             self.beta1,
@@ -79,9 +76,7 @@ class AdamW(Rule):
         )
 
     @staticmethod
-    def update(
-        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
-    ) -> None:
+    def update(master: torch.Tensor, moments: Tensors, grad: torch.Tensor, scalars: Scalars) -> None:
         clip, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, decay, step_size = scalars
         exp_avg, exp_avg_sq = moments
         clipped = grad * clip
@@ -103,19 +98,12 @@ class Lion(Rule):
     moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
 
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Lion:
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        return cls(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
-
-    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+    def scalars(self, step: int, clip: float) -> Scalars:
         beta1, beta2 = self.beta1, self.beta2
         return _fp32(clip, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - self.lr * self.weight_decay, self.lr)
 
     @staticmethod
-    def update(
-        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
-    ) -> None:
+    def update(master: torch.Tensor, moments: Tensors, grad: torch.Tensor, scalars: Scalars) -> None:
         clip, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, lr = scalars
         (exp_avg,) = moments
         clipped = grad * clip
@@ -135,17 +123,11 @@ class SGD(Rule):
     moments: ClassVar[Mapping[str, bool]] = {"momentum_buffer": True}
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> SGD:
-        return cls(float(group["lr"]), float(group["momentum"]), float(group["weight_decay"]))
-
-    def scalars(self, step: int, clip: float) -> tuple[float, ...]:
+    def scalars(self, step: int, clip: float) -> Scalars:
         return _fp32(clip, self.momentum, self.weight_decay, self.lr)
 
     @staticmethod
-    def update(
-        master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, scalars: tuple[float, ...]
-    ) -> None:
+    def update(master: torch.Tensor, moments: Tensors, grad: torch.Tensor, scalars: Scalars) -> None:
         clip, momentum, weight_decay, lr = scalars
         (average,) = moments
         pull = (grad * clip).add_(master * weight_decay)
@@ -161,5 +143,5 @@ def _root(values: torch.Tensor) -> torch.Tensor:
     return values.sqrt() if values.is_cuda else torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def _fp32(*values: float) -> tuple[float, ...]:
+def _fp32(*values: float) -> Scalars:
     return tuple(float(np.float32(value)) for value in values)

@@ -39,28 +39,22 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
 
+@dataclass
 class Outcome:
     """What became of one step; filled in on the update lane."""
 
-    def __init__(self) -> None:
-        self.ticket: Ticket = DONE
-        self.norm = math.nan
-        self.clip = 1.0
-        self.skipped = False
-
-    def decide(self, norm: float, max_norm: float | None) -> None:
-        self.norm = norm
-        self.skipped = self.skipped or not math.isfinite(norm)
-        if max_norm is not None and not self.skipped:
-            self.clip = clip_factor(norm, max_norm)
+    ticket: Ticket = DONE
+    norm: float = math.nan
+    clip: float = 1.0
+    skipped: bool = False
 
 
 @dataclass
 class _Early:
-    """A step whose updates start in its backward."""
+    """A step whose updates may start in its backward; without an owner, none."""
 
-    rules: RuleTable
-    owner: object
+    rules: RuleTable = field(default_factory=dict)
+    owner: object = None
     outcome: Outcome = field(default_factory=Outcome)
     started: dict[int, str] = field(default_factory=dict)
     """Slabs whose update has been submitted: index → name."""
@@ -71,35 +65,30 @@ class _Early:
     """Their gradients' sums of squares: the next step's gradients may land before the norm is taken."""
 
 
+@dataclass(eq=False)
 class Updates:
     """Norms and updates of one engine's slabs."""
 
-    def __init__(
-        self,
-        slabs: Sequence[Slab],
-        kernels: Mapping[str, Kernel],
-        lanes: Lanes,
-        leaving: Leaving,
-        states: StateStream,
-        counters: Counters,
-    ) -> None:
-        self._kernels = kernels
-        """By tier."""
-        self._leaving, self._states = leaving, states
-        self._slabs = slabs
-        self._lanes = lanes
-        self._counters = counters
+    slabs: Sequence[Slab]
+    kernels: dict[str, Kernel]
+    """By tier."""
+    lanes: Lanes
+    leaving: Leaving
+    states: StateStream
+    counters: Counters
+
+    def __post_init__(self) -> None:
         self._in_a_row = 0
-        self._early: _Early | None = None
+        self._early = _Early()
         self._half_done: NonFiniteGradients | None = None
-        self.last: Outcome | None = None
+        self._last = Outcome()
 
     # ---- updates that start in the backward
 
     def begin(self, rules: RuleTable, owner: object) -> None:
         """The backward that follows is the step's last, and nothing is clipped: update slabs as they complete."""
         self.check()
-        if self._early is not None and self._early.started:
+        if self.moving:
             raise UnsupportedCall(
                 "final_backward() was entered again before step(): updates have started in the first one, and its "
                 "gradients would be used twice; enter it around the last backward of a step only."
@@ -109,24 +98,23 @@ class Updates:
     @property
     def early(self) -> bool:
         """Whether updates may start in the present backward."""
-        return self._early is not None
+        return self._early.owner is not None
 
     @property
     def moving(self) -> bool:
         """Whether updates of a step that has not been taken yet have started."""
-        return self._early is not None and bool(self._early.started)
+        return bool(self._early.started)
 
     def complete(self, slab: Slab) -> None:
         """All gradients of a slab have been given; its update may start now if that was allowed."""
         early = self._early
-        if early is None or slab.index in early.started or slab.index not in early.rules or not slab.grad.present:
+        if slab.index in early.started or slab.index not in early.rules or not slab.grad.present:
             return
         early.started[slab.index] = slab.name
 
         def allowed(gradient: Snapshot) -> float | None:
-            early.sums[slab.index] = snapshot_square_sum(gradient) * gradient.scale**2
-            if not math.isfinite(early.sums[slab.index]):
-                early.outcome.skipped = True
+            early.sums[slab.index] = _scaled_square_sum(gradient)
+            early.outcome.skipped |= not math.isfinite(early.sums[slab.index])
             if early.outcome.skipped:
                 return None
             early.updated.append(slab.name)
@@ -135,11 +123,11 @@ class Updates:
         try:
             early.updates.append(self._submit(slab, slab.grad.snapshot(), early.rules[slab.index], allowed))
         finally:
-            self._states.send_weights()
+            self.states.send_weights()
 
     def refuse_late(self, gradient: Gradient) -> None:
         """A gradient for a slab whose update is already under way would be lost."""
-        if self._early is not None and gradient.index in self._early.started:
+        if gradient.index in self._early.started:
             raise UnsupportedCall(
                 f"{gradient.name} got another gradient after its update had started: inside `final_backward()` the "
                 "backward must be the last of the step, and pass every block as often as the forward did."
@@ -147,14 +135,14 @@ class Updates:
 
     def abandon(self) -> None:
         """The step was not taken after all; what has been updated stays so."""
-        early, self._early = self._early, None
-        if early is not None and early.started:
-            for slab in self._slabs:
+        early, self._early = self._early, _Early()
+        if early.started:
+            for slab in self.slabs:
                 if slab.index in early.started:
                     # Used up: a later step must not apply it again.
                     slab.grad.clear()
             warn(
-                f"a step was given up after the updates of {len(early.started)} of {len(self._slabs)} parts of the "
+                f"a step was given up after the updates of {len(early.started)} of {len(self.slabs)} parts of the "
                 f"model had started ({_listed(early.started.values())}): those have moved, the others have not"
             )
 
@@ -163,7 +151,7 @@ class Updates:
     def norm(self) -> float:
         """The global gradient norm now; waits for the backward to finish."""
         sums = []
-        for slab in self._slabs:
+        for slab in self.slabs:
             if slab.grad.present:
                 value = snapshot_square_sum(slab.grad.look())
                 parts = slab.grad.active()
@@ -174,32 +162,31 @@ class Updates:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients that there are now; done where they are used, or before they are changed."""
-        for slab in self._slabs:
+        for slab in self.slabs:
             if slab.grad.present:
                 slab.grad.scale *= factor
 
     def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         """Submit one step: first the norm, then every slab that has a gradient, in the given order."""
-        for slab in self._slabs:
+        for slab in self.slabs:
             slab.require_owner()
         self.check()
-        gradients = {slab.index: slab.grad.snapshot() for slab in self._slabs if slab.grad.present}
-        for slab in self._slabs:
+        gradients = {slab.index: slab.grad.snapshot() for slab in self.slabs if slab.grad.present}
+        for slab in self.slabs:
             if slab.index in gradients:
-                self._leaving.make_room(slab, gradients[slab.index])
-                self._states.make_room(slab)
+                self.leaving.make_room(slab, gradients[slab.index])
+                self.states.make_room(slab)
         early = self._claim(rules, owner)
-        outcome = early.outcome if early is not None else Outcome()
-        started = early.started if early is not None else {}
+        outcome = early.outcome
         # What has started took its own sum, and says whether it moved anything.
-        waits = [Wait("update", ticket) for ticket in early.updates] if early is not None else []
-        others = [slab for slab in self._slabs if slab.index in gradients and slab.index not in started]
-        waits += self._measure([slab for slab in others if slab.grad.on_device], gradients)
-        outcome.ticket = self._lanes.submit(
+        waits = [Wait("update", ticket) for ticket in early.updates]
+        others = {s.index: s for s in self.slabs if s.index in gradients and s.index not in early.started}
+        waits += self._measure([slab for slab in others.values() if slab.grad.on_device], gradients)
+        outcome.ticket = self.lanes.submit(
             "update",
             "norm",
-            lambda: self._decide(outcome, gradients, max_norm, early),
-            reads=[gradients[slab.index].order for slab in others if not slab.grad.on_device],
+            lambda: self._decide(early, gradients, max_norm),
+            reads=[gradients[index].order for index, slab in others.items() if not slab.grad.on_device],
             after=waits,
             label="norm",
         )
@@ -209,18 +196,17 @@ class Updates:
 
         try:
             for slab in order:
-                if slab.index in gradients and slab.index not in started and slab.index in rules:
+                if slab.index in others and slab.index in rules:
                     self._submit(slab, gradients[slab.index], rules[slab.index], allowed, Wait("norm", outcome.ticket))
         finally:
             # Also of a step that fails: what was updated on the device is not what RAM has.
-            self._states.send_weights()
-        self.last = outcome
+            self.states.send_weights()
+        self._last = outcome
         return outcome
 
     def decided(self) -> None:
         """Wait until it is known what became of the last step."""
-        if self.last is not None:
-            self.last.ticket.wait()
+        self._last.ticket.wait()
 
     def check(self) -> None:
         """Raise in the user's thread what the update lane found out."""
@@ -229,24 +215,23 @@ class Updates:
             raise half_done
         if self._in_a_row >= PATIENCE:
             count, self._in_a_row = self._in_a_row, 0
-            norm = self.last.norm if self.last is not None else math.nan
             raise NonFiniteGradients(
-                f"{count} steps in a row had a non-finite gradient norm (the last was {norm}); every one was "
-                "skipped and weights are as they were before them: lower the learning rate, check the data, or "
+                f"{count} steps in a row had a non-finite gradient norm (the last was {self._last.norm}); every one "
+                "was skipped and weights are as they were before them: lower the learning rate, check the data, or "
                 "resume from a checkpoint."
             )
 
-    def _claim(self, rules: RuleTable, owner: object) -> _Early | None:
+    def _claim(self, rules: RuleTable, owner: object) -> _Early:
         """What has started of this optimizer's step; another optimizer's stays until its own step."""
         early = self._early
-        if early is None or early.owner is not owner:
-            return None
+        if early.owner is not owner:
+            return _Early(rules, owner)
         if any(rules.get(index) != early.rules[index] for index in early.started):
             raise UnsupportedCall(
                 "a learning rate (or another option of a group) was changed between final_backward() and step(), when "
                 "updates had already started with the old one; change it before final_backward() or after step()."
             )
-        self._early = None
+        self._early = _Early()
         return early
 
     def _measure(self, slabs: Sequence[Slab], gradients: dict[int, Snapshot]) -> list[Wait]:
@@ -261,7 +246,7 @@ class Updates:
             found.copy_(torch.stack([gradient_square_sum(gradient) for gradient in chosen]), non_blocking=True)
 
         reads = [gradient.order for gradient in chosen]
-        return [Wait("measured", self._lanes.submit("vram", "measure", measure, reads=reads, label="norms"))]
+        return [Wait("measured", self.lanes.submit("vram", "measure", measure, reads=reads, label="norms"))]
 
     def _submit(
         self,
@@ -274,41 +259,39 @@ class Updates:
         """An update, where the slab's states are or come to; `allowed` says, when it runs, what gradients are
         multiplied by, or that nothing is to be changed (None)."""
         # The weights that compute or a copy may still be reading are written, so it comes after them.
-        visit = self._states.open(slab)
+        visit = self.states.open(slab)
         state = visit or slab.open(writes=("weight", "states"))
         tier = "vram" if visit is not None else slab.homes.states.tier
-        gradient = gradient if visit is not None else self._leaving.bring(slab, gradient)
+        gradient = gradient if visit is not None else self.leaving.bring(slab, gradient)
 
         def work() -> None:
             factor = allowed(gradient)
             if factor is not None:
-                update_slab(state, gradient, rules, factor, self._kernels[tier])
+                update_slab(state, gradient, rules, factor, self.kernels[tier])
 
-        ticket = self._lanes.submit(
+        ticket = self.lanes.submit(
             TIERS[tier].updates, "update", work, reads=[gradient.order], writes=state.writes, after=after,
             label=slab.name,
         )  # fmt: skip
         slab.version += 1
         if visit is not None:
-            self._states.close(visit)
+            self.states.close(visit)
         return ticket
 
-    def _decide(
-        self, outcome: Outcome, gradients: Mapping[int, Snapshot], max_norm: float | None, early: _Early | None
-    ) -> None:
-        known = early.sums if early is not None else {}
-        sums = [
-            known[i] if i in known else snapshot_square_sum(gradients[i]) * gradients[i].scale ** 2
-            for i in sorted(gradients)
-        ]
-        outcome.decide(total(sums), max_norm)
+    def _decide(self, early: _Early, gradients: Mapping[int, Snapshot], max_norm: float | None) -> None:
+        outcome = early.outcome
+        for index in gradients.keys() - early.sums.keys():
+            early.sums[index] = _scaled_square_sum(gradients[index])
+        outcome.norm = total(early.sums[index] for index in sorted(gradients))
+        outcome.skipped |= not math.isfinite(outcome.norm)
         if not outcome.skipped:
+            outcome.clip = 1.0 if max_norm is None else clip_factor(outcome.norm, max_norm)
             self._in_a_row = 0
-            self._counters.steps += 1
+            self.counters.steps += 1
             return
         self._in_a_row += 1
-        self._counters.skipped_steps += 1
-        if early is not None and early.updated:
+        self.counters.skipped_steps += 1
+        if early.updated:
             self._half_done = NonFiniteGradients(
                 f"the gradient norm is {outcome.norm}, found after {len(early.updated)} parts of the model had been "
                 f"updated in the backward ({_listed(early.updated)}); the rest was left as it was. Resume from the "
@@ -317,8 +300,12 @@ class Updates:
             return
         warn(
             f"the gradient norm is {outcome.norm}: step skipped, nothing was changed "
-            f"({self._counters.skipped_steps} skipped so far, {self._in_a_row} in a row, {PATIENCE} stop the run)"
+            f"({self.counters.skipped_steps} skipped so far, {self._in_a_row} in a row, {PATIENCE} stop the run)"
         )
+
+
+def _scaled_square_sum(gradient: Snapshot) -> float:
+    return snapshot_square_sum(gradient) * gradient.scale**2
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -7,23 +7,30 @@ They agree bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatrain.native import library as native
 from megatrain.native.kernels import triton_kernel
 from megatrain.optim.rules import AdamW, Rule
-from megatrain.store.formats import FP32, Format, round_to_bf16
+from megatrain.store.formats import FORMATS, Format, round_to_bf16
 from megatrain.store.gradient import Snapshot
 from megatrain.store.moments import Piece
 from megatrain.store.random import Draws, seed_of
-from megatrain.store.slab import Slab, Span
+from megatrain.store.slab import Span
 from megatrain.store.split import join, split
 
 PIECE = 1 << 20
 """Elements that the reference handles at once, so that its temporaries stay small."""
+MEASURED = 1 << 26
+"""Elements of which an update is measured: so many that nothing stays in a cache."""
+MEASURING = 0.4
+"""Seconds for each width."""
 
 
 @dataclass(frozen=True)
@@ -54,47 +61,35 @@ Kernel = Callable[[Operands], None]
 def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel) -> None:
     """One step for the parameters that have a gradient and a group; the others are left untouched."""
     slab, residual = state.slab, state.residual
-    weight = slab.owned.within(state.weight)
-    runs: dict[tuple[Rule, int], list[int]] = {}
-    for index in sorted(gradient.present):
-        if index in rules:
-            slab.steps[index] += 1
-            runs.setdefault((rules[index], slab.steps[index]), []).append(index)
-    for (rule, step), indices in runs.items():
-        scalars = rule.scalars(step, clip)
-        for index, start, end in _pieces(slab, indices):
+    weight, segments = slab.owned.within(state.weight), slab.owned.segments
+
+    def kind(index: int) -> tuple[Any, ...]:
+        return rules[index], slab.steps[index], *(moment.format(index) for moment in slab.moments.values())
+
+    runs: list[list[int]] = []
+    for index in sorted(gradient.present & rules.keys()):
+        slab.steps[index] += 1
+        if runs and runs[-1][-1] == index - 1 and kind(index - 1) == kind(index):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    for first, last in ((run[0], run[-1]) for run in runs):
+        rule, step = rules[first], slab.steps[first]
+        start, end = segments[first].offset, segments[last].end
+        if start < end:
             kernel(
                 Operands(
                     rule=type(rule),
-                    scalars=scalars,
+                    scalars=rule.scalars(step, clip),
                     weight=weight[start:end],
                     residual=None if residual is None else residual[start:end],
                     gradient=gradient.flat[start:end],
                     gradient_dtype=gradient.dtype,
-                    moments=tuple(state.moments[role].piece(index, end - start) for role in rule.moments),
+                    moments=tuple(state.moments[role].piece(first, end - start) for role in rule.moments),
                     seed=seed_of(slab.index, step),
                     first=slab.owned.begin + start,
                 )
             )
-
-
-def _pieces(slab: Slab, indices: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first segment, start, end) of runs of neighbouring segments whose moments are stored alike."""
-
-    def formats(index: int) -> list[Format]:
-        return [moment.format(index) for moment in slab.moments.values()]
-
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1 and formats(index) == formats(runs[-1][-1]):
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    segments = slab.owned.segments
-    for run in runs:
-        start, end = segments[run[0]].offset, segments[run[-1]].end
-        if start < end:
-            yield run[0], start, end
 
 
 def native_kernel(threads: int) -> Kernel:
@@ -122,27 +117,55 @@ def native_kernel(threads: int) -> Kernel:
 def device_kernel() -> Kernel:
     """For state in GPU memory: the fused kernel, or PyTorch's own operations where Triton does not work."""
     module = "megatrain.optim.update_triton"
-    kernel: Kernel | None = triton_kernel(module, "triton_kernel", _try_out, "updates take longer")
+
+    def try_out(kernel: Kernel) -> None:
+        # One element, so that a compiler that does not work is found out before training.
+        kernel(_sample(1, FORMATS["fp32"], torch.device("cuda")))
+
+    kernel: Kernel | None = triton_kernel(module, "triton_kernel", try_out, "updates take longer")
     return kernel or reference_kernel
 
 
-def _try_out(kernel: Kernel) -> None:
-    """One element, so that a compiler that does not work is found out before training."""
-    values = [torch.zeros(1, device="cuda") for _ in range(4)]
-    rule = AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-    kernel(
-        Operands(
-            rule=AdamW,
-            scalars=rule.scalars(1, 1.0),
-            weight=values[0],
-            residual=None,
-            gradient=values[1],
-            gradient_dtype=torch.float32,
-            moments=tuple(Piece(FP32, value.view(torch.uint8), None) for value in values[2:]),
-            seed=0,
-            first=0,
-        )
+def _sample(count: int, formats: Iterable[Format], device: torch.device) -> Operands:
+    """AdamW on a split master with a BF16 gradient."""
+    return Operands(
+        rule=AdamW,
+        scalars=AdamW(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1).scalars(10, 1.0),
+        weight=torch.ones(count, dtype=torch.bfloat16, device=device),
+        residual=torch.ones(count, dtype=torch.int16, device=device),
+        gradient=torch.ones(count, dtype=torch.bfloat16, device=device),
+        gradient_dtype=torch.bfloat16,
+        moments=tuple(
+            Piece(
+                chosen,
+                torch.zeros(chosen.payload_bytes(count), dtype=torch.uint8, device=device),
+                torch.ones(chosen.scale_bytes(count) // 4, device=device) if chosen.block else None,
+            )
+            for chosen in formats
+        ),
+        seed=1,
+        first=0,
     )
+
+
+def update_rates(device: torch.device, threads: int) -> dict[str, float]:
+    """Width of the moments → parameters per second of AdamW on this machine: what the planner asks."""
+    kernel = device_kernel() if device.type == "cuda" else native_kernel(threads)
+    return {
+        width: MEASURED / _seconds(kernel, _sample(MEASURED, formats, device)) for width, formats in FORMATS.items()
+    }
+
+
+def _seconds(kernel: Kernel, operands: Operands) -> float:
+    """Of one call, the median; the first one is left out."""
+    times: list[float] = []
+    while len(times) < 3 or sum(times[1:]) < MEASURING:
+        start = time.perf_counter()
+        kernel(operands)
+        if operands.weight.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def reference_kernel(operands: Operands) -> None:

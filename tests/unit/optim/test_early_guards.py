@@ -161,8 +161,8 @@ def test_what_a_bad_gradient_names_includes_resident_blocks(said: pytest.LogCapt
     before = roles(engine)
     model.layers[1].scale.register_hook(lambda gradient: gradient * float("nan"))
     # Between its look at `skipped` and its update: the time that an update takes.
-    plain = engine._step.updates._kernels["vram"]
-    engine._step.updates._kernels["vram"] = lambda operands: (time.sleep(0.3), plain(operands))[1]
+    plain = engine._step.updates.kernels["vram"]
+    engine._step.updates.kernels["vram"] = lambda operands: (time.sleep(0.3), plain(operands))[1]
     with optimizer.final_backward():
         backward(model, 1)
     raised = False
