@@ -21,8 +21,8 @@ _orders: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
 """Of memory that lanes read and write."""
 _of_the_parent: list[Ticket] = []
 """In a child: tickets may hold CUDA events, and CUDA ends a process that destroys those of another."""
-_mapped: dict[int, tuple[weakref.ref[mmap.mmap], int, int]] = {}
-"""Memory that is there: by identity, with address and size."""
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Memory that is there, with address and size."""
 
 
 class Owner:
@@ -48,8 +48,7 @@ class Owner:
 def protect(memory: mmap.mmap, address: int, nbytes: int) -> None:
     """Make this memory read-only in every child that is forked while it is there."""
     _register()
-    key = id(memory)
-    _mapped[key] = (weakref.ref(memory, lambda _: _mapped.pop(key, None)), address, nbytes)
+    _mapped[memory] = (address, nbytes)
 
 
 def settle_before(order: Order) -> Order:
@@ -78,7 +77,7 @@ def _in_child() -> None:
         if (order := reference()) is not None:
             # Lanes are the parent's, who does what was submitted.
             _of_the_parent.extend(order.forget())
-    for _, address, nbytes in list(_mapped.values()):
+    for address, nbytes in list(_mapped.values()):
         try:
             native.protect(address, nbytes)
         except OSError as error:

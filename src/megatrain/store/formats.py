@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from megatrain.geometry import WIDTHS
@@ -44,13 +45,11 @@ class Format:
     def scale_bytes(self, numel: int) -> int:
         return 4 * -(-numel // self.block) if self.block else 0
 
-    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
+    def decode(self, payload: Tensor, scales: Tensor | None, count: int) -> Tensor:
         """FP32 values of the first `count` elements of a uint8 payload, in memory of their own."""
         return payload[: self.payload_bytes(count)].view(self.dtype).to(torch.float32, copy=True)
 
-    def encode(
-        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
-    ) -> None:
+    def encode(self, values: Tensor, payload: Tensor, scales: Tensor | None, draws: Tensor | None) -> None:
         """Write FP32 values; `draws` are 16 random bits per element, None: round to nearest."""
         stored = values if self.bits == 32 else round_to_bf16(values, draws)
         payload[: self.payload_bytes(values.numel())].view(self.dtype).copy_(stored)
@@ -78,7 +77,7 @@ class Codes(Format):
         first = torch.tensor((1 + self._base) << (23 - self.mantissa), dtype=torch.int32).view(torch.float32)
         return float(torch.tensor(65536.0) / first)
 
-    def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
+    def decode(self, payload: Tensor, scales: Tensor | None, count: int) -> Tensor:
         assert scales is not None
         blocks = -(-count // self.block)
         codes = payload[: self.payload_bytes(blocks * self.block)].view(blocks, -1).int()
@@ -94,9 +93,7 @@ class Codes(Format):
             values = (values.view(torch.int32) | sign).view(torch.float32)
         return values.reshape(-1)[:count]
 
-    def encode(
-        self, values: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor | None, draws: torch.Tensor | None
-    ) -> None:
+    def encode(self, values: Tensor, payload: Tensor, scales: Tensor | None, draws: Tensor | None) -> None:
         assert scales is not None
         count, blocks = values.numel(), -(-values.numel() // self.block)
         if draws is None:
@@ -135,7 +132,7 @@ FORMATS: dict[str, tuple[Format, Format]] = {
 """By name: the format of a moment of either sign, and of one that is never negative."""
 
 
-def round_to_bf16(values: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
+def round_to_bf16(values: Tensor, draws: Tensor | None) -> Tensor:
     """FP32 → BF16: up with the probability of the bits that are cut off, or to nearest even without draws."""
     if draws is None:
         return values.bfloat16()

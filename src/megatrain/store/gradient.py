@@ -69,14 +69,13 @@ class Part:
 
     def __init__(self, gradient: Gradient) -> None:
         self._gradient = gradient
-        self._layout = gradient.layout
+        self.dtype = gradient.layout.dtype
         self.present: set[int] = set()
         """Parameters that have a gradient; the rest of the buffers is not defined."""
-        self.buffer: Buffer | None = None
-        self.sum: Buffer | None = None
-        """FP32 sum of a BF16 slab; allocated when a second gradient lands in one step, kept for later steps."""
+        self.buffers: dict[torch.dtype, Buffer] = {}
+        """For what lands, in the gradient dtype, and for an FP32 sum; allocated at first use, kept for later steps."""
         self.summed = False
-        """Whether the gradient is in `sum` (else in `buffer`)."""
+        """Whether the gradient is in the FP32 sum (else as it landed); in an FP32 slab both are one buffer."""
         self.single = True
         """Whether it is one gradient or a rounded sum: values of the gradient dtype, whichever buffer they are in."""
         self.square_sum: torch.Tensor | None = None
@@ -84,29 +83,30 @@ class Part:
         self.order = settle_before(Order("gradient"))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._layout.dtype
-
-    @property
     def landing(self) -> Buffer:
         """Where a copy in the gradient dtype arrives."""
-        if self.buffer is None:
-            self.buffer = self._gradient.homes.sums.allocate(self._layout.nbytes, transferred=True)
-        return self.buffer
+        return self._buffer(self.dtype)
 
     @property
     def sum_buffer(self) -> Buffer:
-        """The FP32 accumulator; an FP32 slab's own buffer is one."""
-        if self.dtype == torch.float32:
-            return self.landing
-        if self.sum is None:
-            self.sum = self._gradient.homes.sums.allocate(self._layout.numel * 4, transferred=True)
-        return self.sum
+        """The FP32 accumulator."""
+        return self._buffer(torch.float32)
 
     @property
     def flat(self) -> torch.Tensor:
         """The buffer that holds the gradient now."""
-        return self.sum_buffer.view(torch.float32) if self.summed else self.landing.view(self.dtype)
+        dtype = torch.float32 if self.summed else self.dtype
+        return self._buffer(dtype).view(dtype)
+
+    def _buffer(self, dtype: torch.dtype) -> Buffer:
+        if dtype not in self.buffers:
+            nbytes = self._gradient.layout.numel * dtype.itemsize
+            self.buffers[dtype] = self._gradient.homes.sums.allocate(nbytes, transferred=True)
+        return self.buffers[dtype]
+
+    def _free(self, dtype: torch.dtype) -> None:
+        if dtype in self.buffers:
+            self._gradient.homes.sums.free(self.buffers.pop(dtype))
 
     def accumulator(self, indices: AbstractSet[int]) -> torch.Tensor:
         """Where gradients of these parameters are added, if they are there, or copied. For a sum on the device, whose
@@ -121,29 +121,19 @@ class Part:
         if self.dtype == torch.float32 or self.summed:
             return
         if not self.present:
-            self._free_landing()
+            self._free(self.dtype)
         # If there is no memory for it, nothing has changed.
         total = self.sum_buffer.view(torch.float32)
-        if self.buffer is not None:
-            total.copy_(self.buffer.view(self.dtype))
-            self._free_landing()
+        if self.present:
+            total.copy_(self.flat)
+            self._free(self.dtype)
         self.summed = True
-
-    def _free_landing(self) -> None:
-        if self.buffer is not None:
-            self._gradient.homes.sums.free(self.buffer)
-            self.buffer = None
-
-    def _free_sum(self) -> None:
-        if self.sum is not None:
-            self._gradient.homes.sums.free(self.sum)
-            self.sum = None
 
     def round(self) -> None:
         """Keep a complete sum in the gradient dtype, on the device, in the order of compute's stream."""
-        if self.summed and self.sum is not None:
+        if self.summed and self.dtype != torch.float32:
             self.landing.view(self.dtype).copy_(self.flat)
-            self._free_sum()
+            self._free(torch.float32)
             self.summed = False
         self.single = True
 
@@ -170,8 +160,8 @@ class Part:
         if not self.present:
             # The last update may still be reading them.
             self.order.until_writable()
-            self._free_landing()
-            self._free_sum()
+            for dtype in list(self.buffers):
+                self._free(dtype)
 
 
 class Gradient:
@@ -215,7 +205,7 @@ class Gradient:
 
     @property
     def allocated(self) -> bool:
-        return any(part.buffer is not None or part.sum is not None for part in self.parts.values())
+        return any(part.buffers for part in self.parts.values())
 
     def active(self) -> list[Part]:
         """Parts that hold anything, in the order of their places."""

@@ -29,8 +29,6 @@ class Memory(Protocol):
 
     tier: str
     """Its name: a key of `megatrain.geometry.TIERS`, which says what lanes move and update it."""
-    held: int
-    """Bytes that have been allocated."""
 
     def allocate(self, nbytes: int, *, transferred: bool) -> Buffer:
         """Zeroed memory; `transferred` if the device copies from or to it."""
@@ -54,7 +52,6 @@ class Homes:
     def __post_init__(self) -> None:
         if self.weight.tier == "vram":
             assert self.states.tier == "vram", "a weight lives in GPU memory only together with its states"
-            self.held = False
 
     @classmethod
     def together(cls, memory: Memory) -> Homes:

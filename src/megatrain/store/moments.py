@@ -6,10 +6,10 @@ that share a format are neighbours here, and one kernel call covers them. Scales
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -20,13 +20,12 @@ from megatrain.store.memory import Memory
 
 
 @dataclass(frozen=True)
-class Area:
-    """Where one format's elements lie in the buffer, in bytes, and where each segment starts in it, in elements."""
+class Start:
+    """Where one segment starts in the buffer, in bytes: its codes (or values), and its scales if the format has any."""
 
     format: Format
     payload: int
     scales: int
-    starts: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Moment:
     def __init__(self, layout: Layout, width: str, signed: bool, memory: Memory, transferred: bool = False) -> None:
         self.layout = layout
         self.signed = signed
-        areas, nbytes = lay_out_areas(layout, width, signed)
-        self._area_of = {index: area for area in areas for index in area.starts}
+        self._starts, nbytes = lay_out_areas(layout, width, signed)
         self.buffer = memory.allocate(nbytes, transferred=transferred)
         self.bytes = self.buffer.bytes
 
@@ -56,21 +54,16 @@ class Moment:
         return other
 
     def format(self, index: int) -> Format:
-        return self._area_of[index].format
+        return self._starts[index].format
 
-    def piece(self, index: int, count: int) -> Piece:
-        """`count` elements from the start of a segment; they may run on into neighbours of the same format."""
-        area = self._area_of[index]
-        chosen, start = area.format, area.starts[index]
-        at = area.payload + chosen.payload_bytes(start)
-        payload = self.bytes[at : at + chosen.payload_bytes(round_up(count, chosen.block or 1))]
-        if not chosen.block:
-            return Piece(chosen, payload, None)
-        at = area.scales + chosen.scale_bytes(start)
-        return Piece(chosen, payload, self.bytes[at : at + chosen.scale_bytes(count)].view(torch.float32))
-
-    def segment(self, index: int) -> Piece:
-        return self.piece(index, self.layout.segments[index].numel)
+    def piece(self, index: int, count: int | None = None) -> Piece:
+        """`count` elements from the start of a segment, on into neighbours of the same format (None: its own)."""
+        count = self.layout.segments[index].numel if count is None else count
+        start = self._starts[index]
+        nbytes = start.format.payload_bytes(round_up(count, start.format.block or 1))
+        payload = self.bytes[start.payload : start.payload + nbytes]
+        scales = self.bytes[start.scales : start.scales + start.format.scale_bytes(count)].view(torch.float32)
+        return Piece(start.format, payload, scales if start.format.block else None)
 
     def read(self, index: int) -> torch.Tensor:
         """One parameter's values, in FP32 (a copy)."""
@@ -78,7 +71,7 @@ class Moment:
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """Replace one parameter's values, rounded to nearest."""
-        piece = self.segment(index)
+        piece = self.piece(index)
         # Encoded in host memory, whatever the tier: the reference is what defines the bits.
         payload = torch.empty_like(piece.payload, device="cpu")
         scales = None if piece.scales is None else torch.empty_like(piece.scales, device="cpu")
@@ -89,7 +82,7 @@ class Moment:
 
     def stored(self, index: int) -> dict[str, torch.Tensor]:
         """One parameter's bytes as they are, by suffix of the moment's name: what a checkpoint keeps."""
-        piece = self.segment(index)
+        piece = self.piece(index)
         suffix = "" if piece.format is FP32 else f".{piece.format.name}"
         if piece.scales is not None:
             return {suffix: piece.payload, f"{suffix}.scale": piece.scales}
@@ -117,20 +110,19 @@ class Moment:
             tensor.zero_()
 
 
-def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[list[Area], int]:
-    """The areas of a moment of a slab, and their size together."""
-    starts: dict[Format, dict[int, int]] = {}
-    sizes: dict[Format, int] = defaultdict(int)
+def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[dict[int, Start], int]:
+    """Where the segments of a moment of a slab start, and the size of all areas together."""
+    members: dict[Format, list[int]] = {}
     for index, segment in enumerate(layout.segments):
         small = len(segment.shape) < 2 or segment.shape.numel() < SMALL
-        chosen = FP32 if small else FORMATS[width][0 if signed else 1]
-        starts.setdefault(chosen, {})[index] = sizes[chosen]
-        sizes[chosen] += padded(segment.numel)
-    areas: list[Area] = []
+        members.setdefault(FP32 if small else FORMATS[width][0 if signed else 1], []).append(index)
+    starts: dict[int, Start] = {}
     at = 0
-    for chosen, numel in sizes.items():
-        scales = at + chosen.payload_bytes(numel)
-        areas.append(Area(chosen, at, scales, starts[chosen]))
+    for chosen, indices in members.items():
+        ends = list(accumulate(padded(layout.segments[index].numel) for index in indices))
+        scales = at + chosen.payload_bytes(ends[-1])
+        for index, first in zip(indices, [0, *ends[:-1]], strict=True):
+            starts[index] = Start(chosen, at + chosen.payload_bytes(first), scales + chosen.scale_bytes(first))
         # Every area starts on a cache line.
-        at = round_up(scales + chosen.scale_bytes(numel), 64)
-    return areas, at
+        at = round_up(scales + chosen.scale_bytes(ends[-1]), 64)
+    return starts, at

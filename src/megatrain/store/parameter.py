@@ -54,9 +54,8 @@ class StoreTensor(torch.Tensor):
     @classmethod
     def whole(cls, slab: Slab, index: int, role: str, device: torch.device) -> StoreTensor:
         """The tensor of one parameter of a slab."""
-        segment = slab.layout.segments[index]
         flat = torch.empty(slab.layout.numel, dtype=slab.layout.dtype, device="meta")
-        return cls(slab, index, role, device, flat[segment.offset : segment.end].view(segment.shape))
+        return cls(slab, index, role, device, slab.layout.view(flat, index))
 
     # ---- reading and writing the store
 
@@ -327,9 +326,7 @@ def restore_states(parameter: StoreTensor, entry: Mapping[str, torch.Tensor]) ->
         view = slab.owned.view(slab.residual, index)
         view.copy_(entry["residual"].reshape(view.shape))
     for role, moment in slab.moments.items():
-        given = {
-            key.removeprefix(role): tensor for key, tensor in entry.items() if key == role or key.startswith(f"{role}.")
-        }
+        given = {key.removeprefix(role): tensor for key, tensor in entry.items() if key.partition(".")[0] == role}
         if given:
             exact = moment.restore(index, given) and exact
         else:

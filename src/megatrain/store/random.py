@@ -49,12 +49,9 @@ class Draws:
 
     @staticmethod
     def _lanes(keys: list[int], device: torch.device | str) -> torch.Tensor:
+        """Unsigned 32-bit values in int64; mixed by the finaliser of murmur3."""
         lanes = torch.arange(GROUP, dtype=torch.int64, device=device) * _GOLDEN32
-        return _fmix32((torch.tensor(keys, dtype=torch.int64, device=device)[:, None] + lanes) & _M32).reshape(-1)
-
-
-def _fmix32(value: torch.Tensor) -> torch.Tensor:
-    """The finaliser of murmur3, on int64 tensors that hold unsigned 32-bit values."""
-    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _M32
-    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _M32
-    return value ^ (value >> 16)
+        value = (torch.tensor(keys, dtype=torch.int64, device=device)[:, None] + lanes) & _M32
+        value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _M32
+        value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _M32
+        return (value ^ (value >> 16)).reshape(-1)

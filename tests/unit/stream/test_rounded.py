@@ -13,7 +13,7 @@ def gradient_bytes(whole: bool) -> dict[str, int]:
         tasks = [lambda k=k: model(**small.batch(2, seed=k)).loss.backward() for k in range(3)]
         engine.window(tasks, whole=whole)
         found = {
-            slab.name: sum(b.nbytes for part in slab.grad.parts.values() for b in (part.buffer, part.sum) if b)
+            slab.name: sum(b.nbytes for part in slab.grad.parts.values() for b in part.buffers.values())
             for slab in engine.slabs
             if slab.grad.on_device
         }
