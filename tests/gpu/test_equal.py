@@ -10,7 +10,7 @@ from benchmarks.shapes import random_model
 
 import megatrain as mt
 from megatrain.optim.rules import AdamW
-from megatrain.store.gradient import Apart
+from megatrain.store.gradient import Snapshot
 from megatrain.store.layout import lay_out
 from megatrain.store.split import join, split
 from megatrain.stream import norm
@@ -209,7 +209,7 @@ def test_norm_in_pieces_has_the_same_bits_on_both_devices(dtype, places):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        result = norm.gradient_square_sum(Apart(layout, parts, dtype)).item()
+        result = norm.gradient_square_sum(Snapshot(layout, parts, dtype)).item()
         return result, torch.cuda.max_memory_allocated() - before
 
     (there, taken), (here, _) = found("cuda"), found("cpu")

@@ -21,38 +21,30 @@ of them."""
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A slab's gradient at the moment of a step."""
+    """A slab's gradient at one moment: in a step one part, merged; for users also parts that stay apart."""
 
     layout: Layout
-    flat: torch.Tensor
+    parts: tuple[tuple[torch.Tensor, frozenset[int]], ...]
+    """Flat values, and the parameters that have some; in the order of their places."""
     dtype: torch.dtype
-    present: frozenset[int]
-    square_sum: torch.Tensor | None
+    square_sum: torch.Tensor | None = None
     """As it lies there, not scaled."""
     scale: float = 1.0
     order: Order = field(default_factory=lambda: Order("gradient"))
     """Of the memory that it lies in."""
 
     @property
-    def parts(self) -> tuple[tuple[torch.Tensor, frozenset[int]], ...]:
-        return ((self.flat, self.present),)
-
-
-@dataclass(frozen=True)
-class Apart:
-    """A slab's gradient in parts that have not been merged, in the order of their places."""
-
-    layout: Layout
-    parts: tuple[tuple[torch.Tensor, frozenset[int]], ...]
-    dtype: torch.dtype
-    scale: float = 1.0
-
-    @property
     def flat(self) -> torch.Tensor:
-        """The whole sum, in memory of its own."""
+        """Where it lies; of several parts their sum, in memory of its own."""
+        if len(self.parts) == 1:
+            return self.parts[0][0]
         total = torch.empty(self.layout.numel, dtype=torch.float32, device=self.parts[0][0].device)
         sum_of_parts(self, total)
         return total
+
+    @property
+    def present(self) -> frozenset[int]:
+        return frozenset().union(*(present for _, present in self.parts))
 
 
 Place = tuple[int, int]
@@ -152,8 +144,7 @@ class Part:
 
     def clear(self) -> None:
         self.present.clear()
-        self.summed, self.single = False, True
-        self.square_sum = None
+        self.summed, self.single, self.square_sum = False, True, None
 
     def give_back(self) -> None:
         """Free the buffers if they hold nothing; the next gradient allocates them again."""
@@ -221,11 +212,10 @@ class Gradient:
         """What the gradient is now. It stays so while a step uses it: `zero_grad` only forgets, and whoever writes
         the buffers next waits for the update that reads them."""
         part = self.merged()
-        return Snapshot(
-            self.layout, part.flat, part.dtype, frozenset(part.present), part.square_sum, self.scale, part.order
-        )
+        parts = ((part.flat, frozenset(part.present)),)
+        return Snapshot(self.layout, parts, part.dtype, part.square_sum, self.scale, part.order)
 
-    def look(self) -> Snapshot | Apart:
+    def look(self) -> Snapshot:
         """What the gradient is now, for reading. Parts stay apart: looking must not change the order of a sum."""
         for part in self.parts.values():
             part.order.until_readable()
@@ -233,7 +223,7 @@ class Gradient:
         if len(active) < 2:
             return self.snapshot()
         parts = tuple((part.flat, frozenset(part.present)) for part in active)
-        return Apart(self.layout, parts, active[0].dtype, self.scale)
+        return Snapshot(self.layout, parts, active[0].dtype, scale=self.scale)
 
     def writable(self) -> torch.Tensor:
         """The flat tensor that holds the present gradients, for the user to write to; an update may be reading it."""
@@ -305,7 +295,7 @@ def add_segments(
         target.copy_(values)
 
 
-def sum_of_parts(gradient: Snapshot | Apart, total: torch.Tensor, begin: int = 0) -> None:
+def sum_of_parts(gradient: Snapshot, total: torch.Tensor, begin: int = 0) -> None:
     """Sum of a gradient's parts in their order, from element `begin` on, not rounded; zeros where nobody has one."""
     total.zero_()
     known: frozenset[int] = frozenset()

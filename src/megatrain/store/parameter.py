@@ -208,10 +208,23 @@ class StoreTensor(torch.Tensor):
                 lambda geometry: type(base)(base.slab, base.segment, base.role, base.device, geometry),
                 func(base.geometry, *args[1:], **kwargs),
             )
-        plain_args, plain_kwargs = pytree.tree_map_only(
-            StoreTensor, lambda tensor: tensor.materialise(), (args, kwargs)
-        )
-        written = _written(func, (args, kwargs), (plain_args, plain_kwargs))
+        read: dict[int, tuple[StoreTensor, torch.Tensor]] = {}
+
+        def materialise(tensor: StoreTensor) -> torch.Tensor:
+            values = tensor.materialise()
+            read[id(values)] = (tensor, values)
+            return values
+
+        plain_args, plain_kwargs = pytree.tree_map_only(StoreTensor, materialise, (args, kwargs))
+        specs = func._schema.arguments
+        named = dict(zip((spec.name for spec in specs), plain_args, strict=False)) | plain_kwargs
+        written = [
+            read[id(leaf)]
+            for spec in specs
+            if spec.alias_info is not None and spec.alias_info.is_write
+            for leaf in pytree.tree_leaves(named.get(spec.name))
+            if id(leaf) in read
+        ]
         for target, _ in written:
             # On the CPU the operator writes the store itself.
             target.require_writable()
@@ -222,83 +235,62 @@ class StoreTensor(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, lambda out: originals.get(id(out), out), result)
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""What an operator is given: by position, and by name."""
-
-
-def _written(func: Any, call: Call, plain: Call) -> list[tuple[StoreTensor, torch.Tensor]]:
-    """Pairs of (store tensor, new values) for the arguments that the operator's schema says it writes."""
-    names = [spec.name for spec in func._schema.arguments]
-    before, after = (dict(zip(names, args, strict=False)) | kwargs for args, kwargs in (call, plain))
-    return [
-        (target, values)
-        for spec in func._schema.arguments
-        if spec.alias_info is not None and spec.alias_info.is_write and spec.name in before
-        for target, values in zip(*map(pytree.tree_leaves, (before[spec.name], after[spec.name])), strict=True)
-        if isinstance(target, StoreTensor)
-    ]
-
-
 def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> torch.nn.Parameter:
     """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
     parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    reference = weakref.ref(parameter)
-    turn = _Turn()
-
-    def begin(_: Any) -> None:
-        # In `torch.autograd.grad` nothing is added to the field.
-        if torch.autograd._is_checkpoint_valid():
-            turn.take()
-
-    # The garbage collector does not see what a hook refers to, so it must not refer to the slab.
-    def collect(leaf: Any) -> None:
-        gradient = _plain_grad.__get__(leaf)
-        _plain_grad.__set__(leaf, None)
-        turn.leave()
-        deposit(leaf.slab, leaf.segment, gradient)
+    reference, field = weakref.ref(parameter), _Field(deposit)
 
     def drop() -> None:
         leaf = reference()
         if leaf is not None:
-            _plain_grad.__set__(leaf, None)
-        turn.leave()
+            field.take(leaf)
 
-    # Copies of a parameter are plain tensors, which need no hook: there is nothing to warn of.
-    begin.__torch_unserializable__ = True  # type: ignore[attr-defined]
-    begin.__megatrain__ = collect.__megatrain__ = True  # type: ignore[attr-defined]
     if tensor.is_floating_point():
         # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
         parameter.requires_grad_(True)
-        parameter.register_hook(begin)
-        parameter.register_post_accumulate_grad_hook(collect)
+        parameter.register_hook(field.begin)
+        parameter.register_post_accumulate_grad_hook(field.collect)
         # A Ctrl-C on the way into the hook leaves the gradient in the field: the next one would be added to it.
         tensor.slab.grad.left_behind.append(drop)
         parameter.requires_grad_(requires_grad)
     return parameter  # type: ignore[no-any-return]
 
 
-class _Turn:
-    """One thread at a time, from before autograd adds to a parameter's field until the sum is taken from there.
+class _Field:
+    """The field that autograd adds to: one thread at a time, from before it adds until the sum is taken from there.
 
-    Autograd adds under a lock of its own, which it gives back before it calls the hook that takes.
+    Autograd adds under a lock of its own, which it gives back before it calls the hook that takes. The garbage
+    collector does not see what a hook refers to, so this must not refer to the slab.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deposit: Deposit) -> None:
+        self._deposit = deposit
         self._lock = threading.Lock()
         self._holder: int | None = None
 
-    def take(self) -> None:
+    def begin(self, _: Any) -> None:
         me = threading.get_ident()
-        # A backward that failed on its way to the hook still holds it: the same thread goes on, others after a while.
-        if self._holder != me:
+        # In `torch.autograd.grad` nothing is added. A backward that failed on its way to the hook still holds the lock:
+        # the same thread goes on, others after a while.
+        if torch.autograd._is_checkpoint_valid() and self._holder != me:
             self._lock.acquire(timeout=PATIENCE)
             self._holder = me
 
-    def leave(self) -> None:
-        """Nothing if another thread holds it."""
+    def take(self, leaf: Any) -> Any:
+        """What is in the field, which is empty then. Of a user who drops it, another thread may hold the lock."""
+        gradient = _plain_grad.__get__(leaf)
+        _plain_grad.__set__(leaf, None)
         if self._holder == threading.get_ident():
             self._holder = None
             self._lock.release()
+        return gradient
+
+    def collect(self, leaf: Any) -> None:
+        self._deposit(leaf.slab, leaf.segment, self.take(leaf))
+
+    # Copies of a parameter are plain tensors, which need no hook: there is nothing to warn of.
+    begin.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    begin.__megatrain__ = collect.__megatrain__ = True  # type: ignore[attr-defined]
 
 
 def users_hooks(hooks: dict[int, Any] | None) -> list[Any]:

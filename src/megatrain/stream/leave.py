@@ -72,4 +72,4 @@ class Leaving:
         self._link.lanes.submit("leave", "leave", leave, reads=reads, writes=writes, label=slab.name)
         self._link.counters.drains += 1
         self._link.counters.bytes_d2h += slab.owned.nbytes
-        return replace(gradient, flat=target, order=way.home.order)
+        return replace(gradient, parts=((target, gradient.present),), order=way.home.order)

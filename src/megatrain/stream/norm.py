@@ -10,7 +10,7 @@ import torch
 
 from megatrain.native import library as native
 from megatrain.native.kernels import triton_kernel
-from megatrain.store.gradient import Apart, Snapshot, sum_of_parts
+from megatrain.store.gradient import Snapshot, sum_of_parts
 
 CHUNK = 1 << 16
 _BATCH = 256
@@ -48,16 +48,16 @@ def combine(partials: torch.Tensor) -> torch.Tensor:
     return partials.reshape(())
 
 
-def snapshot_square_sum(gradient: Snapshot | Apart) -> float:
+def snapshot_square_sum(gradient: Snapshot) -> float:
     """Of a slab's rounded gradient: as computed where it was made, else on the host, absent parameters as zeros."""
-    if isinstance(gradient, Snapshot) and gradient.square_sum is not None:
+    if gradient.square_sum is not None:
         return float(gradient.square_sum)
     return float(gradient_square_sum(gradient))
 
 
-def gradient_square_sum(gradient: Snapshot | Apart) -> torch.Tensor:
+def gradient_square_sum(gradient: Snapshot) -> torch.Tensor:
     """The same as a tensor, computed where the gradient lies."""
-    if isinstance(gradient, Snapshot) and len(gradient.present) == len(gradient.layout.segments):
+    if len(gradient.parts) == 1 and len(gradient.present) == len(gradient.layout.segments):
         # As it lies: a rounded copy would take as much memory as the gradient, or more. Padding is zeros on the device.
         flat = gradient.flat if gradient.flat.is_cuda else gradient.flat[: gradient.layout.segments[-1].end]
         found = _fast(flat, gradient.dtype, gradient.layout.numel)
@@ -66,7 +66,7 @@ def gradient_square_sum(gradient: Snapshot | Apart) -> torch.Tensor:
     return _piecewise(gradient)
 
 
-def _piecewise(gradient: Snapshot | Apart) -> torch.Tensor:
+def _piecewise(gradient: Snapshot) -> torch.Tensor:
     """Of parts that are apart or absent: some whole chunks at a time, since there may be no room for a copy of all."""
     numel, device = gradient.layout.numel, gradient.parts[0][0].device
     if numel == 0:

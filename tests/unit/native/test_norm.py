@@ -155,7 +155,7 @@ def snapshot(kind: str, present: set[int], sizes: tuple[int, ...] = (100, 70_001
     for index, segment in enumerate(layout.segments):
         flat[segment.offset : segment.end] = normal(segment.numel) if index in present else math.nan
     flat[layout.segments[-1].end :] = math.nan
-    return Snapshot(layout, flat.to(stored), counted, frozenset(present), None)
+    return Snapshot(layout, ((flat.to(stored), frozenset(present)),), counted)
 
 
 def reference(gradient: Snapshot) -> torch.Tensor:

@@ -35,7 +35,7 @@ def opened(slab):
 
 def snapshot_of(slab, present, step, flat_dtype):
     flat = torch.randn(slab.layout.numel, generator=torch.Generator().manual_seed(50 + step)).to(flat_dtype)
-    return Snapshot(slab.layout, flat, slab.layout.dtype, frozenset(present), None)
+    return Snapshot(slab.layout, ((flat, frozenset(present)),), slab.layout.dtype)
 
 
 def roles(slab):
@@ -114,7 +114,7 @@ def test_bf16_gradients_are_rounded_before_they_are_used(kernel, width):
     for slab, values in zip(slabs, (flat, flat.bfloat16()), strict=True):
         update_slab(
             opened(slab),
-            Snapshot(slab.layout, values, torch.bfloat16, frozenset({0}), None),
+            Snapshot(slab.layout, ((values, frozenset({0})),), torch.bfloat16),
             {0: RULE},
             1.0,
             kernel,

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatrain.store.gradient import Apart, Snapshot
+from megatrain.store.gradient import Snapshot
 from megatrain.store.layout import lay_out
 from megatrain.stream import norm
 from megatrain.stream.norm import CHUNK, combine, snapshot_square_sum, square_sum, total
@@ -91,7 +91,7 @@ def test_total_is_the_root_of_the_sum():
 
 def snapshot(flat, dtype, present, known=None):
     layout = lay_out([(name, torch.Size([100])) for name in "abc"], dtype)
-    return Snapshot(layout, flat, dtype, frozenset(present), known)
+    return Snapshot(layout, ((flat, frozenset(present)),), dtype, known)
 
 
 def test_snapshot_ignores_absent_parameters():
@@ -169,10 +169,7 @@ def test_pieces_of_parts_have_the_bits_of_the_whole(monkeypatch, sizes, dtype, d
     parts = parts_of(layout, dtypes, presents)
     expected = whole_sum(layout, parts, dtype)
     assert math.isfinite(expected)
-    assert torch.equal(norm.gradient_square_sum(Apart(layout, parts, dtype)), expected)
-    if len(parts) == 1:
-        flat, present = parts[0]
-        assert torch.equal(norm.gradient_square_sum(Snapshot(layout, flat, dtype, present, None)), expected)
+    assert torch.equal(norm.gradient_square_sum(Snapshot(layout, parts, dtype)), expected)
 
 
 class Largest(TorchDispatchMode):
@@ -194,7 +191,7 @@ def test_no_copy_of_the_whole_is_made(monkeypatch, places):
     """Of a tied embedding it would be gigabytes that no plan has."""
     monkeypatch.setattr(norm, "_PIECE", CHUNK)
     layout = lay_out([("a", torch.Size([10 * CHUNK])), ("b", torch.Size([CHUNK]))], BF16)
-    gradient = Apart(layout, parts_of(layout, [BF16] * places, [{0}] * places), BF16)
+    gradient = Snapshot(layout, parts_of(layout, [BF16] * places, [{0}] * places), BF16)
     with Largest() as largest:
         norm.gradient_square_sum(gradient)
     assert 0 < largest.nbytes <= 4 * CHUNK
