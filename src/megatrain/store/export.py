@@ -23,11 +23,9 @@ class ExportTensor(StoreTensor):
 
     @classmethod
     def of(cls, parameter: StoreTensor) -> ExportTensor:
-        slab, view = parameter.slab, parameter.geometry
-        dtype = slab.saved[parameter.segment]
-        flat = torch.empty(slab.layout.numel, dtype=dtype, device="meta")
-        geometry = flat.as_strided(view.size(), view.stride(), view.storage_offset())
-        return cls(slab, parameter.segment, "weight", DEVICE, geometry)
+        slab = parameter.slab
+        flat = torch.empty(slab.layout.numel, dtype=slab.saved[parameter.segment], device="meta")
+        return cls(slab, parameter.segment, "weight", DEVICE, parameter._strided(flat))
 
     @property
     def copies(self) -> bool:

@@ -122,10 +122,10 @@ def _codes(name: str, mantissa: int, signed: bool) -> Codes:
 
 
 FP32 = Format("fp32", WIDTHS["fp32"].bits)
-BF16 = Format("bf16", WIDTHS["bf16"].bits)
+_BF16 = Format("bf16", WIDTHS["bf16"].bits)
 FORMATS: dict[str, tuple[Format, Format]] = {
     "fp32": (FP32, FP32),
-    "bf16": (BF16, BF16),
+    "bf16": (_BF16, _BF16),
     "8bit": (_codes("8bit", mantissa=3, signed=True), _codes("8bit", mantissa=3, signed=False)),
     "4bit": (_codes("4bit", mantissa=1, signed=True), _codes("4bit", mantissa=0, signed=False)),
 }

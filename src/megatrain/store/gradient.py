@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatrain.geometry import TIERS
 from megatrain.store.forks import Owner, settle_before
@@ -24,17 +25,17 @@ class Snapshot:
     """A slab's gradient at one moment: in a step one part, merged; for users also parts that stay apart."""
 
     layout: Layout
-    parts: tuple[tuple[torch.Tensor, frozenset[int]], ...]
+    parts: tuple[tuple[Tensor, frozenset[int]], ...]
     """Flat values, and the parameters that have some; in the order of their places."""
     dtype: torch.dtype
-    square_sum: torch.Tensor | None = None
+    square_sum: Tensor | None = None
     """As it lies there, not scaled."""
     scale: float = 1.0
     order: Order = field(default_factory=lambda: Order("gradient"))
     """Of the memory that it lies in."""
 
     @property
-    def flat(self) -> torch.Tensor:
+    def flat(self) -> Tensor:
         """Where it lies; of several parts their sum, in memory of its own."""
         if len(self.parts) == 1:
             return self.parts[0][0]
@@ -70,7 +71,7 @@ class Part:
         """Whether the gradient is in the FP32 sum (else as it landed); in an FP32 slab both are one buffer."""
         self.single = True
         """Whether it is one gradient or a rounded sum: values of the gradient dtype, whichever buffer they are in."""
-        self.square_sum: torch.Tensor | None = None
+        self.square_sum: Tensor | None = None
         """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
         self.order = settle_before(Order("gradient"))
 
@@ -85,7 +86,7 @@ class Part:
         return self._buffer(torch.float32)
 
     @property
-    def flat(self) -> torch.Tensor:
+    def flat(self) -> Tensor:
         """The buffer that holds the gradient now."""
         dtype = torch.float32 if self.summed else self.dtype
         return self._buffer(dtype).view(dtype)
@@ -100,7 +101,7 @@ class Part:
         if dtype in self.buffers:
             self._gradient.homes.sums.free(self.buffers.pop(dtype))
 
-    def accumulator(self, indices: AbstractSet[int]) -> torch.Tensor:
+    def accumulator(self, indices: AbstractSet[int]) -> Tensor:
         """Where gradients of these parameters are added, if they are there, or copied. For a sum on the device, whose
         stream orders this call: an FP32 sum takes the place of what has landed, no second buffer stays."""
         self._gradient.several = self._gradient.several or bool(self.present & indices)
@@ -163,10 +164,7 @@ class Gradient:
     """
 
     def __init__(self, index: int, name: str, layout: Layout, homes: Homes) -> None:
-        self.index = index
-        self.name = name
-        self.layout = layout
-        self.homes = homes
+        self.index, self.name, self.layout, self.homes = index, name, layout, homes
         self._owner = Owner()
         self.parts: dict[Place, Part] = {}
         self.merge: Callable[[Gradient], None] = lambda _: None
@@ -225,7 +223,7 @@ class Gradient:
         parts = tuple((part.flat, frozenset(part.present)) for part in active)
         return Snapshot(self.layout, parts, active[0].dtype, scale=self.scale)
 
-    def writable(self) -> torch.Tensor:
+    def writable(self) -> Tensor:
         """The flat tensor that holds the present gradients, for the user to write to; an update may be reading it."""
         part = self.writable_part()
         part.square_sum = None
@@ -269,19 +267,14 @@ class Gradient:
 
 
 def add_segments(
-    layout: Layout,
-    total: torch.Tensor,
-    flat: torch.Tensor,
-    indices: frozenset[int],
-    known: AbstractSet[int],
-    begin: int = 0,
+    layout: Layout, total: Tensor, flat: Tensor, indices: frozenset[int], known: AbstractSet[int], begin: int = 0
 ) -> None:
     """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one.
 
     `total` is the sum from element `begin` on; what lies outside of it is left out.
     """
 
-    def within(chosen: AbstractSet[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def within(chosen: AbstractSet[int]) -> Iterator[tuple[Tensor, Tensor]]:
         for start, end in layout.runs(sorted(chosen)):
             start, end = max(start, begin), min(end, begin + total.numel())
             if start < end:
@@ -295,7 +288,7 @@ def add_segments(
         target.copy_(values)
 
 
-def sum_of_parts(gradient: Snapshot, total: torch.Tensor, begin: int = 0) -> None:
+def sum_of_parts(gradient: Snapshot, total: Tensor, begin: int = 0) -> None:
     """Sum of a gradient's parts in their order, from element `begin` on, not rounded; zeros where nobody has one."""
     total.zero_()
     known: frozenset[int] = frozenset()

@@ -89,8 +89,12 @@ class Moment:
         return {suffix: piece.payload.view(piece.format.dtype).view(self.layout.segments[index].here)}
 
     def restore(self, index: int, given: Mapping[str, torch.Tensor]) -> bool:
-        """Take over what `stored` gave, in whatever format that was; False if it had to be rounded to this one."""
+        """Take over what `stored` gave in any format (nothing: zeros); False if it had to be rounded to this one."""
         mine = self.stored(index)
+        if not given:
+            for view in mine.values():
+                view.zero_()
+            return True
         if mine.keys() == given.keys():
             for suffix, view in mine.items():
                 view.copy_(given[suffix].reshape(view.shape))
@@ -104,10 +108,6 @@ class Moment:
             return given[suffix].float()
         chosen = FORMATS[suffix.removeprefix(".")][0 if self.signed else 1]
         return chosen.decode(given[suffix].cpu(), given[f"{suffix}.scale"].cpu(), self.layout.segments[index].numel)
-
-    def clear(self, index: int) -> None:
-        for tensor in self.stored(index).values():
-            tensor.zero_()
 
 
 def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[dict[int, Start], int]:

@@ -312,15 +312,12 @@ def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> d
 def restore_states(parameter: StoreTensor, entry: Mapping[str, torch.Tensor]) -> bool:
     """Take over what `states_of` gave; moments that are not there become zero. False if one had to be rounded."""
     slab, index = parameter.slab, parameter.segment
-    exact = True
     if "residual" in entry and slab.residual is not None:
         # The residual of a run in BF16 means nothing to one whose weights are their own master.
         view = slab.owned.view(slab.residual, index)
         view.copy_(entry["residual"].reshape(view.shape))
+    exact = True
     for role, moment in slab.moments.items():
         given = {key.removeprefix(role): tensor for key, tensor in entry.items() if key.partition(".")[0] == role}
-        if given:
-            exact = moment.restore(index, given) and exact
-        else:
-            moment.clear(index)
+        exact &= moment.restore(index, given)
     return exact

@@ -38,18 +38,15 @@ class Slab:
         trains: bool = True,
         owned: tuple[int, int] | None = None,
     ) -> None:
-        self.index = index
-        self.name = name
+        self.index, self.name, self.layout, self.homes = index, name, layout, homes
         self.split_master = master and layout.dtype == torch.bfloat16
         """BF16 weights are the high half of an FP32 master; FP32 weights are their own. False for BF16 weights without
         a master, which updates round stochastically."""
         self.trains = trains
         """Whether its parameters required grad when the model was attached."""
-        self.layout = layout
         self.owned = layout if owned is None else layout.cut(*owned)
         """The part of the slab whose states and gradient sum lie here, and which is updated here: all of it, unless
         others have the rest."""
-        self.homes = homes
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
         self.weight = self._weight_buffer.view(layout.dtype)
         self.residual: torch.Tensor | None = None
@@ -155,10 +152,7 @@ class Slab:
 
 
 class Span:
-    """Weight and states of a slab, open for one piece of work that says what it does with which of them.
-
-    Work on a lane is given `reads` and `writes` when it is submitted.
-    """
+    """Weight and states of a slab, open for one piece of work, whose `reads` and `writes` its lane is given."""
 
     def __init__(self, slab: Slab, reads: Sequence[str], writes: Sequence[str]) -> None:
         self.slab = slab
