@@ -107,8 +107,7 @@ class Optimizer(torch.optim.Optimizer):
 
         `step()` must follow. With `max_grad_norm` the norm has to be known first, so nothing changes.
         """
-        clips = self.max_grad_norm is not None
-        with nullcontext() if clips else self._stepper.final_backward(self._rules(), self):
+        with self._stepper.final_backward(self._rules(), self) if self.max_grad_norm is None else nullcontext():
             yield
 
     def scale_gradients(self, factor: float) -> None:

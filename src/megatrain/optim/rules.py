@@ -63,17 +63,10 @@ class AdamW(Rule):
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
     def scalars(self, step: int, clip: float) -> Scalars:
-        return _fp32(
-            clip,
-            self.beta1,
-            1.0 - self.beta1,
-            self.beta2,
-            1.0 - self.beta2,
-            (1.0 - self.beta2**step) ** 0.5,
-            self.eps,
-            1.0 - self.lr * self.weight_decay,
-            self.lr / (1.0 - self.beta1**step),
-        )
+        beta1, beta2 = self.beta1, self.beta2
+        root_correction, step_size = (1.0 - beta2**step) ** 0.5, self.lr / (1.0 - beta1**step)
+        decay = 1.0 - self.lr * self.weight_decay
+        return _fp32(clip, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_correction, self.eps, decay, step_size)
 
     @staticmethod
     def update(master: torch.Tensor, moments: Tensors, grad: torch.Tensor, scalars: Scalars) -> None:

@@ -171,27 +171,24 @@ def _seconds(kernel: Kernel, operands: Operands) -> float:
 def reference_kernel(operands: Operands) -> None:
     """The written sequence, in PyTorch."""
     for start in range(0, operands.count, PIECE):
-        _reference(operands, start, min(start + PIECE, operands.count))
-
-
-def _reference(operands: Operands, start: int, end: int) -> None:
-    draws = Draws(operands.seed, operands.first + start, end - start, operands.weight.device)
-    weight, residual = operands.weight[start:end], operands.residual
-    master = weight.float() if residual is None else join(weight, residual[start:end])
-    gradient = operands.gradient[start:end].to(operands.gradient_dtype).float()
-    pieces = [_part(piece, start) for piece in operands.moments]
-    moments = tuple(piece.format.decode(piece.payload, piece.scales, end - start) for piece in pieces)
-    operands.rule.update(master, moments, gradient, operands.scalars)
-    for number, (piece, values) in enumerate(zip(pieces, moments, strict=True)):
-        piece.format.encode(values, piece.payload, piece.scales, draws.moment(number))
-    if residual is not None:
-        high, low = split(master)
-        weight.copy_(high)
-        residual[start:end].copy_(low)
-    elif weight.dtype == torch.bfloat16:
-        weight.copy_(round_to_bf16(master, draws.weight()))
-    else:
-        weight.copy_(master)
+        end = min(start + PIECE, operands.count)
+        draws = Draws(operands.seed, operands.first + start, end - start, operands.weight.device)
+        weight, residual = operands.weight[start:end], operands.residual
+        master = weight.float() if residual is None else join(weight, residual[start:end])
+        gradient = operands.gradient[start:end].to(operands.gradient_dtype).float()
+        pieces = [_part(piece, start) for piece in operands.moments]
+        moments = tuple(piece.format.decode(piece.payload, piece.scales, end - start) for piece in pieces)
+        operands.rule.update(master, moments, gradient, operands.scalars)
+        for number, (piece, values) in enumerate(zip(pieces, moments, strict=True)):
+            piece.format.encode(values, piece.payload, piece.scales, draws.moment(number))
+        if residual is not None:
+            high, low = split(master)
+            weight.copy_(high)
+            residual[start:end].copy_(low)
+        elif weight.dtype == torch.bfloat16:
+            weight.copy_(round_to_bf16(master, draws.weight()))
+        else:
+            weight.copy_(master)
 
 
 def _part(piece: Piece, start: int) -> Piece:
