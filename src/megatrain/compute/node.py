@@ -294,14 +294,15 @@ def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[tuple[int,
         if not found:
             continue
         hooked = {place[1]: block.parameters[name] for name, place in block.places.items() if place[0] is slab}
+        hooks = {segment: users_hooks(hooked[segment]) for segment in found}
         for segment, gradient in found.items():
-            for hook in users_hooks(hooked[segment]._backward_hooks):
+            for hook in hooks[segment][0]:
                 replaced = hook(gradient)
                 gradient = gradient if replaced is None else replaced
             found[segment] = gradient
         flow.gradients(slab, place, found)
         for segment in found:
-            for hook in users_hooks(hooked[segment]._post_accumulate_grad_hooks):
+            for hook in hooks[segment][1]:
                 hook(hooked[segment])
     flow.finished(block)
 

@@ -64,7 +64,7 @@ def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip
     weight, segments = slab.owned.within(state.weight), slab.owned.segments
 
     def kind(index: int) -> tuple[Any, ...]:
-        return rules[index], slab.steps[index], *(moment.format(index) for moment in slab.moments.values())
+        return rules[index], slab.steps[index], *(moment.formats[index] for moment in slab.moments.values())
 
     runs: list[list[int]] = []
     for index in sorted(gradient.present & rules.keys()):

@@ -27,19 +27,17 @@ class Segment:
     here: torch.Size = field(init=False)
     """The shape of what lies here: the parameter's, or a flat one of a part of it."""
     strides: tuple[int, ...] = field(init=False)
+    end: int = field(init=False)
 
     def __post_init__(self) -> None:
         here = self.shape if self.whole else torch.Size([self.numel])
+        object.__setattr__(self, "end", self.offset + self.numel)
         object.__setattr__(self, "here", here)
         object.__setattr__(self, "strides", torch.empty(here, device="meta").stride())
 
     @property
     def whole(self) -> bool:
         return self.numel == self.shape.numel()
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.numel
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,10 @@ class Layout:
     numel: int
     begin: int = 0
     """The slab's element that a part of it begins with."""
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.numel * self.dtype.itemsize)
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter in a flat tensor of this layout."""

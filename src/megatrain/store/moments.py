@@ -44,6 +44,8 @@ class Moment:
         self.layout = layout
         self.signed = signed
         self._starts, nbytes = lay_out_areas(layout, width, signed)
+        self.formats = {index: start.format for index, start in self._starts.items()}
+        """By segment."""
         self.buffer = memory.allocate(nbytes, transferred=transferred)
         self.bytes = self.buffer.bytes
 
@@ -52,9 +54,6 @@ class Moment:
         other = copy(self)
         other.bytes = storage
         return other
-
-    def format(self, index: int) -> Format:
-        return self._starts[index].format
 
     def piece(self, index: int, count: int | None = None) -> Piece:
         """`count` elements from the start of a segment, on into neighbours of the same format (None: its own)."""
@@ -100,7 +99,7 @@ class Moment:
                 view.copy_(given[suffix].reshape(view.shape))
             return True
         self.write(index, self._decoded(index, given))
-        return self.format(index) is FP32
+        return self.formats[index] is FP32
 
     def _decoded(self, index: int, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
         suffix = next(suffix for suffix in given if not suffix.endswith(".scale"))

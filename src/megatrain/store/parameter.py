@@ -293,9 +293,13 @@ class _Field:
     begin.__megatrain__ = collect.__megatrain__ = True  # type: ignore[attr-defined]
 
 
-def users_hooks(hooks: dict[int, Any] | None) -> list[Any]:
-    """Of the hooks on a parameter, those that users put there."""
-    return [hook for hook in (hooks or {}).values() if not getattr(hook, "__megatrain__", False)]
+def users_hooks(parameter: Any) -> tuple[list[Any], list[Any]]:
+    """The hooks that users put on a parameter: on its gradient, and those called when that has been added."""
+    before, after = (
+        [hook for hook in (hooks or {}).values() if not getattr(hook, "__megatrain__", False)]
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    )
+    return before, after
 
 
 def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> dict[str, torch.Tensor]:

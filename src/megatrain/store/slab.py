@@ -39,6 +39,8 @@ class Slab:
         owned: tuple[int, int] | None = None,
     ) -> None:
         self.index, self.name, self.layout, self.homes = index, name, layout, homes
+        self.on_device = TIERS[homes.weight.tier].on_device
+        """Whether compute reads its weight where it lies: nothing of it travels."""
         self.split_master = master and layout.dtype == torch.bfloat16
         """BF16 weights are the high half of an FP32 master; FP32 weights are their own. False for BF16 weights without
         a master, which updates round stochastically."""
@@ -108,11 +110,6 @@ class Slab:
             weight.copy_(values)
             if self.residual is not None:
                 self.residual[owned.offset : owned.end].zero_()
-
-    @property
-    def on_device(self) -> bool:
-        """Whether compute reads its weight where it lies: nothing of it travels."""
-        return TIERS[self.homes.weight.tier].on_device
 
     @property
     def held_sum(self) -> bool:
