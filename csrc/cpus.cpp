@@ -1,57 +1,103 @@
 // A container is often limited by a quota of CPU time while it sees every CPU of the machine. Threads beyond the quota
 // are stopped for the rest of each period, all of them, in the middle of what they do.
+//
+// Files are read with C's functions: streams of the C++ library crash in processes that have two of it.
+#include "pool.h"
+
 #include <sched.h>
 
 #include <algorithm>
-#include <cmath>
-#include <fstream>
-#include <sstream>
-#include <string>
+#include <cstdio>
+#include <cstring>
 
 #include "megatrain.h"
-#include "pool.h"
 
 namespace megatrain {
 namespace {
 
-double tighter(double one, double other) { return one > 0.0 && other > 0.0 ? std::min(one, other) : one + other; }
+constexpr int kPath = 4096;
 
-// CPU time over wall time that the folder of a cgroup allows (v2, else v1), or 0: no limit, written as "max" or -1.
-double limit_in(const std::string& folder) {
-    double quota = 0.0, period = 0.0;
-    if (!(std::ifstream(folder + "/cpu.max") >> quota >> period)) {
-        std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
-        std::ifstream(folder + "/cpu.cfs_period_us") >> period;
-    }
-    return quota > 0.0 && period > 0.0 ? quota / period : 0.0;
+// CPU time over wall time, or 0 if the group has no limit. `group` is the folder of a cgroup.
+double limit_v2(const char* group) {
+    char path[kPath], text[128];
+    if (std::snprintf(path, sizeof path, "%s/cpu.max", group) >= kPath) return 0.0;
+    std::FILE* file = std::fopen(path, "re");
+    if (file == nullptr) return 0.0;
+    double quota = 0.0, period = 0.0;  // the quota may also be "max", which is no number
+    const bool found = std::fgets(text, sizeof text, file) && std::sscanf(text, "%lf %lf", &quota, &period) == 2;
+    std::fclose(file);
+    return found && quota > 0.0 && period > 0.0 ? quota / period : 0.0;
+}
+
+double number_in(const char* group, const char* name) {
+    char path[kPath];
+    if (std::snprintf(path, sizeof path, "%s/%s", group, name) >= kPath) return 0.0;
+    std::FILE* file = std::fopen(path, "re");
+    if (file == nullptr) return 0.0;
+    double number = 0.0;
+    const bool found = std::fscanf(file, "%lf", &number) == 1;
+    std::fclose(file);
+    return found ? number : 0.0;
+}
+
+double limit_v1(const char* group) {
+    const double quota = number_in(group, "cpu.cfs_quota_us"), period = number_in(group, "cpu.cfs_period_us");
+    return quota > 0.0 && period > 0.0 ? quota / period : 0.0;  // no limit is written as -1
 }
 
 // The tightest limit of a group and those above it. A container may see its own group as the root of the mount and read
 // a path of the host: the folders of that path are missing, and the root is still looked at.
-double tightest(const std::string& mount, const std::string& group) {
-    double lowest = limit_in(mount);
-    for (std::string path = mount + group; path.size() > mount.size(); path.resize(path.rfind('/'))) {
-        lowest = tighter(lowest, limit_in(path));
+double tightest(const char* mount, const char* group, double (*limit)(const char*)) {
+    char path[kPath];
+    if (std::snprintf(path, sizeof path, "%s%s", mount, group) >= kPath) return 0.0;
+    const size_t root = std::strlen(mount);
+    double lowest = 0.0;
+    for (;;) {
+        const double here = limit(path);
+        if (here > 0.0 && (lowest == 0.0 || here < lowest)) lowest = here;
+        char* cut = std::strrchr(path, '/');
+        if (std::strlen(path) <= root || cut == nullptr) return lowest;
+        *std::max(cut, path + root) = '\0';
     }
+}
+
+bool lists(const char* controllers, const char* wanted) {
+    const size_t length = std::strlen(wanted);
+    for (const char* at = controllers; (at = std::strstr(at, wanted)) != nullptr; at += length) {
+        if ((at == controllers || at[-1] == ',') && (at[length] == ',' || at[length] == '\0')) return true;
+    }
+    return false;
+}
+
+double quota_under(const char* root) {
+    char path[kPath], line[kPath], mount[kPath];
+    if (std::snprintf(path, sizeof path, "%s/proc/self/cgroup", root) >= kPath) return 0.0;
+    std::FILE* file = std::fopen(path, "re");
+    if (file == nullptr) return 0.0;
+    double lowest = 0.0;
+    while (std::fgets(line, sizeof line, file) != nullptr) {  // hierarchy:controllers:group
+        line[std::strcspn(line, "\n")] = '\0';
+        char* controllers = std::strchr(line, ':');
+        char* group = controllers ? std::strchr(controllers + 1, ':') : nullptr;
+        if (group == nullptr) continue;
+        *controllers++ = *group++ = '\0';
+        const bool unified = *controllers == '\0';
+        if (!unified && !lists(controllers, "cpu")) continue;
+        if (std::strcmp(group, "/") == 0) ++group;
+        // The usual places; the combined name of v1 is a link beside them where it is not the folder itself.
+        for (const char* place : {unified ? "" : "/cpu", unified ? "/unified" : "/cpu,cpuacct"}) {
+            if (std::snprintf(mount, sizeof mount, "%s/sys/fs/cgroup%s", root, place) >= kPath) continue;
+            const double here = tightest(mount, group, unified ? limit_v2 : limit_v1);
+            if (here > 0.0 && (lowest == 0.0 || here < lowest)) lowest = here;
+        }
+    }
+    std::fclose(file);
     return lowest;
 }
 
-double quota_under(const std::string& root) {
-    std::ifstream groups(root + "/proc/self/cgroup");
-    double lowest = 0.0;
-    for (std::string line; std::getline(groups, line);) {
-        std::istringstream fields(line);
-        std::string hierarchy, controllers, group;
-        std::getline(std::getline(fields, hierarchy, ':'), controllers, ':');
-        if (!std::getline(fields, group)) continue;
-        const bool unified = controllers.empty();
-        if (!unified && ("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
-        // The usual places; the combined name of v1 is a link beside them where it is not the folder itself.
-        for (const char* place : {unified ? "" : "/cpu", unified ? "/unified" : "/cpu,cpuacct"}) {
-            lowest = tighter(lowest, tightest(root + "/sys/fs/cgroup" + place, group));
-        }
-    }
-    return lowest;
+int rounded_up(double quota) {
+    const int whole = static_cast<int>(quota);
+    return quota > whole ? whole + 1 : whole;
 }
 
 }  // namespace
@@ -67,4 +113,4 @@ int usable_cpus() noexcept {
 
 }  // namespace megatrain
 
-int mt_cpu_quota(const char* root) { return static_cast<int>(std::ceil(megatrain::quota_under(root))); }
+int mt_cpu_quota(const char* root) { return megatrain::rounded_up(megatrain::quota_under(root)); }
