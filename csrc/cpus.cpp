@@ -1,7 +1,7 @@
 // A container is often limited by a quota of CPU time while it sees every CPU of the machine. Threads beyond the quota
 // are stopped for the rest of each period, all of them, in the middle of what they do.
 //
-// Files are read with C's functions: streams of the C++ library crash in processes that have two of it.
+// Files are read with C's functions: nothing here depends on which C++ library the process has.
 #include "pool.h"
 
 #include <sched.h>

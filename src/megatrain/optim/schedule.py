@@ -225,13 +225,15 @@ class Updates:
         """What has started of this optimizer's step; another optimizer's stays until its own step."""
         early = self._early
         if early.owner is not owner:
-            return _Early(rules, owner)
+            return _Early(rules)
         if any(rules.get(index) != early.rules[index] for index in early.started):
             raise UnsupportedCall(
                 "a learning rate (or another option of a group) was changed between final_backward() and step(), when "
                 "updates had already started with the old one; change it before final_backward() or after step()."
             )
         self._early = _Early()
+        # Work that is under way refers to it, and must not keep an engine that nobody has any more.
+        early.owner = None
         return early
 
     def _measure(self, slabs: Sequence[Slab], gradients: dict[int, Snapshot]) -> list[Wait]:

@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -186,6 +187,26 @@ def test_an_engine_that_is_dropped_is_undone_in_the_process() -> None:
     mt.Engine(small.llama(), device="cpu", debug=mt.Debug(lanes="threads"))
     gc.collect()
     assert of_process() == process
+
+
+def test_updates_under_way_do_not_keep_an_engine_that_was_dropped() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def dropped() -> weakref.ref[mt.Engine]:
+        model = small.llama()
+        engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
+        optimizer = engine.optimizer(lr=1e-3)
+        model(**small.batch()).loss.backward()
+        engine._lanes["update"].submit(lambda: (begun.set(), go_on.wait(30))[0], label="in the way")
+        optimizer.step()
+        begun.wait(30)
+        return weakref.ref(engine)
+
+    engine = dropped()
+    # Ending its lanes waits for what they do.
+    threading.Timer(0.2, go_on.set).start()
+    gc.collect()
+    assert engine() is None
 
 
 def test_an_undo_that_fails_does_not_keep_the_others() -> None:
