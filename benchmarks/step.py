@@ -146,7 +146,7 @@ def measure(
         d2h_exposed_s=timeline.exposed("d2h"),
         update_s=timeline.busy("update"),
         update_exposed_s=timeline.exposed("update"),
-        vram_update_s=timeline.busy("vram"),
+        vram_update_s=timeline.busy("gpu_update"),
         waited=waited,
         naive_update_wait_s=naive,
         driver_vram_gib=driver_vram() if cuda else 0.0,

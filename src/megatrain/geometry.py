@@ -62,11 +62,11 @@ class Lane:
 LANES = {
     "compute": Lane(None),
     "h2d": Lane("stream", link="in"),  # weights of streamed blocks into slots, sums and parked inputs back
-    "hold": Lane("stream", link="in"),  # held weights, once per step, each after its update
+    "refresh": Lane("stream", link="in"),  # held weights, once per step, each after its update
     "d2h": Lane("stream", link="out", after_compute=True),  # gradients of streamed blocks, inputs to be parked
-    "leave": Lane("stream", link="out", after_compute=True),  # held gradient sums, rounded, once per step
+    "sums_out": Lane("stream", link="out", after_compute=True),  # held gradient sums, rounded, once per step
     "update": Lane("thread"),  # sums and updates in RAM
-    "vram": Lane("stream", after_compute=True),  # the same in GPU memory
+    "gpu_update": Lane("stream", after_compute=True),  # the same in GPU memory
     "states_in": Lane("stream", link="in"),  # states that are updated on the device, into slots
     "states_out": Lane("stream", link="out"),  # the same back, and the weights that were updated there
     "disk": Lane(None),  # states from and to disk; not in this version's engine
@@ -84,7 +84,7 @@ class Tier:
     """Whether compute reads and writes it where it lies."""
 
 
-TIERS = {"vram": Tier("vram", on_device=True), "ram": Tier("update", on_device=False)}
+TIERS = {"vram": Tier("gpu_update", on_device=True), "ram": Tier("update", on_device=False)}
 PASSING = 2
 """Slots per ring of what passes once per step: gradients on their way from a held sum to its update, on the device and
 in RAM, and states that come to the device for theirs."""

@@ -335,30 +335,30 @@ class Missing:
 
 NEEDED = [
     Missing("h2d", "fetch", "weight written", "update", train),
-    Missing("hold", "fetch", "weight written", "update", held),
+    Missing("refresh", "fetch", "weight written", "update", held),
     Missing("h2d", "resume", "gradient written", "update", windows, lag=1e-2),
     Missing("d2h", "land", "gradient read", "update", interfere),
     Missing("d2h", "land", "gradient written", "update", interfere, lag=1e-2),
     Missing("d2h", "stage", "staging read", "update", train),
-    Missing("leave", "leave", "leaving read", "update", held),
-    Missing("leave", "leave", "gradient written", "vram", tied, lag=1e-2),
+    Missing("sums_out", "send sum", "sum buffer read", "update", held),
+    Missing("sums_out", "send sum", "gradient written", "gpu_update", tied, lag=1e-2),
     Missing("update", "add", "staging written", "d2h", train),
     Missing("update", "merge", "gradient written", "d2h", language_model),
     Missing("update", "norm", "gradient written", "d2h", train),
-    Missing("update", "norm", "measured", "vram", held),
+    Missing("update", "norm", "measured", "gpu_update", held),
     Missing("update", "update", "gradient written", "d2h", early, lag=5e-3),
-    Missing("update", "update", "leaving written", "leave", held),
-    Missing("vram", "update", "norm", "update", resident),
-    Missing("vram", "update", "state slot written", "states_in", visits),
-    Missing("vram", "update", "slot written", "hold", rewritten, lag=1e-2),
+    Missing("update", "update", "sum buffer written", "sums_out", held),
+    Missing("gpu_update", "update", "norm", "update", resident),
+    Missing("gpu_update", "update", "state slot written", "states_in", visits),
+    Missing("gpu_update", "update", "slot written", "refresh", rewritten, lag=1e-2),
     Missing("states_in", "bring", "state slot read", "states_out", visits),
     Missing("states_in", "bring", "states written", "states_out", interfere_visits, lag=1e-2),
-    Missing("states_out", "send states", "state slot written", "vram", visits),
+    Missing("states_out", "send states", "state slot written", "gpu_update", visits),
     Missing("compute", "", "slot written", "h2d", train),
     Missing("compute", "", "gradient slot read", "d2h", train),
     Missing("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
-    Missing("compute", "", "gradient read", "leave", interfere_held, lag=1e-2),
-    Missing("compute", "", "weight written", "vram", resident, lag=1e-2),
+    Missing("compute", "", "gradient read", "sums_out", interfere_held, lag=1e-2),
+    Missing("compute", "", "weight written", "gpu_update", resident, lag=1e-2),
 ]
 IMPLIED = {
     # Compute is behind what it went on with, and the copy out is behind compute.
@@ -374,8 +374,8 @@ IMPLIED = {
     # Parts are merged for an update, which the next forward waits for, or for the user, who waits.
     ("compute", "", "gradient written"),
     # Who writes a weight waits until it has gone home, so nothing writes or reads the old copy any more.
-    ("hold", "fetch", "slot read"),
-    ("hold", "fetch", "slot written"),
+    ("refresh", "fetch", "slot read"),
+    ("refresh", "fetch", "slot written"),
     # States go home after the update that waited for them to come; the next ones come after that.
     ("states_in", "bring", "state slot written"),
     ("states_out", "send states", "states read"),
@@ -383,7 +383,7 @@ IMPLIED = {
     ("states_out", "send weight", "slot written"),
     ("states_out", "send weight", "weight read"),
     # A weight that an update overtakes on its way home goes there again after it.
-    ("vram", "update", "slot read"),
+    ("gpu_update", "update", "slot read"),
     # A copy that an update can overtake was guessed wrong, and its slot is stale (see the end of this file).
     ("update", "update", "weight read"),
 }

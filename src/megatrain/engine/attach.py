@@ -36,8 +36,8 @@ from megatrain.stream.activations import Activations
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import SyncLanes
-from megatrain.stream.leave import Leaving
 from megatrain.stream.states import StateStream
+from megatrain.stream.sums_out import SumsOut
 from megatrain.stream.transfer import Link
 from megatrain.telemetry.notices import warn
 
@@ -123,7 +123,7 @@ class Attachment:
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
         fetcher = Fetcher(fetched, settings.debug.slots, link)
         drain = Drain(slabs, settings.debug.grad_slots, link)
-        leaving = Leaving(slabs, link)
+        sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
         for slab in slabs:
             slab.grad.several = settings.plan is not None and settings.plan.run.accumulation > 1
@@ -135,14 +135,14 @@ class Attachment:
             lanes=lanes,
             fetcher=fetcher,
             drain=drain,
-            updates=Updates(slabs, self.placement.kernels(), lanes, leaving, states, counters),
+            updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, counters),
             activations=Activations(link, self.placement.ram),
             hooks=self.hooks,
             relief=self.relief,
             watch=watch,
             check_open=self.check_open,
         )
-        self.relief.holds = Holds(slabs, fetcher, leaving, states)
+        self.relief.holds = Holds(slabs, fetcher, sums_out, states)
         self.closing.add(self.step.seats.close)
 
     def take_memory(self) -> None:

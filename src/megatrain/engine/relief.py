@@ -20,8 +20,8 @@ from megatrain.planner import Plan
 from megatrain.settings import Settings
 from megatrain.store.slab import Slab
 from megatrain.stream.fetch import Fetcher
-from megatrain.stream.leave import Leaving
 from megatrain.stream.states import StateStream
+from megatrain.stream.sums_out import SumsOut
 
 LESS = {"store": "recompute", "recompute": "offload", "offload": "offload"}
 """Policy → the next one, which takes less of the device."""
@@ -68,8 +68,8 @@ class Policies:
 class Holds:
     """What the GPU holds for longer than one use, of slabs whose states are in RAM."""
 
-    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, leaving: Leaving, states: StateStream) -> None:
-        self._slabs, self._fetcher, self._leaving, self._states = slabs, fetcher, leaving, states
+    def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, sums_out: SumsOut, states: StateStream) -> None:
+        self._slabs, self._fetcher, self._sums_out, self._states = slabs, fetcher, sums_out, states
 
     def __bool__(self) -> bool:
         return self._fetcher.holding or any(slab.held_sum for slab in self._slabs)
@@ -82,7 +82,7 @@ class Holds:
                 slab.grad.clear()
                 slab.grad.give_back()
                 slab.homes.sums = slab.homes.states
-            self._leaving.let_go(sums)
+            self._sums_out.let_go(sums)
             self._states.let_go(sums)
             self._fetcher.let_go()
 

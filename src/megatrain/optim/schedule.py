@@ -21,9 +21,9 @@ from megatrain.store.gradient import Gradient, Snapshot
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket, Wait
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.leave import Leaving
 from megatrain.stream.norm import gradient_square_sum, snapshot_square_sum, total
 from megatrain.stream.states import StateStream
+from megatrain.stream.sums_out import SumsOut
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import warn
 
@@ -73,7 +73,7 @@ class Updates:
     kernels: dict[str, Kernel]
     """By tier."""
     lanes: Lanes
-    leaving: Leaving
+    sums_out: SumsOut
     states: StateStream
     counters: Counters
 
@@ -174,7 +174,7 @@ class Updates:
         gradients = {slab.index: slab.grad.snapshot() for slab in self.slabs if slab.grad.present}
         for slab in self.slabs:
             if slab.index in gradients:
-                self.leaving.make_room(slab, gradients[slab.index])
+                self.sums_out.make_room(slab, gradients[slab.index])
                 self.states.make_room(slab)
         early = self._claim(rules, owner)
         outcome = early.outcome
@@ -248,7 +248,7 @@ class Updates:
             found.copy_(torch.stack([gradient_square_sum(gradient) for gradient in chosen]), non_blocking=True)
 
         reads = [gradient.order for gradient in chosen]
-        return [Wait("measured", self.lanes.submit("vram", "measure", measure, reads=reads, label="norms"))]
+        return [Wait("measured", self.lanes.submit("gpu_update", "measure", measure, reads=reads, label="norms"))]
 
     def _submit(
         self,
@@ -264,7 +264,7 @@ class Updates:
         visit = self.states.open(slab)
         state = visit or slab.open(writes=("weight", "states"))
         tier = "vram" if visit is not None else slab.homes.states.tier
-        gradient = gradient if visit is not None else self.leaving.bring(slab, gradient)
+        gradient = gradient if visit is not None else self.sums_out.send(slab, gradient)
 
         def work() -> None:
             factor = allowed(gradient)

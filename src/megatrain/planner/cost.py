@@ -110,7 +110,7 @@ class Piece:
         """Its gradients to RAM, rounded."""
         self.drain_sum = _copy(elements * 4, costs.both)
         """Its gradients to RAM as FP32 sums, or back."""
-        self.leave = _copy(2 * state.elements16 + 4 * state.elements32, costs.both)
+        self.sum_out = _copy(2 * state.elements16 + 4 * state.elements32, costs.both)
         """Its sum from VRAM to RAM, rounded."""
         self.norm = 10 * elements / costs.hbm
         """Of a sum in VRAM: its norm, and rounding it."""

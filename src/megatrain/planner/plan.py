@@ -20,8 +20,8 @@ from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug
 
 FORMAT = 2
-OLD_LANES = {"vram update": "vram"}
-"""Lanes that had another name in plans of format 1."""
+OLD_LANES = {"vram update": "gpu_update", "vram": "gpu_update", "hold": "refresh", "leave": "sums_out"}
+"""Lane names in plans of earlier releases → names of today."""
 NAMING = (*PLACED, "on_disk")
 """Fields that name blocks."""
 
@@ -123,7 +123,7 @@ class Plan:
         format = data.pop("format", None) if isinstance(data, dict) else None
         if format not in (1, FORMAT):
             raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again.")
-        data = _from_format1(data) if format == 1 else data
+        data = _with_current_lanes(_from_format1(data) if format == 1 else data)
         try:
             values = dict(fields_of(cls, data, "it"))
             for name in (*NAMING, "windows", "lossy", "notes"):
@@ -216,14 +216,24 @@ def _from_format1(data: dict[str, Any]) -> dict[str, Any]:
         del found["window"]
         found["windows"] = list(windows_of(window, accumulation))
     if isinstance(step, dict):
-        found["step"] = dict(step)
-        for name in ("busy", "waited"):
-            if isinstance(seconds := step.get(name), dict):
-                renamed = {OLD_LANES.get(lane, lane): spent for lane, spent in seconds.items()}
-                found["step"][name] = dict.fromkeys(LANES, 0.0) | renamed
-        if step.get("bottleneck") in [*OLD_LANES]:
-            found["step"]["bottleneck"] = OLD_LANES[step["bottleneck"]]
+        added = dict.fromkeys(("refresh", "sums_out", "states_in", "states_out"), 0.0)
+        spent = {name: added | step[name] for name in ("busy", "waited") if isinstance(step.get(name), dict)}
+        found["step"] = step | spent
     return found
+
+
+def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan, with the lanes of its step under the names of today."""
+    step = data.get("step")
+    if not isinstance(step, dict):
+        return data
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {OLD_LANES.get(lane, lane): spent for lane, spent in value.items()}
+        return OLD_LANES.get(value, value) if isinstance(value, str) else value
+
+    return data | {"step": {name: renamed(value) for name, value in step.items()}}
 
 
 def _check(plan: Plan) -> None:

@@ -110,23 +110,23 @@ class Simulator:
         # The last layers of a forward are still in their slots when the backward begins.
         in_slots = np.maximum(chosen.held, len(self.ledger.layers) - chosen.slots + 1)
         h2d -= count * sums["fetch_back"].after(in_slots, False)
-        hold = sums["fetch"].after(chosen.visited, owned) - fetched
+        refresh = sums["fetch"].after(chosen.visited, owned) - fetched
         drained = sums["drain"].after(chosen.summed, streamed)
         d2h = np.where(windows.several, count * sums["drain_sum"].after(chosen.summed, streamed), drained)
-        leave = sums["leave"].after(chosen.visited, owned) - sums["leave"].after(chosen.summed, streamed)
+        sums_out = sums["sum_out"].after(chosen.visited, owned) - sums["sum_out"].after(chosen.summed, streamed)
         parked = len(self.ledger.layers) - chosen.stored
         compute += chosen.offload * 2 * micro * PARK * parked
         d2h += chosen.offload * micro * sums["park"].after(chosen.stored, False)
         h2d += chosen.offload * micro * sums["unpark"].after(chosen.stored, False)
         crowded = np.where(chosen.visited > chosen.layers, self.costs.crowded, 1.0)
         update = crowded * sums["update"].after(chosen.visited, owned) + sums["merge"].after(chosen.summed, streamed)
-        vram = sums["gpu_update"].total - sums["gpu_update"].after(chosen.visited, owned)
+        gpu_update = sums["gpu_update"].total - sums["gpu_update"].after(chosen.visited, owned)
         visits, weights = (
             sums[name].after(chosen.layers, False) - sums[name].after(chosen.visited, False)
             for name in ("visit", "fetch_back")
         )
         disk = self._disk(chosen)[0]
-        lanes = (compute, h2d, hold, d2h, leave, update, vram, visits, visits + weights, disk)
+        lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, visits, visits + weights, disk)
         return dict(zip(LANES, lanes, strict=True))
 
     def _disk(self, chosen: Decisions) -> tuple[Floats, Floats]:
@@ -159,7 +159,7 @@ class Simulator:
         # Windows after the first wait for the sums of the one before.
         resumed = sums["drain_sum"].after(chosen.summed, chosen.rest == STREAMED)
         compute: Floats = busy["compute"] + (windows.count - 1) * resumed
-        longest = np.maximum(self._around + compute + busy["vram"], self._links(busy))
+        longest = np.maximum(self._around + compute + busy["gpu_update"], self._links(busy))
         if not self.costs.run.clipping:
             return np.maximum(longest, self._around + busy["update"])
         # Of the first window, the forward up to the last block that the CPU updates is what updates can hide under.
@@ -276,7 +276,7 @@ class _Pass:
         for block, following in zip(self.blocks, coming, strict=True):
             piece, buffers = block.piece, self.left[block.ring]
             begin = np.maximum(self.link_out, buffers.before(PASSING))
-            self.link_out = np.where(block.leaves, begin + piece.leave, self.link_out)
+            self.link_out = np.where(block.leaves, begin + piece.sum_out, self.link_out)
             free = np.where(block.leaves, np.maximum(free, self.link_out), free)
             free = np.where(block.on_disk, np.maximum(free, ready[0]), free)
             free = free + block.update
@@ -332,7 +332,7 @@ class _Pass:
         piece = block.piece
         self._fetch(block, block.fetched, piece.fetch, written)
         if self.first:
-            self._arrive(self.link_in, piece.fetch, written, block.held, "hold")
+            self._arrive(self.link_in, piece.fetch, written, block.held, "refresh")
             self.compute = self.compute + STREAM * (block.held * 1 + block.leaves + 2 * block.visits)
         if written is not None:
             self._wait(written, block.visits, "states_in")
@@ -385,7 +385,7 @@ class _Pass:
         piece, buffers = block.piece, self.left[block.ring]
         leaves, updated = block.leaves & self.last, block.updated & self.last
         free = np.maximum(self.compute, buffers.before(PASSING))
-        self.link_out = np.where(leaves, np.maximum(self.link_out, free) + piece.leave, self.link_out)
+        self.link_out = np.where(leaves, np.maximum(self.link_out, free) + piece.sum_out, self.link_out)
         landed = np.maximum(self.updates, self.link_out) + block.update
         self.disk = self.disk + (piece.disk_read + piece.disk_write) * (block.on_disk & self.last)
         landed = np.where(block.on_disk, np.maximum(landed, self.disk), landed)

@@ -227,7 +227,7 @@ class Fetcher:
         slot.slab = None
         span = slab.open(reads=("weight",))
         copies = [(slot.view(slab), span.weight, span.pinned)]
-        lane = "hold" if slab.homes.held else "h2d"
+        lane = "refresh" if slab.homes.held else "h2d"
         self._link.copy(lane, "fetch", copies, reads=span.reads, writes=[slot.order], label=slab.name)
         slot.slab, slot.version = slab, slab.version
         slot.used = next(self._clock)

@@ -61,7 +61,7 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     assert differences(got, expected) == []
     assert engine._placement.vram.held == 0
     assert engine._step.fetcher.slot_bytes() == streamed._step.fetcher.slot_bytes(), "no ring beside those there are"
-    ways, rooms = engine.relief.holds._leaving.rings.all, engine.relief.holds._states.rings.all
+    ways, rooms = engine.relief.holds._sums_out.rings.all, engine.relief.holds._states.rings.all
     assert all(way.slot.bytes.numel() == 0 and way.home.buffer is None for way in ways)
     assert len(rooms) == (2 if held is VISITS else 0)
     assert all(room.bytes.numel() == 0 for room in rooms)

@@ -133,7 +133,7 @@ def test_the_norm_of_an_early_step_is_not_that_of_the_next_ones_gradients() -> N
 class SlowVram(ThreadLanes):
     def __init__(self, pause: float) -> None:
         super().__init__()
-        plain = self["vram"].submit
+        plain = self["gpu_update"].submit
 
         def submit(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
             def slow() -> None:
@@ -145,7 +145,7 @@ class SlowVram(ThreadLanes):
 
         self_ = self
         self.slow = ""
-        self["vram"].submit = submit  # type: ignore[method-assign]
+        self["gpu_update"].submit = submit  # type: ignore[method-assign]
 
 
 def test_what_a_bad_gradient_names_includes_resident_blocks(said: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,8 @@ def test_it_is_read_and_followed():
     assert plan.windows == (2, 2, 1)
     assert (plan.held_weights, plan.held_gradients) == ((), ())
     assert plan.run == mt.Run(micro_batch=2, length=64, accumulation=5, precision="fp32", optimizer_compression="8bit")
-    assert plan.step.busy["vram"] == json.loads(WRITTEN)["step"]["busy"]["vram update"]
-    assert (plan.step.busy["hold"], plan.step.waited["leave"], plan.step.bottleneck) == (0.0, 0.0, "compute")
+    assert plan.step.busy["gpu_update"] == json.loads(WRITTEN)["step"]["busy"]["vram update"]
+    assert (plan.step.busy["refresh"], plan.step.waited["sums_out"], plan.step.bottleneck) == (0.0, 0.0, "compute")
     assert mt.Plan.from_json(plan.to_json()) == plan, "and written as one of today"
     assert "2 of 7 blocks resident" in plan.table()
     engine = engine_of(small.llama(num_hidden_layers=4), plan=plan, optimizer_compression="8bit")

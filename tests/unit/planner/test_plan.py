@@ -68,6 +68,18 @@ def test_it_is_frozen_and_serialises():
             Plan.from_json(broken)
 
 
+@pytest.mark.parametrize(("old", "new"), [("hold", "refresh"), ("leave", "sums_out"), ("vram", "gpu_update")])
+def test_lanes_under_their_old_names_are_read(old, new):
+    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
+    step = dataclasses.replace(found.step, busy={**found.step.busy, new: 0.25}, bottleneck=new)
+    found = dataclasses.replace(found, step=step)
+    data = json.loads(found.to_json())
+    for spent in (data["step"]["busy"], data["step"]["waited"]):
+        spent[old] = spent.pop(new)
+    data["step"]["bottleneck"] = old
+    assert Plan.from_json(json.dumps(data)) == found
+
+
 def test_it_is_frozen_all_through():
     found = plan(dense_shape(8, 8), machine=H200, max_vram_gb=8)
     for mapping in (found.policy, found.memory, found.memory["vram"], found.capacity, found.step.busy):

@@ -131,7 +131,7 @@ def test_a_larger_first_window_hides_updates():
     first = steps[0].busy
     assert (first["h2d"], first["d2h"]) == (0, 0)
     whole = simulated.step(Decision(window=8, stored=28)).busy
-    assert first["hold"] == pytest.approx(whole["h2d"] / 2, rel=0.2)
+    assert first["refresh"] == pytest.approx(whole["h2d"] / 2, rel=0.2)
 
 
 def test_late_blocks_are_best_updated_by_the_cpu():

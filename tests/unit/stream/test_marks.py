@@ -37,7 +37,7 @@ class Watched(SyncLanes):
         self.time = 0
         self.vram_time = 0
         self.jobs: list[tuple[str, int]] = []
-        plain = self["vram"].submit
+        plain = self["gpu_update"].submit
 
         def submit(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
             # A stream is in order: what it was behind once, it stays behind.
@@ -46,7 +46,7 @@ class Watched(SyncLanes):
             plain(work, after, label)
             return Done(self.vram_time)
 
-        self["vram"].submit = submit  # type: ignore[method-assign]
+        self["gpu_update"].submit = submit  # type: ignore[method-assign]
 
     def mark(self) -> Any:
         return Mark(self.time)
@@ -99,7 +99,7 @@ def _sums_behind_their_zeros(monkeypatch: Any, train: Any) -> None:
         return buffer
 
     monkeypatch.setattr(DeviceMemory, "allocate", allocate)
-    submit = lanes["vram"].submit
+    submit = lanes["gpu_update"].submit
     late: list[str] = []
 
     def checked(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
@@ -108,7 +108,7 @@ def _sums_behind_their_zeros(monkeypatch: Any, train: Any) -> None:
             late.append(f"{label}: behind {lanes.jobs[-1][1]}, its buffer is filled at {filled[-1]}")
         return ticket
 
-    lanes["vram"].submit = checked  # type: ignore[method-assign]
+    lanes["gpu_update"].submit = checked  # type: ignore[method-assign]
     train(lanes)
     assert not late, late
 

@@ -64,12 +64,12 @@ def test_only_those_that_are_named_visit() -> None:
     train(engine, model, steps=2)
     first = [job for _, job, _ in seen].index("update")
     updates = {label: lane for lane, job, label in seen if job == "update"}
-    assert {label for label, lane in updates.items() if lane == "vram"} == {"layers.1", "layers.3"}
-    assert set(updates.values()) == {"vram", "update"}
+    assert {label for label, lane in updates.items() if lane == "gpu_update"} == {"layers.1", "layers.3"}
+    assert set(updates.values()) == {"gpu_update", "update"}
     travelled = Counter((lane, label) for lane, job, label in seen if lane in ("states_in", "states_out"))
     assert travelled == {(f"states_{way}", f"layers.{i}"): n for i in (1, 3) for way, n in (("in", 2), ("out", 4))}
     # Their weights are not fetched again, and their gradients stay where they are.
-    assert not [job for job in seen[first:] if job[0] in ("hold", "leave") and job[2] in ("layers.1", "layers.3")]
+    assert not [job for job in seen[first:] if job[0] in ("refresh", "sums_out") and job[2] in ("layers.1", "layers.3")]
 
 
 def test_weights_go_home_after_all_states() -> None:

@@ -17,13 +17,13 @@ from megatrain.stream.rings import DeviceRoom, HostRoom, Rings
 from megatrain.stream.transfer import Link
 
 
-class _Way:
+class _Buffers:
     """Room for one gradient, rounded, on both sides."""
 
     def __init__(self, nbytes: int, link: Link) -> None:
         self._nbytes = nbytes
         self.slot = DeviceRoom("rounded", link)
-        self.home = HostRoom("leaving")
+        self.home = HostRoom("sum buffer")
 
     def take(self, slab: Slab, gradient: Snapshot) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
         """Where it goes in RAM, whether that is pinned, and where it is rounded before; what is in the gradient dtype
@@ -34,42 +34,42 @@ class _Way:
         return buffer.bytes[:nbytes].view(dtype), buffer.pinned, slot
 
 
-class Leaving:
+class SumsOut:
     """Brings gradients to the tier of their slab's states."""
 
     def __init__(self, slabs: Sequence[Slab], link: Link) -> None:
         self._link = link
         streamed = [slab for slab in slabs if not slab.on_device]
         self.rings = Rings(
-            streamed, lambda members: _Way(members[0].owned.nbytes, link), size=lambda slab: slab.owned.nbytes
+            streamed, lambda members: _Buffers(members[0].owned.nbytes, link), size=lambda slab: slab.owned.nbytes
         )
 
     def make_room(self, slab: Slab, gradient: Snapshot) -> None:
-        """Take what `bring` needs. It may not be there, so this comes before anything of a step is submitted."""
-        for way in self.rings.of(slab) if slab.held_sum else ():
-            way.take(slab, gradient)
+        """Take what `send` needs. It may not be there, so this comes before anything of a step is submitted."""
+        for buffers in self.rings.of(slab) if slab.held_sum else ():
+            buffers.take(slab, gradient)
 
     def let_go(self, slabs: Iterable[Slab]) -> None:
         """Give back the room of slabs whose sums are no longer held."""
         for slab in slabs:
-            for way in self.rings.of(slab):
-                way.home.give_back(slab.homes.states)
-                way.slot.give_back()
+            for buffers in self.rings.of(slab):
+                buffers.home.give_back(slab.homes.states)
+                buffers.slot.give_back()
 
-    def bring(self, slab: Slab, gradient: Snapshot) -> Snapshot:
+    def send(self, slab: Slab, gradient: Snapshot) -> Snapshot:
         """The gradient where the slab is updated; submitted, if it has to travel."""
         if not slab.held_sum:
             return gradient
         slab.require_owner()
-        way = self.rings.next(slab)
-        target, pinned, slot = way.take(slab, gradient)
+        buffers = self.rings.next(slab)
+        target, pinned, slot = buffers.take(slab, gradient)
 
-        def leave() -> None:
+        def work() -> None:
             source = gradient.flat if slot is None else slot.copy_(gradient.flat)
-            self._link.transfers["leave"].to_host(target, source, pinned)
+            self._link.transfers["sums_out"].to_host(target, source, pinned)
 
-        reads, writes = [gradient.order], [way.home.order]
-        self._link.lanes.submit("leave", "leave", leave, reads=reads, writes=writes, label=slab.name)
+        reads, writes = [gradient.order], [buffers.home.order]
+        self._link.lanes.submit("sums_out", "send sum", work, reads=reads, writes=writes, label=slab.name)
         self._link.counters.drains += 1
         self._link.counters.bytes_d2h += slab.owned.nbytes
-        return replace(gradient, parts=((target, gradient.present),), order=way.home.order)
+        return replace(gradient, parts=((target, gradient.present),), order=buffers.home.order)
