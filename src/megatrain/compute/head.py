@@ -27,7 +27,7 @@ from megatrain.compute.logits import LazyLogits, Pointwise
 from megatrain.compute.loss import cross_entropy
 from megatrain.compute.replay import Ambient
 from megatrain.errors import UnsupportedCall
-from megatrain.store.gradient import Place
+from megatrain.store.gradient import CallId
 from megatrain.stream.add import add_to
 from megatrain.telemetry.notices import announce
 
@@ -120,7 +120,7 @@ class Head:
             divisor = divisor.to(hidden.device)
         task = _Task(self, logits.chain, targets, divisor, ignore_index)
         if torch.is_grad_enabled() and logits.requires_grad:
-            task.place = self.flow.begin(self.block).place
+            task.call_id = self.flow.begin(self.block).call_id
             anchor = torch.zeros((), requires_grad=True)
             loss: torch.Tensor = _ChunkedLoss.apply(task, anchor, hidden)  # type: ignore[no-untyped-call]
             return loss
@@ -173,7 +173,7 @@ class _Task:
     targets: torch.Tensor
     divisor: Any
     ignore_index: int
-    place: Place = (-1, 0)
+    call_id: CallId = (-1, 0)
 
     def chunk(self, weights: Any, hidden: torch.Tensor, start: int) -> torch.Tensor:
         logits = self.head.block.call(weights, (hidden,), {})
@@ -195,7 +195,7 @@ class _ChunkedLoss(torch.autograd.Function):
         by_weight: dict[tuple[int, int], torch.Tensor] = {}
         with head.flow.weights(head.block, "forward") as views:
             weights = head.block.bind(views, leaves=True)
-            leaves = {place: weight for place, weight in weights.items() if weight.requires_grad}
+            leaves = {key: weight for key, weight in weights.items() if weight.requires_grad}
             for start in range(0, hidden.shape[0], head.tokens):
                 piece = hidden[start : start + head.tokens].detach().requires_grad_(by_hidden is not None)
                 with torch.enable_grad():
@@ -208,7 +208,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 _add(by_weight, dict(zip(leaves, found, strict=True)))
                 # A chunk's gradients must not live on beside the next one's.
                 del loss, found
-        ctx.head, ctx.place, ctx.weights = head, task.place, list(by_weight)
+        ctx.head, ctx.call_id, ctx.weights = head, task.call_id, list(by_weight)
         ctx.dtypes = {slab.index: slab.layout.dtype for slab in head.block.slabs}
         ctx.save_for_backward(by_hidden, *by_weight.values())
         return total
@@ -220,17 +220,17 @@ class _ChunkedLoss(torch.autograd.Function):
         if node.weights_wanted():
             found = zip(ctx.weights, by_weight, strict=True)
             gradients = {(slab, segment): _scaled(g, scale, ctx.dtypes[slab]) for (slab, segment), g in found}
-            node.hand_over(ctx.head.flow, ctx.head.block, ctx.place, gradients)
+            node.hand_over(ctx.head.flow, ctx.head.block, ctx.call_id, gradients)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
 
 
 def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, int], torch.Tensor | None]) -> None:
     """Chunks are summed in FP32: in BF16 the last of many would not count."""
-    for place, gradient in gradients.items():
-        if gradient is not None and place in sums:
-            add_to(sums[place], gradient)
+    for key, gradient in gradients.items():
+        if gradient is not None and key in sums:
+            add_to(sums[key], gradient)
         elif gradient is not None:
-            sums[place] = gradient.float()
+            sums[key] = gradient.float()
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

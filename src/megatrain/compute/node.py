@@ -27,7 +27,7 @@ from megatrain.compute.replay import Ambient
 from megatrain.compute.trees import Recipe, take_apart
 from megatrain.errors import UnsupportedCall
 from megatrain.generators import Generators
-from megatrain.store.gradient import Place
+from megatrain.store.gradient import CallId
 from megatrain.store.parameter import users_hooks
 from megatrain.store.slab import Slab
 from megatrain.stream.activations import Activations, Parked
@@ -42,14 +42,14 @@ REPLAYS = 5
 class Use:
     """One call of a block."""
 
-    place: Place
-    """Names this call in the present forward: gradients are summed per place."""
+    call_id: CallId
+    """Names this call in the present forward: gradients are summed per call id."""
     policy: str
     """`recompute`, `store` or `offload`."""
     crowded: Callable[[], bool]
     """Whether several threads run the model."""
     counted_again: Callable[[], AbstractContextManager[None]]
-    """Around a recompute: blocks that this one calls inside have the places that they had in the forward."""
+    """Around a recompute: blocks that this one calls inside have the call ids that they had in the forward."""
 
 
 class Flow(Protocol):
@@ -60,7 +60,7 @@ class Flow(Protocol):
 
     def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]: ...
     def finished(self, block: Block) -> None: ...
-    def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None: ...
+    def gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None: ...
     def begin(self, block: Block) -> Use: ...
 
 
@@ -244,7 +244,7 @@ class _BlockNode(torch.autograd.Function):
             input_grads, weight_grads = _differentiate(graph, grads)
             del graph
         if weights_wanted():
-            hand_over(call.flow, call.block, call.use.place, weight_grads)
+            hand_over(call.flow, call.block, call.use.call_id, weight_grads)
         return (None, None, *input_grads)
 
 
@@ -255,7 +255,7 @@ def _differentiate(
     inputs = graph.inputs
     pairs = [(t, g) for t, g in zip(graph.outputs, grads, strict=True) if g is not None and t.requires_grad]
     targets = [t for t in inputs if t.requires_grad]
-    leaves = [(place, weight) for place, weight in graph.weights.items() if weight.requires_grad]
+    leaves = [(key, weight) for key, weight in graph.weights.items() if weight.requires_grad]
     if not pairs or not (targets or leaves):
         return [None] * len(inputs), {}
     outputs, by_output = zip(*pairs, strict=True)
@@ -264,8 +264,8 @@ def _differentiate(
     found = call_with({_inside_block: True}, torch.autograd.grad, outputs, wanted, by_output, allow_unused=True)
     by_input = iter(found[: len(targets)])
     input_grads = [next(by_input) if t.requires_grad else None for t in inputs]
-    by_weight = zip([place for place, _ in leaves], found[len(targets) :], strict=True)
-    return input_grads, {place: gradient for place, gradient in by_weight if gradient is not None}
+    by_weight = zip([key for key, _ in leaves], found[len(targets) :], strict=True)
+    return input_grads, {key: gradient for key, gradient in by_weight if gradient is not None}
 
 
 _inside_block: ContextVar[bool] = ContextVar("megatrain_inside_block", default=False)
@@ -287,7 +287,7 @@ def refuse_create_graph(name: str) -> None:
         )
 
 
-def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[tuple[int, int], torch.Tensor]) -> None:
+def hand_over(flow: Flow, block: Block, call_id: CallId, gradients: dict[tuple[int, int], torch.Tensor]) -> None:
     """Gradients of a block's weights, through the hooks that users put on parameters, to the store."""
     for slab in block.slabs:
         found = {segment: gradient for (index, segment), gradient in gradients.items() if index == slab.index}
@@ -300,7 +300,7 @@ def hand_over(flow: Flow, block: Block, place: Place, gradients: dict[tuple[int,
                 replaced = hook(gradient)
                 gradient = gradient if replaced is None else replaced
             found[segment] = gradient
-        flow.gradients(slab, place, found)
+        flow.gradients(slab, call_id, found)
         for segment in found:
             for hook in hooks[segment][1]:
                 hook(hooked[segment])

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.compute.block import Block
 from megatrain.compute.window import OUTSIDE_WINDOW, Seats
-from megatrain.store.gradient import Place
+from megatrain.store.gradient import CallId
 from megatrain.stream.predict import Predictor
 
 
@@ -27,7 +27,7 @@ class _Own(threading.local):
 
 
 class Calls:
-    """Gradients are summed by place, whatever the timing, so each call of a block needs its name.
+    """Gradients are summed by call id, so that the sum does not depend on timing.
 
     A thread that only evaluates, beside the one that trains, is a visitor: it must not change what the step knows.
     """
@@ -81,14 +81,14 @@ class Calls:
             self._own.predictor.expect([("inference", block.index) for block in blocks] * 2)
         return self._own.predictor
 
-    # ---- places
+    # ---- call ids
 
     def begin(self) -> None:
         """A forward begins, of the whole model or of a part of it: calls of a block are counted from here."""
         self._own.calls, self._own.step = Counter(), self.steps
 
-    def place(self, block: Block) -> tuple[Place, Counter[int]]:
-        """The place of this call of a block, and all calls of blocks in this forward so far."""
+    def call_id(self, block: Block) -> tuple[CallId, Counter[int]]:
+        """The id of this call of a block, and all calls of blocks in this forward so far."""
         if self._open == 0 or self._own.step != self.steps:
             # No forward pass is open: a part of the model called by itself, or another thread (a block called inside
             # another one is called again in autograd's).
@@ -105,7 +105,7 @@ class Calls:
 
     @contextmanager
     def counting_from(self, calls: Counter[int]) -> Iterator[None]:
-        """A block is computed again: blocks that it calls inside have the places that they had in the forward."""
+        """A block is computed again: blocks that it calls inside have the call ids that they had in the forward."""
         own = self._own
         before = own.calls, own.step, own.recomputing
         own.calls, own.step, own.recomputing = calls.copy(), self.steps, True

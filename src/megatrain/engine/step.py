@@ -44,7 +44,7 @@ from megatrain.errors import UnsupportedCall
 from megatrain.hardware.watch import RamWatch
 from megatrain.model.hooks import Hooks
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
-from megatrain.store.gradient import OUTSIDE, Place
+from megatrain.store.gradient import OUTSIDE_BLOCKS, CallId
 from megatrain.store.parameter import StoreTensor
 from megatrain.store.slab import Slab
 from megatrain.stream.accumulate import WindowSums
@@ -145,7 +145,7 @@ class Step:
         finally:
             self.fetcher.release(lease)
 
-    def gradients(self, slab: Slab, place: Place, gradients: dict[int, torch.Tensor]) -> None:
+    def gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
         if slab.grad.scale != 1.0:
             slab.grad.writable()  # what was clipped before stays clipped, and this one is not
@@ -159,7 +159,7 @@ class Step:
             self.updates.refuse_late(slab.grad)
             # An embedding with sparse=True gives rows; sums and updates are of whole parameters.
             gradients = {index: g if g.layout is torch.strided else g.to_dense() for index, g in gradients.items()}
-            (self._sums or self.drain).collect(slab, place, gradients)
+            (self._sums or self.drain).collect(slab, call_id, gradients)
 
     def finished(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
@@ -183,7 +183,7 @@ class Step:
         """The gradient of a parameter that the model or the loss used outside any block."""
         node.refuse_create_graph(slab.layout.segments[index].name)
         slab.shared = True
-        self.gradients(slab, OUTSIDE, {index: gradient})
+        self.gradients(slab, OUTSIDE_BLOCKS, {index: gradient})
 
     def begin_pass(self) -> None:
         """A forward begins, of the whole model or of a part of it."""
@@ -191,9 +191,9 @@ class Step:
 
     def begin(self, block: Block) -> Use:
         """A block is called, to be differentiated later."""
-        place, calls = self._calls.place(block)
+        call_id, calls = self._calls.call_id(block)
         counted_again = partial(self._calls.counting_from, calls)
-        return Use(place, self.relief.policies[block.name], self._calls.crowded, counted_again)
+        return Use(call_id, self.relief.policies[block.name], self._calls.crowded, counted_again)
 
     # ---- window
 

@@ -1,4 +1,4 @@
-"""The gradient of a slab: one part per place that uses it, each as it landed or an FP32 sum, in the sums' home."""
+"""The gradient of a slab: one part per call of a block that uses it, each as it arrived or as an FP32 sum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Snapshot:
 
     layout: Layout
     parts: tuple[tuple[Tensor, frozenset[int]], ...]
-    """Flat values, and the parameters that have some; in the order of their places."""
+    """Flat values, and the parameters that have some; in the order of their call ids."""
     dtype: torch.dtype
     square_sum: Tensor | None = None
     """As it lies there, not scaled."""
@@ -48,14 +48,14 @@ class Snapshot:
         return frozenset().union(*(present for _, present in self.parts))
 
 
-Place = tuple[int, int]
-"""A block, and which call of it in a forward."""
-OUTSIDE: Place = (1 << 30, 0)
-"""The place of gradients that reach a parameter outside any block; after all blocks in the order of places."""
+CallId = tuple[int, int]
+"""Identifies a call of a block within a forward pass: the block's index, and which call of that block it is."""
+OUTSIDE_BLOCKS: CallId = (1 << 30, 0)
+"""Gradients that reach a parameter outside any block; sorts after all blocks."""
 
 
 class Part:
-    """What one place in the model contributes to a slab's gradient: as it landed, or an FP32 sum of several.
+    """What one call of a block contributes to a slab's gradient: as it landed, or an FP32 sum of several.
 
     BF16 gradients are summed in FP32 and rounded once, when they are used: norm and update see the same `Snapshot`.
     """
@@ -157,18 +157,18 @@ class Part:
 
 
 class Gradient:
-    """The gradient of a slab: one part per place that uses it, so that the order of a sum never depends on timing.
+    """The gradient of a slab: one part per call that uses it, so that the order of a sum never depends on timing.
 
-    Almost every slab has one place. A tied embedding has two, a shared layer as many as calls. They are merged into
-    one part, in the order of their places, when the gradient is used or written.
+    Almost every slab has one part. A tied embedding has two, a shared layer one for each of its calls. They are merged
+    into one part, in the order of their call ids, when the gradient is used or written.
     """
 
     def __init__(self, index: int, name: str, layout: Layout, homes: Homes) -> None:
         self.index, self.name, self.layout, self.homes = index, name, layout, homes
         self._owner = Owner()
-        self.parts: dict[Place, Part] = {}
+        self.parts: dict[CallId, Part] = {}
         self.merge: Callable[[Gradient], None] = lambda _: None
-        """Submits the sum of all parts into the first one, in the order of their places (stream/drain.py)."""
+        """Submits the sum of all parts into the first one, in the order of their call ids (stream/drain.py)."""
         self.refuse_late: Callable[[Gradient], None] = lambda _: None
         """Raises if an update has already started with this gradient (optim/schedule.py)."""
         self.several = False
@@ -183,10 +183,10 @@ class Gradient:
         """Whether compute adds to it where it lies."""
         return TIERS[self.homes.sums.tier].on_device
 
-    def part(self, place: Place) -> Part:
-        if place not in self.parts:
-            self.parts[place] = Part(self)
-        return self.parts[place]
+    def part(self, call_id: CallId) -> Part:
+        if call_id not in self.parts:
+            self.parts[call_id] = Part(self)
+        return self.parts[call_id]
 
     @property
     def present(self) -> set[int]:
@@ -197,8 +197,8 @@ class Gradient:
         return any(part.buffers for part in self.parts.values())
 
     def active(self) -> list[Part]:
-        """Parts that hold anything, in the order of their places."""
-        return [self.parts[place] for place in sorted(self.parts) if self.parts[place].present]
+        """Parts that hold anything, in the order of their call ids."""
+        return [part for _, part in sorted(self.parts.items()) if part.present]
 
     def merged(self) -> Part:
         """The one part that holds the gradient; its order says when."""

@@ -62,7 +62,7 @@ class Slab:
         """Optimizer steps taken, per parameter: a parameter without gradient in a step does not count it."""
         self.grad = Gradient(index, name, self.owned, homes)
         self.shared = False
-        """Whether several places use it (a tied embedding): its parts must stay FP32 sums until they are merged."""
+        """Whether several calls use it (a tied embedding): its parts must stay FP32 sums until they are merged."""
         self.version = 0
         """Grows with every change of the weight; a slot that holds an older version is stale."""
         self.orders = {role: forks.settle_before(Order(role)) for role in ("weight", "states")}

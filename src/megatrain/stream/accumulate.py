@@ -14,13 +14,13 @@ from typing import Protocol
 
 import torch
 
-from megatrain.store.gradient import OUTSIDE, Part, Place
+from megatrain.store.gradient import OUTSIDE_BLOCKS, CallId, Part
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Wait
 from megatrain.stream.add import add_each
 from megatrain.stream.drain import Drain, Gradients, GradSlot
 
-_Key = tuple[Slab, Place]
+_Key = tuple[Slab, CallId]
 
 
 @dataclass
@@ -69,13 +69,13 @@ class WindowSums:
         self._held: defaultdict[_Key, dict[int, Gradients]] = defaultdict(dict)
         self._open: dict[_Key, _Sum] = {}
         self.revisited = False
-        """Whether a micro-batch gave twice to one place: the order is then not that of one after the other."""
+        """Whether a micro-batch added twice to one call: the order is then not that of one after the other."""
 
-    def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
+    def collect(self, slab: Slab, call_id: CallId, gradients: Gradients) -> None:
         """Add the gradients of the micro-batch that runs now, after those of the earlier ones."""
-        key, seat = (slab, place), self._turns.current()
+        key, seat = (slab, call_id), self._turns.current()
         given, held = self._given[key], self._held[key]
-        if place != OUTSIDE and (seat in given or seat in held):
+        if call_id != OUTSIDE_BLOCKS and (seat in given or seat in held):
             self.revisited = True
         if self._too_early(key, seat) and seat not in held:
             held[seat] = gradients
@@ -123,16 +123,16 @@ class WindowSums:
         for key in list(self._open):
             self._send(key)
 
-    def _begin(self, slab: Slab, place: Place) -> _Sum:
+    def _begin(self, slab: Slab, call_id: CallId) -> _Sum:
         """A sum that is empty, or what an earlier window or micro-batch of this step summed up."""
         slot = None if slab.grad.on_device else self._drain.next_slot(slab)
-        # The micro-batches have moved on from the other places: what they summed travels while this one is computed.
+        # The micro-batches have moved on from the other calls: what they summed travels while this one is computed.
         for key, other in list(self._open.items()):
-            if key[1] != place or (isinstance(other, _Passing) and other.slot is slot):
+            if key[1] != call_id or (isinstance(other, _Passing) and other.slot is slot):
                 self._send(key)
-        part = slab.grad.part(place)
-        if part.present and self._given[slab, place]:
-            # It came back to a place that the window had left: from now on its sum stays FP32 until it is used.
+        part = slab.grad.part(call_id)
+        if part.present and self._given[slab, call_id]:
+            # It came back to a call that the window had finished: from now on its sum stays FP32 until it is used.
             slab.shared = True
         if slot is None:
             return _Sum(part, not part.present)
@@ -166,7 +166,7 @@ class WindowSums:
     def _send(self, key: _Key) -> None:
         slab, entry = key[0], self._open.pop(key)
         part = entry.part
-        # Rounded only if nothing can follow: the window is the step, and every micro-batch has given to this place.
+        # Rounded only if nothing can follow: the window is the step, and every micro-batch has given to this call.
         everybody = self._turns.live() <= self._given[key]
         complete = entry.fresh and (entry.added == 1 or (self._whole and not slab.shared)) and everybody
         if isinstance(entry, _Passing):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatrain.geometry import TIERS, grad_slots
-from megatrain.store.gradient import Gradient, Part, Place, add_segments
+from megatrain.store.gradient import CallId, Gradient, Part, add_segments
 from megatrain.store.layout import Layout
 from megatrain.store.memory import Buffer
 from megatrain.store.slab import Slab
@@ -80,10 +80,10 @@ class Drain:
     def next_slot(self, slab: Slab) -> GradSlot:
         return self.rings[slab.trains].next(slab)
 
-    def collect(self, slab: Slab, place: Place, gradients: Gradients) -> None:
-        """Take the gradients of some of a slab's parameters, by segment, from one place in the model."""
+    def collect(self, slab: Slab, call_id: CallId, gradients: Gradients) -> None:
+        """Take the gradients of some of a slab's parameters, by segment, from one call."""
         slab.require_owner()
-        part = slab.grad.part(place)
+        part = slab.grad.part(call_id)
         if slab.grad.on_device:
             self.add_in_place(slab, part, gradients)
             return
@@ -133,7 +133,7 @@ class Drain:
         part.now_sum()
 
     def merge(self, gradient: Gradient) -> None:
-        """Submit the sum of all parts of a slab into the first one, in the order of their places."""
+        """Submit the sum of all parts of a slab into the first one, in the order of their call ids."""
         parts = gradient.active()
         if len(parts) < 2:
             return

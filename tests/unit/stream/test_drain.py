@@ -27,8 +27,8 @@ class Bench:
         self.drain = Drain([self.slab], slots, Link(CPU, self.lanes, self.counters, 1))
         self.slab.grad.merge = self.drain.merge
 
-    def collect(self, place=(0, 0), **gradients):
-        self.drain.collect(self.slab, place, {"abcdef".index(name): value for name, value in gradients.items()})
+    def collect(self, call_id=(0, 0), **gradients):
+        self.drain.collect(self.slab, call_id, {"abcdef".index(name): value for name, value in gradients.items()})
 
     @property
     def part(self):
