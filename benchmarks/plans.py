@@ -13,8 +13,8 @@ from benchmarks.shapes import SHAPES
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
 from megatrain.planner import Plan, Refusal, Run, plan
+from megatrain.planner.api import largest_batch, largest_context, largest_model
 from megatrain.planner.memory import GIB
-from megatrain.planner.questions import largest_batch, largest_context, largest_model
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -44,7 +44,7 @@ _seconds = 0.0
 
 
 @contextmanager
-def watching(observer: Observer) -> Iterator[None]:
+def observing(observer: Observer) -> Iterator[None]:
     """Call `observer` before every operation of this process, in whichever thread that is."""
     global _observers
     _observers = (*_observers, observer)

@@ -15,7 +15,7 @@ import megatrain as mt
 from megatrain import files
 from megatrain.checkpoint import manifest
 from megatrain.errors import CheckpointError
-from megatrain.hf.found import last_complete
+from megatrain.hf.checkpoint_list import last_complete
 
 FILES = [
     "config.json",

@@ -26,7 +26,7 @@ import megatrain as mt
 from megatrain import files
 from megatrain.checkpoint import manifest, replace
 from megatrain.errors import CheckpointError
-from megatrain.hf.found import last_complete
+from megatrain.hf.checkpoint_list import last_complete
 from megatrain.store.parameter import states_of
 
 KILLS = [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
@@ -52,7 +52,7 @@ def live(life: Callable[[], None], operations: int, delay: float) -> None:
         for bar in (tqdm, auto.tqdm):
             bar.set_lock(threading.RLock())
         try:
-            with files.watching(lambda operation, path: os.write(writer, b".") and None):
+            with files.observing(lambda operation, path: os.write(writer, b".") and None):
                 life()
             code = 0
         finally:

@@ -19,7 +19,7 @@ import megatrain as mt
 from megatrain import files
 from megatrain.checkpoint import manifest, replace
 from megatrain.errors import CheckpointError
-from megatrain.hf.found import last_complete
+from megatrain.hf.checkpoint_list import last_complete
 
 DRAWS = 1
 """Ways in which what was not synced may be left, per operation, beside nothing at all."""
@@ -66,7 +66,7 @@ def test_a_trainer_that_rotates(tmp_path: Path, draws: int) -> None:
     options: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     args = small.arguments(out, num_train_epochs=1, **options)
     trainer = mt.Trainer(model=tiny(), args=args, train_dataset=small.rows(), callbacks=[sealed])
-    with files.watching(disk.observe):
+    with files.observing(disk.observe):
         trainer.train()
         # The same checkpoint once more.
         trainer._save_checkpoint(trainer.model, None)
@@ -114,9 +114,9 @@ def test_saving_into_the_same_directory(tmp_path: Path, exact: bool, way: str, d
 
     disk = Disk(tmp_path / "disk", crashed)
     with ExitStack() as stack:
-        stack.enter_context(files.watching(disk.observe))
+        stack.enter_context(files.observing(disk.observe))
         if way != "exchange":
-            stack.enter_context(files.watching(no_exchange if way == "two renames" else must_stay))
+            stack.enter_context(files.observing(no_exchange if way == "two renames" else must_stay))
         for value in range(2):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -155,7 +155,7 @@ def test_the_simulation_finds_what_is_not_synced(tmp_path: Path) -> None:
 
     args = small.arguments(out, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
     trainer = mt.Trainer(model=tiny(), args=args, train_dataset=small.rows())
-    with files.watching(without_data):
+    with files.observing(without_data):
         trainer.train()
     disk.close()
     assert lost[-1] == disk.operations

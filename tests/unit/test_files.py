@@ -35,7 +35,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def test_a_file_is_synced_before_it_has_its_name(tmp_path: Path) -> None:
     seen: Seen = []
-    with files.watching(recording(seen)):
+    with files.observing(recording(seen)):
         files.write(tmp_path / "name", "text")
     files.write(tmp_path / "name", b"unseen")
     assert [operation for operation, _ in seen] == ["write", "sync", "rename", "sync_directory"]
@@ -52,7 +52,7 @@ def test_what_cannot_be_written_leaves_the_old(tmp_path: Path, operation: str) -
         if found == operation:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with files.watching(full), pytest.raises(OSError, match="No space"):
+    with files.observing(full), pytest.raises(OSError, match="No space"):
         files.write(tmp_path / "name", "new")
     assert tree(tmp_path) == {"name": b"old"}
 
@@ -84,7 +84,7 @@ def test_a_tree_is_synced_from_the_bottom_up(tmp_path: Path) -> None:
     (tmp_path / "away").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
     seen: Seen = []
-    with files.watching(recording(seen)):
+    with files.observing(recording(seen)):
         assert files.sync_tree(tmp_path, files.regular_files(tmp_path)) == len("a" + "inner/b" + "inner/deep/c")
     assert sorted(seen[:3]) == [("sync", "a"), ("sync", "b"), ("sync", "c")]
     assert seen[3:] == [("sync_directory", name) for name in ("deep", "inner", tmp_path.name)]
@@ -93,11 +93,11 @@ def test_a_tree_is_synced_from_the_bottom_up(tmp_path: Path) -> None:
 def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
     """The second would succeed, and what the kernel dropped after the first would be missed."""
     (tmp_path / "name").write_text("lost")
-    with files.watching(failing("sync", "name")), pytest.raises(OSError, match="while syncing") as failed:
+    with files.observing(failing("sync", "name")), pytest.raises(OSError, match="while syncing") as failed:
         files.sync_tree(tmp_path, files.regular_files(tmp_path))
     assert failed.value.filename == str(tmp_path / "name")
     seen: Seen = []
-    with files.watching(recording(seen)), pytest.raises(OSError, match="has not been written anew"):
+    with files.observing(recording(seen)), pytest.raises(OSError, match="has not been written anew"):
         files.sync(tmp_path / "name")
     assert seen == []
     (tmp_path / "name").unlink()
@@ -107,13 +107,13 @@ def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_directories_that_cannot_be_synced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    with files.watching(failing("sync_directory", tmp_path.name, errno.EINVAL)):
+    with files.observing(failing("sync_directory", tmp_path.name, errno.EINVAL)):
         files.sync_directory(tmp_path)
         files.sync_directory(tmp_path)
     assert [line for line in said.messages if "cannot sync directories" in line]
     assert len(said.messages) == 1
     files._unable.clear()
-    with files.watching(failing("sync_directory", tmp_path.name)), pytest.raises(OSError, match="while syncing"):
+    with files.observing(failing("sync_directory", tmp_path.name)), pytest.raises(OSError, match="while syncing"):
         files.sync_directory(tmp_path)
 
 
@@ -136,7 +136,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
 @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_one_takes_the_place_of_the_other(tmp_path: Path, code: int | None) -> None:
     observer = recording([]) if code is None else failing("exchange", "target", code)
-    with files.watching(observer):
+    with files.observing(observer):
         files.replace_directory(*pair(tmp_path))
     assert tree(tmp_path) == {"target/content": b"fresh", "aside/content": b"target"}
 
@@ -151,14 +151,14 @@ def test_between_two_renames_the_old_one_is_aside(tmp_path: Path) -> None:
             found.append(sorted(os.listdir(tmp_path)))
             raise KeyboardInterrupt
 
-    with files.watching(observe), pytest.raises(KeyboardInterrupt):
+    with files.observing(observe), pytest.raises(KeyboardInterrupt):
         files.replace_directory(*pair(tmp_path))
     assert found == [["aside", "fresh"]]
     assert tree(tmp_path) == {"target/content": b"target", "fresh/content": b"fresh"}, "taken back"
 
 
 def test_a_directory_that_may_not_be_renamed_stays(tmp_path: Path) -> None:
-    with files.watching(failing("exchange", "target", errno.EBUSY)), pytest.raises(OSError, match="busy"):
+    with files.observing(failing("exchange", "target", errno.EBUSY)), pytest.raises(OSError, match="busy"):
         files.replace_directory(*pair(tmp_path))
     assert tree(tmp_path) == {"target/content": b"target", "fresh/content": b"fresh"}
 
@@ -167,7 +167,7 @@ def test_a_directory_that_may_not_be_renamed_stays(tmp_path: Path) -> None:
 def test_linked_or_copied(tmp_path: Path, code: int | None) -> None:
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to("file")
-    with files.watching(recording([]) if code is None else failing("link", "other", code)):
+    with files.observing(recording([]) if code is None else failing("link", "other", code)):
         files.link_or_copy(tmp_path / "file", tmp_path / "other")
     files.link_or_copy(tmp_path / "link", tmp_path / "another")
     assert (tmp_path / "other").read_text() == "content"
@@ -184,7 +184,7 @@ def test_a_tree_is_gone_at_once(tmp_path: Path) -> None:
         if operation == "sync_directory":
             seen.append(sorted(os.listdir(tmp_path)))
 
-    with files.watching(look):
+    with files.observing(look):
         files.remove_tree(tmp_path / "tree")
         files.remove_tree(tmp_path / "absent")
     assert seen == [[".tree.megatrain-deleted"]]

@@ -127,8 +127,8 @@ class Attachment:
         states = StateStream(fetched, fetcher, link)
         for slab in slabs:
             slab.grad.several = settings.plan is not None and settings.plan.run.accumulation > 1
-        watch = self.placement.watch
-        self.headroom = Headroom(self.model, self.engine.precision, settings, watch, fetcher, drain)
+        ram_monitor = self.placement.ram_monitor
+        self.headroom = Headroom(self.model, self.engine.precision, settings, ram_monitor, fetcher, drain)
         self.step = Step(
             device=device,
             slabs=slabs,
@@ -139,7 +139,7 @@ class Attachment:
             activations=Activations(link, self.placement.ram),
             hooks=self.hooks,
             relief=self.relief,
-            watch=watch,
+            ram_monitor=ram_monitor,
             check_open=self.check_open,
         )
         self.relief.holds = Holds(slabs, fetcher, sums_out, states)

@@ -1,7 +1,7 @@
 """Whether RAM holds the next forward and its backward, where the compute device is the CPU and activations are in RAM.
 
 The planner says what a batch takes. A batch that is no larger than one that has been through is not looked at: what
-steps take is known by then (hardware/watch.py).
+steps take is known by then (hardware/ram_monitor.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError
 from megatrain.geometry import CHUNK_ELEMENTS
-from megatrain.hardware.watch import RamWatch
+from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model.hooks import config_of
 from megatrain.model.shapes import describe
 from megatrain.planner.decision import Decision
@@ -38,7 +38,7 @@ class Headroom:
     model: torch.nn.Module
     precision: str
     settings: Settings
-    watch: RamWatch
+    ram_monitor: RamMonitor
     fetcher: Fetcher
     drain: Drain
 
@@ -60,7 +60,7 @@ class Headroom:
             return
         nbytes, block = self._of(*extent)
         if nbytes:
-            self.watch.require(nbytes + self._to_come(), block, f"a batch of {extent[0]} x {extent[1]} tokens")
+            self.ram_monitor.require(nbytes + self._to_come(), block, f"a batch of {extent[0]} x {extent[1]} tokens")
         self._largest = extent[0] * extent[1]
 
     def _to_come(self) -> int:
@@ -74,7 +74,7 @@ class Headroom:
 
     def _of(self, rows: int, length: int) -> tuple[int, int]:
         """Bytes of a micro-batch in all, and those that one block needs for a while."""
-        if self._guess(rows * length) < self.watch.left // 2 - GIB:
+        if self._guess(rows * length) < self.ram_monitor.left // 2 - GIB:
             return 0, 0
         try:
             shape = describe(self.model)

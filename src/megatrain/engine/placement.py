@@ -12,7 +12,7 @@ import torch
 from megatrain.errors import SettingsError
 from megatrain.geometry import PASSING, PLACED, by_size
 from megatrain.hardware import inventory
-from megatrain.hardware.watch import RamWatch
+from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.optim.rules import AdamW, Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.planner.plan import sized
@@ -41,7 +41,7 @@ class Placement:
             ),
         )
         self.vram = DeviceMemory(device)
-        self.watch = RamWatch(held=lambda: self.ram.held, trim=self.ram.trim)
+        self.ram_monitor = RamMonitor(held=lambda: self.ram.held, trim=self.ram.trim)
 
     def homes(self, block: str) -> Homes:
         """Where the block of this name keeps its weight, states and gradient sum."""

@@ -21,7 +21,7 @@ from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, Settin
 from megatrain.geometry import MOST_MICRO_BATCHES
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import THREAD_BYTES
-from megatrain.hardware.watch import RamWatch
+from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model import hooks as transformers_hooks
 from megatrain.model.blocks import find_blocks
 from megatrain.model.hooks import config_of
@@ -166,9 +166,9 @@ class Engine:
         return self._step.revisits
 
     @property
-    def ram(self) -> RamWatch:
+    def ram(self) -> RamMonitor:
         """What is left of RAM under the limits of this process."""
-        return self._placement.watch
+        return self._placement.ram_monitor
 
     def grad_norm(self) -> float:
         """The global norm of the gradients accumulated so far, before clipping; waits for the backward."""

@@ -41,7 +41,7 @@ from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
 from megatrain.engine.calls import Calls
 from megatrain.engine.relief import Relief
 from megatrain.errors import UnsupportedCall
-from megatrain.hardware.watch import RamWatch
+from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model.hooks import Hooks
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.gradient import OUTSIDE_BLOCKS, CallId
@@ -71,7 +71,7 @@ class Step:
     activations: Activations
     hooks: Hooks
     relief: Relief
-    watch: RamWatch
+    ram_monitor: RamMonitor
     check_open: Callable[[], None]
     head: Head | None = None
     """The block whose logits wait for the loss, if the model has one."""
@@ -120,7 +120,7 @@ class Step:
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
         """The block's weights on the device, and those of the blocks after it on their way."""
-        self.watch.check()
+        self.ram_monitor.check()
         # A window does not wait at the head: the logits of its micro-batches must not pile up.
         if phase != "inference" and (self.head is None or block is not self.head.block):
             park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
@@ -243,7 +243,7 @@ class Step:
                 self.fetcher.refresh(order)
                 self.fetcher.prefetch(self._ahead(self._predictor), keep=())
         self.relief.stepped(self._calls.steps, self.lanes.quiesce)
-        self.watch.stepped()
+        self.ram_monitor.after_step()
         return outcome
 
     def _released(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import WIDTHS
-from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
+from megatrain.hardware.validation import Frozen, fields_of, is_count, is_rate, read_object, require
 
 KINDS = ("bf16", "tf32", "fp32")
 """Arithmetic of matrix products."""

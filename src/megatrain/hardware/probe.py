@@ -20,10 +20,11 @@ import torch
 from megatrain import files
 from megatrain._version import __version__
 from megatrain.errors import NotEnoughMemory, SettingsError
-from megatrain.hardware import described, inventory, measure
+from megatrain.hardware import inventory, measure
 from megatrain.hardware.cgroups import cpu_quota, memory_limit, usable_cores, usable_ram, words
 from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import KINDS, TOUCHED, Disk, Machine
+from megatrain.hardware.validation import folders
 from megatrain.telemetry.notices import announce
 
 UpdateRates = Callable[[torch.device], Mapping[str, float]]
@@ -62,15 +63,15 @@ def probe(
     """
     start = time.perf_counter()
     chosen = inventory.choose_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    folders = [Path(folder) for folder in described.folders(offload_dir)]
-    for folder in folders:
+    directories = [Path(folder) for folder in folders(offload_dir)]
+    for folder in directories:
         if not folder.is_dir():
             raise SettingsError(f"offload_dir {folder} is not a directory; create it first.")
     facts = _facts(chosen)
     file = _cache_file(facts)
     before: _Known = (None, {}) if refresh or file is None else _known(file, facts)
     found, disks = before[0], dict(before[1])
-    unknown = [folder for folder in folders if _key(folder) not in disks]
+    unknown = [folder for folder in directories if _key(folder) not in disks]
     for folder in unknown:
         disks[_key(folder)] = _measure_disk(folder, min(SECONDS["disk"], DISKS_SECONDS / 2 / len(unknown)))
     machine = found or _measure(chosen)
@@ -84,7 +85,7 @@ def probe(
     return replace(
         machine,
         ram_bytes=usable_ram(),
-        disks=tuple(replace(disks[_key(folder)], free_bytes=shutil.disk_usage(folder).free) for folder in folders),
+        disks=tuple(replace(disks[_key(folder)], free_bytes=shutil.disk_usage(folder).free) for folder in directories),
     )
 
 

@@ -17,10 +17,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from megatrain import files
 from megatrain.checkpoint import lock, manifest, replace, space, states, weights
 from megatrain.errors import CheckpointError, DirectoryInUse, MegaTrainError, OutOfRam
-from megatrain.hf.found import STOCK_STATES, rotate
+from megatrain.hf.checkpoint_list import STOCK_STATES, rotate
 from megatrain.hf.optimizers import Optimizing, changed
 from megatrain.hf.recovery import RamStop
-from megatrain.hf.terminate import EvaluationCut, Termination
+from megatrain.hf.sigterm import EvaluationCut, Termination
 from megatrain.optim.optimizer import Optimizer
 from megatrain.telemetry.notices import announce, warn
 

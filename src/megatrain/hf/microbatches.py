@@ -12,7 +12,7 @@ import torch
 from megatrain.geometry import windows_of
 from megatrain.hf.labels import LabelCount
 from megatrain.hf.optimizers import Optimizing
-from megatrain.hf.recovery import twice
+from megatrain.hf.recovery import retry_after_oom
 from megatrain.hf.subclass import DECLARATION, Subclass
 from megatrain.telemetry.notices import announce
 
@@ -41,7 +41,7 @@ class MicroBatches(Optimizing):
         self._losses: list[torch.Tensor] = []
         """Of a step whose micro-batches ran at the first call."""
         self._said_in_order = False
-        self._tried = Tried()
+        self._measured_sizes = MeasuredSizes()
         self._retried = False
         """Whether a part of this step took a second try."""
         self._looked = False
@@ -80,7 +80,7 @@ class MicroBatches(Optimizing):
 
         loss: torch.Tensor = self._guarded(single, [inputs])
         if last and not self._retried:
-            self._tried.add(self._micro_batches, 1)
+            self._measured_sizes.add(self._micro_batches, 1)
         return loss
 
     def _in_turn(self) -> bool:
@@ -98,12 +98,12 @@ class MicroBatches(Optimizing):
         """A step, or one micro-batch of it that comes alone, with a second try if the GPU runs out of memory."""
         if not self._subclass.repeatable:
             return work()
-        done, again = twice(self.engine, lambda: self._own_optimizer().zero_grad(), work)
+        done, again = retry_after_oom(self.engine, lambda: self._own_optimizer().zero_grad(), work)
         if again:
             # What was done again had less kept than later steps keep: no size has been through with that.
-            self._tried, self._retried = Tried(), True
+            self._measured_sizes, self._retried = MeasuredSizes(), True
         else:
-            self._tried.add(batches, self._together)
+            self._measured_sizes.add(batches, self._together)
         return done
 
     def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
@@ -129,14 +129,14 @@ class MicroBatches(Optimizing):
     def _final_backward(self) -> AbstractContextManager[None]:
         """Let updates start in the backward, unless gradients are clipped, or wanted before the step."""
         # A size that has not been through may run out of memory, and a step that has begun to update stays begun.
-        untried = not self._tried.covers(self._micro_batches, self._together)
+        untried = not self._measured_sizes.covers(self._micro_batches, self._together)
         if self.optimizer is None or untried or self._subclass.own_step:
             return nullcontext()
         clipped = bool(self.args.max_grad_norm and self.args.max_grad_norm > 0)
         return nullcontext() if clipped or self._gradients_are_watched() else self._own_optimizer().final_backward()
 
 
-class Tried:
+class MeasuredSizes:
     """Sizes of steps that have been through forward and backward, so that another one of them fits as well."""
 
     def __init__(self) -> None:

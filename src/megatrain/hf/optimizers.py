@@ -18,7 +18,7 @@ from transformers.trainer_optimizer import _parse_optim_args
 
 from megatrain.engine.session import Engine
 from megatrain.errors import SettingsError
-from megatrain.hf.recovery import norm_of
+from megatrain.hf.recovery import grad_norm_with_retry
 from megatrain.hf.subclass import Subclass
 from megatrain.optim.optimizer import BOOKKEEPING, FOREIGN, Optimizer, rule_named
 from megatrain.optim.schedule import clip_factor
@@ -142,12 +142,12 @@ class Optimizing(Part):
         return inner
 
     def _clip_grad_norm(self, model: Any) -> float:
-        norm = norm_of(self.engine)
+        norm = grad_norm_with_retry(self.engine)
         self._own_optimizer().scale_gradients(clip_factor(norm, self.args.max_grad_norm))
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
-        self.step_norm = norm_of(self.engine) if grad_norm is None else grad_norm
+        self.step_norm = grad_norm_with_retry(self.engine) if grad_norm is None else grad_norm
         return self.step_norm
 
     def _gradients_are_watched(self) -> bool:

@@ -21,7 +21,7 @@ from megatrain.telemetry.notices import warn
 Result = TypeVar("Result")
 
 
-def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, bool]:
+def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, bool]:
     """Do the work of a step; if the GPU runs out of memory, take it back and do it once more with less.
 
     Its result, and whether it took the second time.
@@ -66,7 +66,7 @@ def twice(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Resu
         return work(), True
 
 
-def norm_of(engine: Engine) -> float:
+def grad_norm_with_retry(engine: Engine) -> float:
     """The norm of gradients, which changes nothing; if the GPU runs out of memory, once more with more of it.
 
     Lanes are quiet then, nothing is kept for later, and a plan's figure is no limit.

@@ -24,16 +24,16 @@ from megatrain.engine.adopt import engine_of
 from megatrain.engine.session import Engine
 from megatrain.errors import MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
 from megatrain.hardware import inventory
+from megatrain.hf.checkpoint_list import last_complete, require_resumable
 from megatrain.hf.checkpoints import Checkpoints
 from megatrain.hf.data import prepare
-from megatrain.hf.found import last_complete, require_resumable
 from megatrain.hf.labels import LabelCount
 from megatrain.hf.microbatches import MicroBatches
 from megatrain.hf.optimizers import Given, changed
 from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import Pace
 from megatrain.hf.recovery import RamStop
-from megatrain.hf.terminate import Termination
+from megatrain.hf.sigterm import Termination
 from megatrain.model import hooks
 from megatrain.model.blocks import layered
 from megatrain.optim.optimizer import Optimizer

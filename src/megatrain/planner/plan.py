@@ -12,8 +12,8 @@ from typing import Any
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import LANES, PLACED, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
-from megatrain.hardware.described import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.hardware.machine import cuda_bytes
+from megatrain.hardware.validation import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner.memory import GIB, ROLES, TIERS, pinned_bytes
 from megatrain.planner.run import Run, current_names
 from megatrain.planner.simulate import StepEstimate

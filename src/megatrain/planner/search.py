@@ -18,8 +18,8 @@ import numpy as np
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import MOST_MICRO_BATCHES, update_threads, windows_of
-from megatrain.hardware.described import folders, resolved
 from megatrain.hardware.machine import Disk, Machine, Reach
+from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.arrays import Bools, Ints, most_layers
 from megatrain.planner.cost import ASSUMED_DISK, Costs
@@ -68,7 +68,7 @@ class Search:
 
     def plan(self) -> Plan:
         """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
-        from megatrain.planner.refuse import refusal
+        from megatrain.planner.refusal import refusal
 
         found = self.best()
         if found is None:
@@ -189,11 +189,6 @@ class Search:
             return chosen
         over = self.ledger.totals(chosen)["ram"] - self.capacity["ram"]
         return self.ledger.relieved(chosen, np.where(chosen.visited > chosen.layers, 0, over))
-
-
-def solve(shape: ModelShape, machine: Machine, run: Run, **limits: Unpack[Limits]) -> Plan:
-    """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
-    return Search(shape, machine, run, **limits).plan()
 
 
 def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:

@@ -256,7 +256,7 @@ def test_two_threads_save_into_one_directory(tmp_path: Path) -> None:
 def test_a_model_that_a_trainer_saves_is_on_the_disk(tmp_path: Path) -> None:
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path / "out"), train_dataset=small.rows())
     synced = set()
-    with files.watching(lambda operation, path: synced.add(path) if operation.startswith("sync") else None):
+    with files.observing(lambda operation, path: synced.add(path) if operation.startswith("sync") else None):
         trainer.save_model(str(tmp_path / "model"))
     assert {*(tmp_path / "model").iterdir(), tmp_path / "model", tmp_path} <= synced
     trainer.engine.close()
@@ -286,7 +286,7 @@ def test_a_checkpoint_is_durable_before_its_manifest_and_older_ones_go_last(tmp_
 
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
-    with files.watching(record):
+    with files.observing(record):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
     sealing = [entry for entry in seen if entry[1].startswith("checkpoint-4") or entry[1] == "."]
@@ -312,13 +312,13 @@ def test_a_file_that_cannot_be_synced_is_not_sealed(tmp_path: Path) -> None:
         if operation == "sync" and path.name == "model.safetensors":
             raise OSError(5, "Input/output error")
 
-    with files.watching(fails), pytest.raises(OSError, match="while syncing") as error:
+    with files.observing(fails), pytest.raises(OSError, match="while syncing") as error:
         engine.save(tmp_path / "one", optimizer)
     assert error.value.filename.endswith("model.safetensors")
     assert manifest.verify(tmp_path / "one") == before
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     states.save_optimizer(model, optimizer, tmp_path / "one", states.SHARD_BYTES)
-    with files.watching(fails), pytest.raises(OSError, match="while syncing"):
+    with files.observing(fails), pytest.raises(OSError, match="while syncing"):
         states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))
     with pytest.raises(OSError, match="has not been written anew"):
         states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))

@@ -200,6 +200,6 @@ def test_a_manifest_that_cannot_be_synced_is_not_there(tmp_path: Path) -> None:
         if operation == "sync" and "manifest" in path.name:
             raise OSError(5, "Input/output error")
 
-    with files.watching(fails), pytest.raises(OSError, match="while syncing"):
+    with files.observing(fails), pytest.raises(OSError, match="while syncing"):
         sealed(tmp_path / "one")
     assert os.listdir(tmp_path / "one" / "megatrain") == ["states"]

@@ -83,7 +83,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=OBSTACLES)
 def obstacles(request: pytest.FixtureRequest) -> Iterator[str]:
-    with files.watching(OBSTACLES[request.param][0]), files.watching(OBSTACLES[request.param][-1]):
+    with files.observing(OBSTACLES[request.param][0]), files.observing(OBSTACLES[request.param][-1]):
         yield request.param
 
 
@@ -113,7 +113,7 @@ def die_at(number: int, work: Callable[[], object]) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            with files.watching(count):
+            with files.observing(count):
                 work()
         finally:
             os._exit(0)
@@ -151,7 +151,7 @@ def test_a_failure_leaves_the_old_or_the_new(target: Path, operation: str) -> No
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         try:
-            with files.watching(fails):
+            with files.observing(fails):
                 save(target)
         except OSError:
             assert content(replace.find(target)) in (OLD | FOREIGN, NEW | FOREIGN), number
@@ -172,7 +172,7 @@ def test_what_is_added_meanwhile_stays(target: Path) -> None:
             os.utime(target / "anew", ns=(0, 4_000_000_000_000_000_000))
             (target / "anew").rename(target / "notes.txt")
 
-    with files.watching(adds):
+    with files.observing(adds):
         save(target)
     assert content(target) == NEW | FOREIGN | {"runs/late": "late", "notes.txt": "anew"}
 
@@ -201,7 +201,7 @@ def test_links_and_directories_and_pipes_of_others(target: Path, tmp_path: Path)
 @pytest.mark.parametrize("stays", [False, True])
 def test_an_empty_folder_of_ours_goes(tmp_path: Path, stays: bool) -> None:
     target = tmp_path / "target"
-    with files.watching(no_rename if stays else nothing):
+    with files.observing(no_rename if stays else nothing):
         save(target, NEW)
         save(target, OLD)
     assert content(target) == OLD

@@ -324,7 +324,7 @@ def test_the_last_complete_one_is_kept_until_the_next_is_complete(tmp_path: Path
 
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     first = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
-    with files.watching(dies), pytest.raises(KeyboardInterrupt):
+    with files.observing(dies), pytest.raises(KeyboardInterrupt):
         first.train()
     again = mt.Trainer(model=small.llama(1), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
     again.train(resume_from_checkpoint=True)
@@ -345,7 +345,7 @@ def test_nothing_complete_to_resume_from(saved: Path, tmp_path: Path) -> None:
 
 def test_the_newest_is_found_by_number(saved: Path, tmp_path: Path) -> None:
     """As text, checkpoint-10 comes before checkpoint-2, and checkpoint-best is none of ours."""
-    from megatrain.hf.found import last_complete
+    from megatrain.hf.checkpoint_list import last_complete
 
     for name in ("checkpoint-10", "checkpoint-2", "checkpoint-best"):
         shutil.copytree(saved / "checkpoint-4", tmp_path / name)

@@ -18,8 +18,8 @@ import megatrain as mt
 from megatrain import files
 from megatrain.checkpoint import manifest, space
 from megatrain.errors import CheckpointError
+from megatrain.hf.checkpoint_list import last_complete
 from megatrain.hf.checkpoints import SaveFailed
-from megatrain.hf.found import last_complete
 
 
 def made(directory: Path, **changes: Any) -> Any:
@@ -69,7 +69,7 @@ def test_the_run_goes_on_and_the_next_save_is_whole(
                 assert not list(tmp_path.glob(".checkpoint*"))
 
     trainer.add_callback(Counts())
-    with files.watching(failing({2, 3}, where, code)):
+    with files.observing(failing({2, 3}, where, code)):
         trainer.train()
     assert saves == [1, 4]
     failed = [line for line in said.messages if "could not be saved" in line]
@@ -87,7 +87,7 @@ def test_the_run_goes_on_and_the_next_save_is_whole(
 def test_a_last_save_that_fails_is_an_error_after_everything_else(tmp_path: Path) -> None:
     trainer = made(tmp_path)
     with (
-        files.watching(failing({4}, "write", errno.ENOSPC)),
+        files.observing(failing({4}, "write", errno.ENOSPC)),
         pytest.raises(
             CheckpointError, match=r"ended after step 4, but its last checkpoint is missing: .*No space left"
         ),
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_that_step_that_was_there_before_stays(tmp_path: Path) -
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     trainer = made(tmp_path, max_steps=2, save_steps=2)
     with (
-        files.watching(failing({2}, "sync", errno.EIO)),
+        files.observing(failing({2}, "sync", errno.EIO)),
         pytest.raises(CheckpointError, match="checkpoint-2 could not"),
     ):
         trainer.train()
@@ -123,7 +123,7 @@ def test_the_best_model_is_not_one_that_was_not_saved(tmp_path: Path) -> None:
         model=small.llama(), args=small.arguments(tmp_path, save_strategy="steps", save_steps=1, **options),
         train_dataset=small.rows(2), eval_dataset=small.rows(2),
     )  # fmt: skip
-    with files.watching(failing({3}, "sync", errno.ENOSPC)), pytest.raises(CheckpointError, match="last checkpoint"):
+    with files.observing(failing({3}, "sync", errno.ENOSPC)), pytest.raises(CheckpointError, match="last checkpoint"):
         trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[2] < losses[1], "the third would be the best"
@@ -145,7 +145,7 @@ def test_too_little_room_is_seen_before_anything_is_written(
             room[0] = 5000 if state.global_step == 1 else 1 << 40
 
     trainer.add_callback(Fills())
-    with files.watching(lambda operation, path: written.append(path) if "checkpoint-1" in path.parts else None):
+    with files.observing(lambda operation, path: written.append(path) if "checkpoint-1" in path.parts else None):
         trainer.train()
     assert written == []
     [line] = [line for line in said.messages if "could not be saved" in line]
@@ -193,7 +193,7 @@ def test_another_error_in_a_save_is_raised(tmp_path: Path) -> None:
 def test_called_directly_it_raises(tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=1, save_strategy="no")
     trainer.train()
-    with files.watching(failing({1}, "sync", errno.EIO)), pytest.raises(SaveFailed, match="checkpoint-1 could not"):
+    with files.observing(failing({1}, "sync", errno.EIO)), pytest.raises(SaveFailed, match="checkpoint-1 could not"):
         trainer._save_checkpoint(trainer.model, None)
 
 

@@ -15,8 +15,8 @@ from tests import small
 
 import megatrain as mt
 from megatrain.errors import OutOfRam
-from megatrain.hardware.watch import SHORT
-from megatrain.hf.found import last_complete
+from megatrain.hardware.ram_monitor import SHORT
+from megatrain.hf.checkpoint_list import last_complete
 
 
 class Fails:

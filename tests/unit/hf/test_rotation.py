@@ -16,7 +16,7 @@ from tests import small
 import megatrain as mt
 from megatrain.checkpoint import manifest
 from megatrain.errors import CheckpointError
-from megatrain.hf.found import last_complete
+from megatrain.hf.checkpoint_list import last_complete
 
 FUTURE = time.time() + 1e8
 

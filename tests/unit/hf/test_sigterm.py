@@ -20,8 +20,8 @@ from tests import small
 import megatrain as mt
 from megatrain import files
 from megatrain.errors import CheckpointError
-from megatrain.hf.found import last_complete
-from megatrain.hf.terminate import EXIT
+from megatrain.hf.checkpoint_list import last_complete
+from megatrain.hf.sigterm import EXIT
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,7 @@ def test_a_disk_that_is_full_then(tmp_path: Path, said: pytest.LogCaptureFixture
 
     trainer = made(tmp_path)
     trainer.add_callback(At("on_step_begin", 1))
-    with files.watching(full), pytest.raises(SystemExit) as end:
+    with files.observing(full), pytest.raises(SystemExit) as end:
         trainer.train()
     assert end.value.code == EXIT
     assert sum("checkpoint-2 could not be saved: No space left" in line for line in said.messages) == 1

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
-from megatrain.planner.questions import dense_shape
+from megatrain.planner.api import dense_shape
 from megatrain.planner.run import Run
 
 GB = 10**9

@@ -12,10 +12,10 @@ from transformers import AutoConfig
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Machine
 from megatrain.planner import plan
+from megatrain.planner.api import dense_shape, largest_batch, largest_context, largest_model
 from megatrain.planner.plan import Plan
-from megatrain.planner.questions import dense_shape, largest_batch, largest_context, largest_model
 from megatrain.planner.run import Run
-from megatrain.planner.search import solve
+from megatrain.planner.search import Search
 from megatrain.settings import Settings
 
 H200 = Machine.load("h200-128gb")
@@ -145,11 +145,11 @@ def test_largest_batch_and_context(cap):
     answer = largest_batch(shape, H200, run, max_vram_gb=cap)
     assert answer.plan.run.micro_batch == answer.value >= 1
     with pytest.raises(NotEnoughMemory):
-        solve(shape, H200, dataclasses.replace(run, micro_batch=answer.value + 1), max_vram_gb=cap)
+        Search(shape, H200, dataclasses.replace(run, micro_batch=answer.value + 1), max_vram_gb=cap).plan()
     longest = largest_context(shape, H200, Run(), max_vram_gb=cap)
     assert longest.plan.run.length == longest.value
     with pytest.raises(NotEnoughMemory):
-        solve(shape, H200, Run(length=longest.value + 64), max_vram_gb=cap)
+        Search(shape, H200, Run(length=longest.value + 64), max_vram_gb=cap).plan()
 
 
 def test_largest_model():

@@ -15,18 +15,18 @@ from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.planner import plan
+from megatrain.planner.api import dense_shape
 from megatrain.planner.decision import NAMES, Decision, Decisions
 from megatrain.planner.memory import GIB
 from megatrain.planner.plan import Plan
-from megatrain.planner.questions import dense_shape
-from megatrain.planner.refuse import Refusal
+from megatrain.planner.refusal import Refusal
 from megatrain.planner.run import Run
-from megatrain.planner.search import GRAD_SLOTS, SLOTS, USABLE, Search, solve, window_choices
+from megatrain.planner.search import GRAD_SLOTS, SLOTS, USABLE, Search, window_choices
 
 
 def solved(*args, **kwargs):
     try:
-        return solve(*args, **kwargs)
+        return Search(*args, **kwargs).plan()
     except NotEnoughMemory:
         return None
 
@@ -37,7 +37,7 @@ def test_plans_fit_and_are_the_same_every_time(shape, machine, run, cap, disk):
     found = solved(shape, machine, run, max_vram_gb=cap, offload_dir=disk)
     if found is None:
         return
-    assert found == solve(shape, machine, run, max_vram_gb=cap, offload_dir=disk)
+    assert found == Search(shape, machine, run, max_vram_gb=cap, offload_dir=disk).plan()
     assert found.total("vram") <= min(machine.vram_bytes, (cap or 1e9) * 2**30)
     assert hash(Plan.from_json(found.to_json())) == hash(found)
     assert found.total("ram") <= machine.ram_bytes
@@ -85,7 +85,7 @@ def test_a_hundred_layers_take_less_than_two_seconds(accumulation):
 
 def test_planning_leaves_cuda_alone():
     code = (
-        "import torch, megatrain.planner as p; from megatrain.planner.questions import dense_shape\n"
+        "import torch, megatrain.planner as p; from megatrain.planner.api import dense_shape\n"
         "p.plan(dense_shape(16, 8), machine='h100-512gb')\n"
         "assert not torch.cuda.is_initialized()"
     )

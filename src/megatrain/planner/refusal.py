@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.errors import NotEnoughMemory
 from megatrain.geometry import WIDTHS
-from megatrain.hardware.described import Frozen
+from megatrain.hardware.validation import Frozen
 from megatrain.planner.memory import GIB
 from megatrain.planner.plan import sized
 from megatrain.planner.search import USABLE, Search

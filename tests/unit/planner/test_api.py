@@ -12,8 +12,8 @@ import megatrain as mt
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Machine
 from megatrain.planner import Refusal, Run, largest_batch, largest_context, largest_model, plan
-from megatrain.planner.questions import MOST, dense_shape
-from megatrain.planner.search import solve
+from megatrain.planner.api import MOST, dense_shape
+from megatrain.planner.search import Search
 
 H200 = "h200-128gb"
 
@@ -27,12 +27,12 @@ def test_answers_fit_and_one_more_does_not(shape, machine, run, max_vram_gb, max
             answer = ask(shape, machine, run, **limits)
         except Refusal:
             with pytest.raises(Refusal):
-                solve(shape, machine, dataclasses.replace(run, **{field: step}), **limits)
+                Search(shape, machine, dataclasses.replace(run, **{field: step}), **limits).plan()
             continue
         assert getattr(answer.plan.run, field) == answer.value
         if answer.value < MOST * step:
             with pytest.raises(Refusal):
-                solve(shape, machine, dataclasses.replace(run, **{field: answer.value + step}), **limits)
+                Search(shape, machine, dataclasses.replace(run, **{field: answer.value + step}), **limits).plan()
 
 
 def test_without_a_gpu():

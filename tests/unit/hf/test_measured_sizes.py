@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from megatrain.hf.microbatches import MOST, Tried
+from megatrain.hf.microbatches import MOST, MeasuredSizes
 
 
 def batch(*shape: int, **others: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -17,13 +17,13 @@ def batch(*shape: int, **others: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 def covers(known: list[Any], asked: list[Any], together: tuple[int, int] = (1, 1)) -> bool:
-    tried = Tried()
+    tried = MeasuredSizes()
     tried.add(known, together[0])
     return tried.covers(asked, together[1])
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert not Tried().covers([batch(1, 1)], 1)
+    assert not MeasuredSizes().covers([batch(1, 1)], 1)
 
 
 @pytest.mark.parametrize("smaller", [batch(2, 8), batch(1, 8), batch(2, 7)])
@@ -77,7 +77,7 @@ def test_micro_batches_are_compared_by_size_and_not_by_their_order() -> None:
 
 
 def test_only_sizes_that_say_something_are_remembered_and_not_too_many() -> None:
-    tried = Tried()
+    tried = MeasuredSizes()
     for length in range(1, 50):
         tried.add([batch(1, length)], 1)
     assert len(tried._sizes) == 1

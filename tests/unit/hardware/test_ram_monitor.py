@@ -9,17 +9,17 @@ from tests import small
 
 import megatrain as mt
 from megatrain.errors import OutOfRam
-from megatrain.hardware import cgroups, watch
-from megatrain.hardware.watch import GIB, RamWatch
+from megatrain.hardware import cgroups, ram_monitor
+from megatrain.hardware.ram_monitor import GIB, RamMonitor
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "INTERVAL", 0.0)
+    monkeypatch.setattr(ram_monitor, "INTERVAL", 0.0)
 
 
-def made(left: list[int], limit: int = 100 * GIB, trimmed: list[int] | None = None) -> RamWatch:
-    return RamWatch(
+def made(left: list[int], limit: int = 100 * GIB, trimmed: list[int] | None = None) -> RamMonitor:
+    return RamMonitor(
         held=lambda: 7 * GIB,
         trim=lambda: (trimmed if trimmed is not None else []).append(1),
         left=lambda: left[0],
@@ -50,7 +50,7 @@ def test_critical_is_an_error_unless_trimming_helps() -> None:
     left = [GIB // 8]
     with pytest.raises(OutOfRam, match=r"0\.12 GiB are left of 100\.0.*Weights and optimizer states are whole"):
         made(left).check()
-    looking = RamWatch(
+    looking = RamMonitor(
         held=lambda: 0, trim=lambda: left.__setitem__(0, 50 * GIB), left=lambda: left[0], limit=100 * GIB
     )
     looking.check()
@@ -72,15 +72,15 @@ def test_levels_are_shares_of_a_small_limit() -> None:
 def test_what_a_step_took_for_a_while_is_left_for_the_next() -> None:
     """2 GiB that a step takes and gives back: with 2.2 left the next one would come within 0.25 of a kill."""
     left, own = [10 * GIB], [20 * GIB]
-    looking = RamWatch(held=lambda: 0, trim=lambda: None, left=lambda: left[0], limit=100 * GIB, own=lambda: own[0])
+    looking = RamMonitor(held=lambda: 0, trim=lambda: None, left=lambda: left[0], limit=100 * GIB, own=lambda: own[0])
     for inside in (21 * GIB, 22 * GIB, 20 * GIB):
         own[0] = inside
         looking.check()
-    looking.stepped()
+    looking.after_step()
     left[0] = 9 * GIB // 4
     assert looking.short() is None
     looking.check()
-    looking.stepped()
+    looking.after_step()
     left[0] = 11 * GIB // 5
     assert "RAM is running out" in (looking.short() or "")
     with pytest.raises(OutOfRam):
@@ -88,8 +88,8 @@ def test_what_a_step_took_for_a_while_is_left_for_the_next() -> None:
     # Once a step has begun, what is left is what it has.
     looking.check()
     # What was long ago is not expected for ever.
-    for _ in range(watch.REMEMBERED):
-        looking.stepped()
+    for _ in range(ram_monitor.REMEMBERED):
+        looking.after_step()
     assert looking.short() is None
 
 
@@ -113,26 +113,28 @@ def test_a_save_copies_no_more_than_a_part_of_what_is_left() -> None:
     left = [100 * GIB]
     looking = made(left)
     assert looking.portion(4 * GIB) == 4 * GIB
-    left[0] = watch.SAVE_BYTES + 400 * 1000
-    assert looking.portion(4 * GIB) == watch.LEAST_PORTION
-    left[0] = watch.SAVE_BYTES + 4 * GIB
+    left[0] = ram_monitor.SAVE_BYTES + 400 * 1000
+    assert looking.portion(4 * GIB) == ram_monitor.LEAST_PORTION
+    left[0] = ram_monitor.SAVE_BYTES + 4 * GIB
     assert looking.portion(4 * GIB) == GIB
     assert looking.portion(1000) == 1000
 
 
 def test_every_block_looks_when_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "INTERVAL", 60.0)
+    monkeypatch.setattr(ram_monitor, "INTERVAL", 60.0)
     looks: list[int] = []
-    looking = RamWatch(held=lambda: 0, trim=lambda: None, left=lambda: looks.append(1) or GIB * 3 // 2, limit=100 * GIB)
+    looking = RamMonitor(
+        held=lambda: 0, trim=lambda: None, left=lambda: looks.append(1) or GIB * 3 // 2, limit=100 * GIB
+    )
     for _ in range(100):
         looking.check()
     assert len(looks) == 100
 
 
 def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "INTERVAL", 60.0)
+    monkeypatch.setattr(ram_monitor, "INTERVAL", 60.0)
     looks: list[int] = []
-    looking = RamWatch(held=lambda: 0, trim=lambda: None, left=lambda: looks.append(1) or 50 * GIB, limit=100 * GIB)
+    looking = RamMonitor(held=lambda: 0, trim=lambda: None, left=lambda: looks.append(1) or 50 * GIB, limit=100 * GIB)
     for _ in range(100):
         looking.check()
     assert len(looks) == 1
@@ -144,7 +146,7 @@ def test_against_a_cgroup_that_fills_up(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\n")
     membership = tmp_path / "cgroup"
     membership.write_text("0::/\n")
-    looking = RamWatch(
+    looking = RamMonitor(
         held=lambda: 0, trim=lambda: None, limit=4 * GIB,
         left=lambda: cgroups.headroom(tmp_path, membership) or 0,
     )  # fmt: skip

@@ -13,9 +13,9 @@ from tests.unit.planner.made_up import GB, any_machines, cpu_only, runs, shape_o
 
 from megatrain.hardware.machine import Machine, Reach
 from megatrain.planner import plan
+from megatrain.planner.api import dense_shape
 from megatrain.planner.memory import GIB
-from megatrain.planner.questions import dense_shape
-from megatrain.planner.refuse import Refusal
+from megatrain.planner.refusal import Refusal
 
 
 def refusal(shape, asked):

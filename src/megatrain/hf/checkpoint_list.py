@@ -23,7 +23,7 @@ _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """One checkpoint. `sequence` is its place in the order of sealing; None: it has no valid manifest."""
 
     path: Path
@@ -95,7 +95,7 @@ def _verified(path: Path) -> dict[str, object]:
     )
 
 
-def _all(run_dir: str) -> list[Found]:
+def _all(run_dir: str) -> list[SavedCheckpoint]:
     """Those without a valid manifest first, by their steps."""
     found = []
     for name in replace.names(run_dir):
@@ -105,7 +105,7 @@ def _all(run_dir: str) -> list[Found]:
             with suppress(CheckpointError, OSError):
                 content = manifest.read(path)
                 sequence, marked = content.get("sequence", 0), finite.fault(content) is not None
-            found.append(Found(path, int(numbered[1]), sequence, marked))
+            found.append(SavedCheckpoint(path, int(numbered[1]), sequence, marked))
     return sorted(found, key=lambda f: (-1 if f.sequence is None else f.sequence, f.step))
 
 

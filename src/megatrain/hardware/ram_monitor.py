@@ -24,7 +24,7 @@ SAVE_BYTES = 64 << 20
 """A save takes this much beside: pieces of files that are read again, headers, buffers."""
 
 
-class RamWatch:
+class RamMonitor:
     """Looks at what is left of RAM before every block, after every step and before a save."""
 
     def __init__(
@@ -88,7 +88,7 @@ class RamWatch:
                 f"and optimizer states are whole: save them, then {_ADVICE}, or use fewer tokens at a time."
             )
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """A step has ended: the next one will take again what it took for a while."""
         if self._left() < PLENTY * self._low + self._swing:
             self._trim()
