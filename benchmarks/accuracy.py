@@ -186,7 +186,7 @@ def with_own_loop(
         tasks = [partial(micro_batch, batch) for batch in batches]
         losses: list[torch.Tensor] = []
         for size in plan.windows:
-            losses += engine.window(tasks[len(losses) : len(losses) + size], whole=size == len(tasks))
+            losses += engine.window(tasks[len(losses) : len(losses) + size], full_step=size == len(tasks))
         optimizer.step()
         optimizer.zero_grad()
         return sum(loss.item() for loss in losses)

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import SHAPES
 from megatrain.compute.loss import cross_entropy
-from megatrain.compute.window import Seats, park
+from megatrain.compute.window import WindowThreads, wait_for_turn
 from megatrain.model.shapes import describe
 from megatrain.planner.activations import graph_bytes, layer_bytes
 from megatrain.planner.run import Run
@@ -162,16 +162,18 @@ def turns() -> None:
     def task() -> None:
         result = values
         for position in range(200):
-            park(position)
+            wait_for_turn(position)
             for _ in range(10):
                 result = torch.tanh(result)
 
     alone = _best(task)
     for count in (2, 8, 16):
-        seats = Seats(torch.device("cpu"))
-        taken = _best(lambda seats=seats, n=count: seats.run([task] * n, range(n), lambda: None))  # type: ignore[misc]
+        window_threads = WindowThreads(torch.device("cpu"))
+        taken = _best(
+            lambda window_threads=window_threads, n=count: window_threads.run([task] * n, range(n), lambda: None)
+        )  # type: ignore[misc]
         print(f"turns: {count} micro-batches: {(taken - count * alone) / (200 * count) * 1e3:.2f} ms")
-        seats.close()
+        window_threads.close()
 
 
 def _best(work: Callable[[], object]) -> float:

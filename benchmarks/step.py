@@ -96,7 +96,7 @@ def measure(
         tasks = [partial(micro_batch, ids) for ids in tokens]
         if window and micro > 1:
             with optimizer.final_backward():
-                losses = engine.window(tasks, whole=True)
+                losses = engine.window(tasks, full_step=True)
         else:
             losses = [task() for task in tasks[:-1]]
             with optimizer.final_backward():

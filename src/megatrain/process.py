@@ -25,13 +25,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Value = TypeVar("Value")
-Wish = TypeVar("Wish")
+Request = TypeVar("Request")
 
 SWITCH_INTERVAL = 1e-4
 """Seconds until a thread that wants the interpreter asks for it. Compute and the lanes are threads of one interpreter,
 and each holds it for microseconds: waiting 5 ms (Python's default) for another to let go makes steps of a small model
 longer (docs/log.md)."""
-GROWING = "expandable_segments:True"
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _lock = threading.RLock()
 
 
@@ -45,52 +45,55 @@ os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass
-class Shared(Generic[Value, Wish]):
-    """One setting of the process, which any number of owners have wishes for."""
+class ProcessSetting(Generic[Value, Request]):
+    """One setting of the process, which any number of owners have requests for."""
 
     read: Callable[[], Value]
     write: Callable[[Value], object]
-    combine: Callable[[Value, list[Wish]], Value]
-    """What is set for the user's value and all wishes."""
+    combine: Callable[[Value, list[Request]], Value]
+    """What is set for the user's value and all requests."""
     same: Callable[[Value, Value], bool] = operator.eq
-    _wishes: dict[Hashable, Wish] = field(default_factory=dict)
+    _requests: dict[Hashable, Request] = field(default_factory=dict)
     _set: tuple[Value, Value] | None = None
     """The user's value, and what was set instead."""
 
-    def users(self) -> Value:
-        """What it was before there was a wish, or what the user has set since then."""
+    def users_value(self) -> Value:
+        """What it was before there was a request, or what the user has set since then."""
         now = self.read()
         return self._set[0] if self._set is not None and self.same(now, self._set[1]) else now
 
-    def hold(self, owner: Hashable, wish: Wish) -> None:
+    def request(self, owner: Hashable, request: Request) -> None:
         with _lock:
-            self._wishes[owner] = wish
+            self._requests[owner] = request
             self._apply()
 
-    def let_go(self, owner: Hashable) -> None:
+    def release(self, owner: Hashable) -> None:
         with _lock:
-            if owner in self._wishes:
-                del self._wishes[owner]
+            if owner in self._requests:
+                del self._requests[owner]
                 self._apply()
 
     def _apply(self) -> None:
-        before = self.users()
-        value = self.combine(before, list(self._wishes.values())) if self._wishes else before
-        self._set = (before, value) if self._wishes else None
+        before = self.users_value()
+        value = self.combine(before, list(self._requests.values())) if self._requests else before
+        self._set = (before, value) if self._requests else None
         self.write(value)
 
 
-def let_go(owner: Hashable) -> None:
-    """An engine ends: its wishes are nobody else's."""
-    held: list[Shared[Any, Any]] = [switch_interval, *_shares.values(), _segments]
+def release(owner: Hashable) -> None:
+    """An engine ends: its requests are nobody else's."""
+    held: list[ProcessSetting[Any, Any]] = [switch_interval, *_vram_fractions.values(), _allocator_settings]
     for shared in held:
-        shared.let_go(owner)
+        shared.release(owner)
 
 
 # ---- Python
 
-switch_interval: Shared[float, float] = Shared(
-    sys.getswitchinterval, sys.setswitchinterval, lambda users, wishes: min(users, *wishes), math.isclose
+switch_interval: ProcessSetting[float, float] = ProcessSetting(
+    sys.getswitchinterval,
+    sys.setswitchinterval,
+    lambda users_value, requests: min(users_value, *requests),
+    math.isclose,
 )
 
 
@@ -105,90 +108,92 @@ class VramLimit:
     """For the whole process."""
     planned: int | None = None
     """For this engine."""
-    others: int = 0
+    other_bytes: int = 0
     """What the process held for something else when the engine came."""
 
 
-_shares: dict[torch.device, Shared[float, VramLimit]] = {}
+_vram_fractions: dict[torch.device, ProcessSetting[float, VramLimit]] = {}
 
 
-def share_of(device: torch.device) -> Shared[float, VramLimit]:
+def vram_fraction(device: torch.device) -> ProcessSetting[float, VramLimit]:
     """The share of the GPU's memory that PyTorch's allocator may have.
 
     A cap is on the process, so the lowest counts. Plans add up, and are no limit beside an engine that has none.
     """
-    return _shares.setdefault(
+    return _vram_fractions.setdefault(
         device,
-        Shared(
+        ProcessSetting(
             lambda: torch.cuda.get_per_process_memory_fraction(device),
             lambda share: torch.cuda.set_per_process_memory_fraction(share, device),
-            partial(_share, device),
+            partial(_combine_vram_limits, device),
             partial(math.isclose, rel_tol=1e-6),
         ),
     )
 
 
-def _share(device: torch.device, users: float, limits: list[VramLimit]) -> float:
+def _combine_vram_limits(device: torch.device, users_value: float, limits: list[VramLimit]) -> float:
     allowed = [limit.cap for limit in limits if limit.cap is not None]
     plans = [limit.planned for limit in limits if limit.planned is not None]
     if len(plans) == len(limits):
-        allowed.append(sum(plans) + min(limit.others for limit in limits))
+        allowed.append(sum(plans) + min(limit.other_bytes for limit in limits))
     total = torch.cuda.get_device_properties(device).total_memory
-    return min([users, *[max(0, nbytes) / total for nbytes in allowed]])
+    return min([users_value, *[max(0, nbytes) / total for nbytes in allowed]])
 
 
-def grow_segments(owner: Hashable) -> bool:
+def use_expandable_segments(owner: Hashable) -> bool:
     """Let segments grow, which keeps what is reserved close to what is allocated, unless the user has configured the
     allocator. Whether they do."""
-    configured = _environment() or _segments.users()
+    configured = _environment_settings() or _allocator_settings.users_value()
     if configured:
-        return GROWING.lower() in configured.lower().replace(" ", "")
-    _segments.hold(owner, None)
+        return EXPANDABLE_SEGMENTS.lower() in configured.lower().replace(" ", "")
+    _allocator_settings.request(owner, None)
     return True
 
 
-def _environment() -> str:
+def _environment_settings() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
-_tell: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+_read_allocator_settings: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
 """What was configured at run time too; not every PyTorch tells."""
 
 
-def _configure(settings: str) -> None:
+def _write_allocator_settings(settings: str) -> None:
     if not settings:
         # It is kept when nothing is said of it.
-        torch._C._accelerator_setAllocatorSettings(GROWING.replace("True", "False"))
-    if settings or _tell is not None:
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS.replace("True", "False"))
+    if settings or _read_allocator_settings is not None:
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
-_segments: Shared[str, None] = Shared(_tell or _environment, _configure, lambda *_: GROWING)
+_allocator_settings: ProcessSetting[str, None] = ProcessSetting(
+    _read_allocator_settings or _environment_settings, _write_allocator_settings, lambda *_: EXPANDABLE_SEGMENTS
+)
 
 
 # ---- dynamo
 
 
-def _limits() -> dict[str, Any]:
+def _read_limits() -> dict[str, Any]:
     names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
     return {name: getattr(torch._dynamo.config, name) for name in names}
 
 
-def _set_limits(limits: dict[str, Any]) -> None:
+def _write_limits(limits: dict[str, Any]) -> None:
     for name, value in limits.items():
         setattr(torch._dynamo.config, name, value)
 
 
-def _raised(users: dict[str, Any], graphs: list[int]) -> dict[str, Any]:
+def _raise_limits(users_value: dict[str, Any], graphs: list[int]) -> dict[str, Any]:
     return {
-        "recompile_limit": max(users["recompile_limit"], *graphs),
-        "accumulated_recompile_limit": max(users["accumulated_recompile_limit"], *(4 * most for most in graphs)),
+        "recompile_limit": max(users_value["recompile_limit"], *graphs),
+        "accumulated_recompile_limit": max(users_value["accumulated_recompile_limit"], *(4 * most for most in graphs)),
         "fail_on_recompile_limit_hit": True,
     }
 
 
-_dynamo: Shared[dict[str, Any], int] = Shared(_limits, _set_limits, _raised)
-PER_THREAD = torch.__version__ >= "2.12"
+_recompile_limits: ProcessSetting[dict[str, Any], int] = ProcessSetting(_read_limits, _write_limits, _raise_limits)
+DYNAMO_CONFIG_PER_THREAD = torch.__version__ >= "2.12"
 """Whether dynamo's settings are those of a thread; before, all threads share them."""
 
 
@@ -198,13 +203,13 @@ def compile_limits(graphs: int) -> Iterator[None]:
 
     Code that the user compiles has its own limits, unless another thread compiles it meanwhile, before PyTorch 2.12.
     """
-    if PER_THREAD:
-        with torch._dynamo.config.patch(_raised(_limits(), [graphs])):
+    if DYNAMO_CONFIG_PER_THREAD:
+        with torch._dynamo.config.patch(_raise_limits(_read_limits(), [graphs])):
             yield
         return
     owner = object()
-    _dynamo.hold(owner, graphs)
+    _recompile_limits.request(owner, graphs)
     try:
         yield
     finally:
-        _dynamo.let_go(owner)
+        _recompile_limits.release(owner)

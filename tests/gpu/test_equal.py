@@ -113,7 +113,7 @@ def test_window_equals_one_after_the_other(dtype, deterministic):
                         return loss.item()
 
                     seeded = [functools.partial(with_seed, task, ids, step) for ids in itertools.islice(data, size)]
-                    losses += engine.window(seeded, whole=len(sizes) == 1)
+                    losses += engine.window(seeded, full_step=len(sizes) == 1)
                 optimizer.step()
                 optimizer.zero_grad()
             engine.synchronize()

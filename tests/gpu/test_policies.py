@@ -28,7 +28,7 @@ def run(dtype, **settings):
         torch.manual_seed(0)
         for _ in range(3):
             data = [torch.randint(0, 512, (2, 96), generator=generator) for _ in range(3)]
-            losses += engine.window([functools.partial(task, ids) for ids in data], whole=True)
+            losses += engine.window([functools.partial(task, ids) for ids in data], full_step=True)
             optimizer.step()
             optimizer.zero_grad()
         engine.synchronize()

@@ -30,7 +30,7 @@ def run(resident, precision, compression=False, clip=1.0, windows=False, **setti
             batches = [torch.randint(0, 512, (2, 96), generator=generator).cuda() for _ in range(2)]
             if windows:
                 with optimizer.final_backward():
-                    engine.window([lambda ids=ids: micro_batch(ids) for ids in batches], whole=True)
+                    engine.window([lambda ids=ids: micro_batch(ids) for ids in batches], full_step=True)
             else:
                 micro_batch(batches[0])
                 with optimizer.final_backward():

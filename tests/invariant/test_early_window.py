@@ -28,9 +28,9 @@ def test_a_micro_batch_that_skips_a_block(skips: Any, whole: bool, precision: st
             ]
             if early:
                 with optimizer.final_backward():
-                    engine.window(tasks, whole=whole)
+                    engine.window(tasks, full_step=whole)
             else:
-                engine.window(tasks, whole=whole)
+                engine.window(tasks, full_step=whole)
             optimizer.step()
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)

@@ -82,7 +82,7 @@ class Run:
             self.seen += [task() for task in tasks]
             return
         for size in self.windows:
-            self.seen += self.engine.window(tasks[:size], whole=size == 3)
+            self.seen += self.engine.window(tasks[:size], full_step=size == 3)
             tasks = tasks[size:]
 
     def micro_batch(self, step: int, micro: int) -> torch.Tensor:

@@ -71,7 +71,7 @@ def train(seed: int | None, tied: bool, clip: float | None, precision: str, comp
             if step == 1 and len(tasks) == 1:
                 break
         with optimizer.final_backward():
-            seen += engine.window(tasks, whole=len(tasks) == MICRO_BATCHES)
+            seen += engine.window(tasks, full_step=len(tasks) == MICRO_BATCHES)
         if clip is not None:
             seen.append(engine.grad_norm())
             weight = model.model.layers[1].mlp.up_proj.weight

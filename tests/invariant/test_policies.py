@@ -128,7 +128,7 @@ def test_mixtures_are_equal(family: str, mixture: str, recomputed: Any):
 def test_patterns_choose_what_they_say():
     model = zoo.build("llama")
     engine = engine_of(model, policy={"model.layers.0": "store", "model.layers.*": "offload"})
-    chosen = {block.name: engine.relief.policies[block.name] for block in engine.blocks}
+    chosen = {block.name: engine.memory_limit.policies[block.name] for block in engine.blocks}
     assert chosen["model.layers.0"] == "store", "the first pattern that matches counts"
     assert chosen["model.layers.1"] == chosen["model.layers.2"] == "offload"
     assert {chosen[name] for name in chosen if "layers" not in name} == {"recompute"}

@@ -65,7 +65,7 @@ class Trained:
         tasks = [partial(micro_batch, k) for k in range(MICRO_BATCHES)]
         # In one step a single gradient lands first, and the sum goes on from there.
         for window in (1, 2, 2) if number == 1 else cut(1000 * self.seed + number):
-            self.engine.window(tasks[:window], whole=window == MICRO_BATCHES)
+            self.engine.window(tasks[:window], full_step=window == MICRO_BATCHES)
             del tasks[:window]
         self.optimizer.step()
         self.optimizer.zero_grad()

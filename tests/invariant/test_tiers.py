@@ -46,7 +46,7 @@ def train(
         tasks = [lambda seed=10 * step + k: micro_batch(seed) for k in range(3)]
         if step % 2:
             with optimizer.final_backward():
-                seen += engine.window(tasks, whole=step == 1)
+                seen += engine.window(tasks, full_step=step == 1)
         else:
             seen += [task() for task in tasks[:2]]
             with optimizer.final_backward():
@@ -91,7 +91,7 @@ def scaled_between(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> 
 
 def scaled_and_written(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
     """Micro-batches skip layers, so that sums are complete only at the end of the window."""
-    engine.window([partial(backward, model, 3 * step + k, skip=(k,)) for k in range(3)], whole=True)
+    engine.window([partial(backward, model, 3 * step + k, skip=(k,)) for k in range(3)], full_step=True)
     optimizer.scale_gradients(0.3)
     model.layers[1].scale.grad.mul_(0.7)
 
@@ -99,7 +99,7 @@ def scaled_and_written(model: Any, engine: mt.Engine, optimizer: Any, step: int)
 def not_the_whole(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
     """A window that was said to be the whole step, and is not."""
     backward(model, 50 + step)
-    engine.window([partial(backward, model, 3 * step + k) for k in range(3)], whole=True)
+    engine.window([partial(backward, model, 3 * step + k) for k in range(3)], full_step=True)
     backward(model, 60 + step)
 
 
@@ -110,7 +110,7 @@ def passed_twice(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> No
         backward(model, seed)
         backward(model, seed + 20)
 
-    engine.window([partial(task, 3 * step + k) for k in range(3)], whole=True)
+    engine.window([partial(task, 3 * step + k) for k in range(3)], full_step=True)
 
 
 def dropped_and_set(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:

@@ -63,7 +63,7 @@ def sequential(tasks: Sequence[Task]) -> list[Any]:
 def in_windows(engine: mt.Engine, tasks: Sequence[Task], split: Sequence[int], whole: bool = False) -> list[Any]:
     results: list[Any] = []
     for size in split:
-        results += engine.window(tasks[len(results) : len(results) + size], whole=whole and size == len(tasks))
+        results += engine.window(tasks[len(results) : len(results) + size], full_step=whole and size == len(tasks))
     return results
 
 
@@ -590,10 +590,10 @@ def test_the_window_setting_is_obeyed(tmp_path: Path, monkeypatch: pytest.Monkey
     sizes: list[int] = []
     window = mt.Engine.window
 
-    def spy(self: mt.Engine, tasks: Any, *, whole: bool = False) -> Any:
+    def spy(self: mt.Engine, tasks: Any, *, full_step: bool = False) -> Any:
         sizes.append(len(tasks))
-        assert whole == (len(tasks) == 4)
-        return window(self, tasks, whole=whole)
+        assert full_step == (len(tasks) == 4)
+        return window(self, tasks, full_step=full_step)
 
     monkeypatch.setattr(mt.Engine, "window", spy)
     obeyed: list[tuple[Any, list[int]]] = [

@@ -110,14 +110,14 @@ def test_a_wrong_gradient_shows(monkeypatch: pytest.MonkeyPatch):
     """The comparison can fail: one block's gradients, wrong by a ten-thousandth, are found."""
     from megatrain.compute import node
 
-    hand_over = node.hand_over
+    deliver_gradients = node.deliver_gradients
 
-    def slightly_wrong(flow, block, place, gradients):
+    def slightly_wrong(runtime, block, place, gradients):
         if block.name == "model.visual.blocks.0":
             gradients = {weight: gradient * 1.0001 for weight, gradient in gradients.items()}
-        hand_over(flow, block, place, gradients)
+        deliver_gradients(runtime, block, place, gradients)
 
-    monkeypatch.setattr(node, "hand_over", slightly_wrong)
+    monkeypatch.setattr(node, "deliver_gradients", slightly_wrong)
     parity = measure(vision.build("qwen2_5_vl"), [vision.batch("qwen2_5_vl")])
     assert 0.5e-4 < parity.gradient < 2e-4
     assert parity.worst.startswith("model.visual.blocks.0")

@@ -140,7 +140,7 @@ def windows(lanes: Lanes) -> list[Any]:
         if step == 0:
             seen += engine.window(tasks[:3]) + engine.window(tasks[3:])
         elif step == 1:
-            seen += engine.window(tasks, whole=True)
+            seen += engine.window(tasks, full_step=True)
         else:
             seen += [tasks[0](), tasks[1](), *engine.window(tasks[2:])]
         optimizer.step()
@@ -208,7 +208,7 @@ def early(lanes: Lanes) -> list[Any]:
     for step in range(5):
         if step % 2:
             with optimizer.final_backward():
-                engine.window([partial(micro_batch, 3 * step + micro) for micro in range(3)], whole=step == 1)
+                engine.window([partial(micro_batch, 3 * step + micro) for micro in range(3)], full_step=step == 1)
         else:
             micro_batch(3 * step)
             with optimizer.final_backward():

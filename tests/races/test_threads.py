@@ -305,7 +305,7 @@ def test_the_only_thread_is_no_visitor() -> None:
     model = Stack()
     with engine_of(model, resident=("*",)) as engine, torch.no_grad():
         model(inputs(0))
-        assert not engine._step._calls.visiting()
+        assert not engine._step._calls.evaluating()
 
 
 def test_a_visit_that_never_began_is_not_taken_back() -> None:
@@ -315,7 +315,7 @@ def test_a_visit_that_never_began_is_not_taken_back() -> None:
         fetcher = engine._step.fetcher
         lock, fetcher.lock = fetcher.lock, Interrupted(fetcher.lock)
         with pytest.raises(KeyboardInterrupt):
-            fetcher.acquire(engine.slabs, visiting=True)
+            fetcher.acquire(engine.slabs, evaluating=True)
         fetcher.lock = lock
         with fetcher.lock:
             fetcher.until_left()

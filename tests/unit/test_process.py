@@ -14,7 +14,7 @@ from tests.tiny import WIDTH, Stack, engine_of
 from megatrain import process
 from megatrain.compute import compiled
 from megatrain.errors import MegaTrainError
-from megatrain.process import GROWING, SWITCH_INTERVAL
+from megatrain.process import EXPANDABLE_SEGMENTS, SWITCH_INTERVAL
 
 PYTHONS = 0.005
 """Python's own switch interval."""
@@ -25,7 +25,7 @@ def interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if no other test had an engine."""
     before, shared = sys.getswitchinterval(), process.switch_interval
     monkeypatch.setattr(
-        process, "switch_interval", process.Shared(shared.read, shared.write, shared.combine, shared.same)
+        process, "switch_interval", process.ProcessSetting(shared.read, shared.write, shared.combine, shared.same)
     )
     sys.setswitchinterval(PYTHONS)
     yield
@@ -69,12 +69,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
 
 
 def test_segments_grow_while_an_engine_wants_them_to(allocator: Callable[[], str]) -> None:
-    assert process.grow_segments("a")
-    assert process.grow_segments("b")
-    process.let_go("a")
-    assert allocator() == GROWING
-    process.let_go("b")
-    process.let_go("b")
+    assert process.use_expandable_segments("a")
+    assert process.use_expandable_segments("b")
+    process.release("a")
+    assert allocator() == EXPANDABLE_SEGMENTS
+    process.release("b")
+    process.release("b")
     assert allocator() == ""
 
 
@@ -83,20 +83,20 @@ def test_segments_do_not_grow_afterwards(allocator: Callable[[], str], monkeypat
     said: list[str] = []
     plain = torch._C._accelerator_setAllocatorSettings
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: (said.append(text), plain(text)))
-    process.grow_segments("a")
-    process.let_go("a")
-    assert said == [GROWING, "expandable_segments:False", ""]
+    process.use_expandable_segments("a")
+    process.release("a")
+    assert said == [EXPANDABLE_SEGMENTS, "expandable_segments:False", ""]
 
 
 def test_what_the_user_configured_at_run_time_stays(allocator: Callable[[], str]) -> None:
     torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
-    assert not process.grow_segments("a")
-    process.let_go("a")
+    assert not process.use_expandable_segments("a")
+    process.release("a")
     assert allocator() == "max_split_size_mb:64"
     torch._C._accelerator_setAllocatorSettings("")
-    assert process.grow_segments("a")
+    assert process.use_expandable_segments("a")
     torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
-    process.let_go("a")
+    process.release("a")
     assert allocator() == "max_split_size_mb:64"
 
 
@@ -111,7 +111,7 @@ def dynamo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """Blocks compiled for every shape anew, without a C compiler; how many graphs they were compiled to."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(process, "PER_THREAD", request.param)
+    monkeypatch.setattr(process, "DYNAMO_CONFIG_PER_THREAD", request.param)
     plain = torch.compile
     monkeypatch.setattr(compiled.torch, "compile", lambda function: plain(function, backend="eager", dynamic=False))
     with torch._dynamo.config.patch(recompile_limit=LIMIT):
@@ -163,7 +163,7 @@ def test_blocks_that_are_compiled_too_often_raise_in_any_thread(
 ) -> None:
     """A fall-back to eager in silence would draw other dropout masks in a recompute."""
     most = LIMIT + 2
-    monkeypatch.setattr(compiled, "MOST_GRAPHS", most)
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", most)
     model, raised = Stack(), []
 
     @torch._dynamo.config.patch(recompile_limit=LIMIT)
@@ -186,27 +186,31 @@ def test_blocks_that_are_compiled_too_often_raise_in_any_thread(
 @pytest.mark.parametrize("per_thread", [True, False])
 def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever ends first, in both threads."""
-    monkeypatch.setattr(process, "PER_THREAD", per_thread)
+    monkeypatch.setattr(process, "DYNAMO_CONFIG_PER_THREAD", per_thread)
     if not per_thread:
         # Dynamo's settings before they became a thread's own.
-        everywhere = process._limits()
-        monkeypatch.setattr(process, "_limits", lambda: dict(everywhere))
-        monkeypatch.setattr(process, "_dynamo", process.Shared(process._limits, everywhere.update, process._raised))
+        everywhere = process._read_limits()
+        monkeypatch.setattr(process, "_read_limits", lambda: dict(everywhere))
+        monkeypatch.setattr(
+            process,
+            "_recompile_limits",
+            process.ProcessSetting(process._read_limits, everywhere.update, process._raise_limits),
+        )
     entered, ended = threading.Event(), threading.Event()
-    before, found = process._limits(), []
+    before, found = process._read_limits(), []
 
     def other() -> None:
         with process.compile_limits(50):
             entered.set()
             ended.wait(5)
-        found.append(process._limits())
+        found.append(process._read_limits())
 
     thread = threading.Thread(target=other)
     with process.compile_limits(40):
         thread.start()
         entered.wait(5)
-        assert process._limits()["recompile_limit"] == (40 if per_thread else 50)
+        assert process._read_limits()["recompile_limit"] == (40 if per_thread else 50)
     ended.set()
     thread.join()
     assert found == [before]
-    assert process._limits() == before
+    assert process._read_limits() == before

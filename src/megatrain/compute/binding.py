@@ -105,12 +105,12 @@ class Bound(dict[str, Any]):
 
     # ---- around a compiled call
 
-    def forget_traced(self) -> None:
+    def reset_traced(self) -> None:
         """Put the storage that `torch.compile` sees back to what the module owns."""
         super().clear()
         super().update(self.own)
 
-    def take_traced(self) -> None:
+    def keep_traced(self) -> None:
         """Take over what a compiled forward assigned."""
         self.own = dict(zip(super().keys(), super().values(), strict=True))
 

@@ -17,7 +17,7 @@ import torch
 from megatrain.compute.binding import Binding, Bound, call_bound, call_with
 from megatrain.compute.compiled import Compiled, structure_of
 from megatrain.compute.rebind import Addresses
-from megatrain.compute.trees import Recipe, containers, entries_of, put_back, take_apart
+from megatrain.compute.trees import FlattenSpec, containers, entries_of, flatten_tensors, update_entries
 from megatrain.errors import ModelMoved
 from megatrain.store.slab import Slab
 
@@ -60,7 +60,7 @@ class Block:
     index: int
     name: str
     module: torch.nn.Module
-    places: dict[str, tuple[Slab, int]]
+    locations: dict[str, tuple[Slab, int]]
     """Parameter name inside the module → (slab, segment). Tied parameters of other blocks appear here too."""
     parameters: dict[str, torch.nn.Parameter]
     """The same names → what the user sees; `requires_grad` is read from here at every call."""
@@ -72,7 +72,7 @@ class Block:
     """Set by an engine that compiles blocks; one for all of them."""
 
     def __post_init__(self) -> None:
-        self.slabs = sorted({slab for slab, _ in self.places.values()}, key=lambda slab: slab.index)
+        self.slabs = sorted({slab for slab, _ in self.locations.values()}, key=lambda slab: slab.index)
         self.structure = structure_of(self.module)
         self._stateless = _Original(self.module, self.original)
         self._owners = [
@@ -82,7 +82,7 @@ class Block:
         ]
         self._buffers: dict[str, tuple[Bound, str]] = {}
         """Full name → where it is looked up. Empty until a forward has changed a buffer."""
-        at = {name: (slab.index, index) for name, (slab, index) in self.places.items()}
+        at = {name: (slab.index, index) for name, (slab, index) in self.locations.items()}
         self._names = [
             (
                 id(content),
@@ -90,18 +90,18 @@ class Block:
             )
             for path, _, content in self._owners
         ]
-        self._links = self._present_links()
+        self._links = self._child_links()
         # Modules may keep what they derive from their weights (LSTM), and tracing by torch.compile needs the storage
         # of their dicts: one thread at a time.
-        self._turn: AbstractContextManager[Any] = threading.RLock()
+        self._call_lock: AbstractContextManager[Any] = threading.RLock()
         self._traced = False
         """Whether a compiled call is under way, or was interrupted."""
 
-    def share_turns_with(self, blocks: Iterable[Block]) -> None:
+    def allow_nested_calls(self, blocks: Iterable[Block]) -> None:
         """Micro-batches of a window wait for each other in blocks called inside this one, if any of these is."""
         inside = set(self.module.modules()) - {self.module}
         if any(other.module in inside for other in blocks):
-            self._turn, self.compiled = nullcontext(), None
+            self._call_lock, self.compiled = nullcontext(), None
 
     @property
     def trainable(self) -> bool:
@@ -110,7 +110,7 @@ class Block:
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
         """Weights by (slab, segment), as views of the slots. Fresh leaves per use: autocast caches casts by leaf."""
         bound: dict[tuple[int, int], torch.Tensor] = {}
-        for name, (slab, index) in self.places.items():
+        for name, (slab, index) in self.locations.items():
             if (slab.index, index) in bound:
                 continue
             weight = slab.layout.view(views[slab.index], index).detach()
@@ -121,40 +121,40 @@ class Block:
         self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None, *, compiled: bool = False
     ) -> Any:
         """The module's own forward on these weights, and on these buffers instead of its own if given."""
-        self._check_whole()
+        self._check_modules_unchanged()
         binding: Binding = {content: {key: weights[place] for key, place in names} for content, names in self._names}
         own = {} if buffers is None else {name: buffer.clone() for name, buffer in buffers.items()}
         for name, buffer in own.items():
             content, key = self._buffers[name]
             binding.setdefault(id(content), {})[key] = buffer
-        with self._turn:
+        with self._call_lock:
             if compiled:
                 return self._call_compiled(binding, weights, own, args, kwargs)
             return call_bound(binding, self.original, *args, **kwargs)
 
     def _call_compiled(self, binding: Binding, weights: Weights, buffers: Buffers, args: Any, kwargs: Any) -> Any:
         assert self.compiled is not None
-        state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.places.items()}
+        state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.locations.items()}
         state |= {f"block.{name}": buffer for name, buffer in buffers.items()}
         of_buffers = [*{id(content): content for content, _ in self._buffers.values()}.values()]
         contents = [*(content for _, _, content in self._owners), *of_buffers]
         if self._traced:
             for content in contents:
-                content.forget_traced()
+                content.reset_traced()
         self._traced = True
         # What breaks out of the graph runs in Python, and finds the same weights bound.
         result = call_bound(binding, self.compiled, self._stateless, state, args, kwargs)
         for content in of_buffers if not buffers else ():
-            content.take_traced()
+            content.keep_traced()
         for content in contents:
-            content.forget_traced()
+            content.reset_traced()
         self._traced = False
         return result
 
-    def _check_whole(self) -> None:
+    def _check_modules_unchanged(self) -> None:
         """Weights are bound where the modules were when the engine was attached."""
         if any(modules.get(key) is not module for modules, key, module in self._links):
-            self._follow_links()
+            self._recheck_modules()
         for _, module, content in self._owners:
             if module.__dict__["_parameters"] is not content:
                 raise ModelMoved(
@@ -162,7 +162,7 @@ class Block:
                     "before attaching, or write into them (`parameter.data.copy_`)."
                 )
 
-    def _follow_links(self) -> None:
+    def _recheck_modules(self) -> None:
         """A module on the way to others was replaced: harmless if it leads to the same ones (BigBird's attention)."""
         present = dict(self.module.named_modules(remove_duplicate=False))
         for path, owner, _ in self._owners:
@@ -171,9 +171,9 @@ class Block:
                     f"the module {path!r} of {self.name} was replaced after the engine was attached, so its weights "
                     "would not be trained; change the model before attaching."
                 )
-        self._links = self._present_links()
+        self._links = self._child_links()
 
-    def _present_links(self) -> list[tuple[dict[str, Any], str, torch.nn.Module | None]]:
+    def _child_links(self) -> list[tuple[dict[str, Any], str, torch.nn.Module | None]]:
         """The ways from the module to those inside it: where each step is looked up, and what is found."""
         modules = self.module.modules()
         return [(inner._modules, key, child) for inner in modules for key, child in inner._modules.items()]
@@ -215,9 +215,9 @@ def unbind(root: torch.nn.Module) -> None:
                 module.__dict__[attribute] = dict(content.own)
 
 
-def emit(
+def capture_outputs(
     call: Callable[[], Any], weights: Weights, args: Args, kwargs: Kwargs, recording: Recording | None
-) -> tuple[list[torch.Tensor], Recipe]:
+) -> tuple[list[torch.Tensor], FlattenSpec]:
     """Call a block; everything that leaves it as flat tensors: its result, what was recorded inside, entries of dicts.
 
     The arguments are this call's own: it may write to dicts in them.
@@ -228,17 +228,17 @@ def emit(
         (place, {k: v for k, v in entries_of(container).items() if k not in before[place] or v is not before[place][k]})
         for place, container in containers(args, kwargs).items()
     ]
-    tensors, recipe = take_apart((result, recorded, entries))
+    tensors, spec = flatten_tensors((result, recorded, entries))
     # What aliases a slot would change when the slot is refilled.
-    return [*map(Addresses(weights).out_of, tensors)], recipe
+    return [*map(Addresses(weights).copy_if_inside, tensors)], spec
 
 
-def deliver(emitted: Any, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
+def apply_side_effects(emitted: Any, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
     """Hand on what left a block: entries into the caller's dicts, records to the recording, the result back."""
     result, recorded, entries = emitted
     outer = containers(args, kwargs)
     for place, changed in entries:
-        put_back(outer[place], changed)
+        update_entries(outer[place], changed)
     if recording is not None:
         recording.replay(recorded)
     return result

@@ -17,7 +17,7 @@ from megatrain.errors import MegaTrainError
 from megatrain.process import compile_limits
 from megatrain.telemetry.notices import announce
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Compilations per call site before it is an error: beyond it dynamo would fall back to eager in silence."""
 
 
@@ -35,20 +35,20 @@ class Compiled:
 
     def __init__(self) -> None:
         self._compiled: Any = torch.compile(_call)
-        self._eager: set[Hashable] = set()
+        self._uncompilable: set[Hashable] = set()
 
     @staticmethod
     def graphs() -> int:
         """Graphs compiled in this process so far."""
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-    def takes(self, structure: Hashable) -> bool:
+    def can_compile(self, structure: Hashable) -> bool:
         """Whether blocks of this structure are compiled."""
-        return structure not in self._eager
+        return structure not in self._uncompilable
 
-    def give_up(self, structure: Hashable, name: str, reason: CannotCompile) -> None:
+    def run_eagerly(self, structure: Hashable, name: str, reason: CannotCompile) -> None:
         """Run blocks of this structure eagerly from now on."""
-        self._eager.add(structure)
+        self._uncompilable.add(structure)
         cause = reason.__cause__
         announce(
             f"{name} blocks cannot be compiled here and run eagerly ({type(cause).__name__}: {_first_line(cause)})"
@@ -57,11 +57,11 @@ class Compiled:
     def __call__(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
         before = self.graphs()
         try:
-            with compile_limits(MOST_GRAPHS):
+            with compile_limits(MAX_GRAPHS):
                 result = self._compiled(module, state, args, kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as cause:
             raise MegaTrainError(
-                f"a block was compiled {MOST_GRAPHS} times for different shapes; pad batches to a few lengths, or "
+                f"a block was compiled {MAX_GRAPHS} times for different shapes; pad batches to a few lengths, or "
                 "set compile=False."
             ) from cause
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as cause:

@@ -25,7 +25,7 @@ from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.logits import LazyLogits, Pointwise
 from megatrain.compute.loss import cross_entropy
-from megatrain.compute.replay import Ambient
+from megatrain.compute.replay import AmbientState
 from megatrain.errors import UnsupportedCall
 from megatrain.store.gradient import CallId
 from megatrain.stream.add import add_to
@@ -42,9 +42,9 @@ class Head:
     In evaluation logits are computed at once, unless somebody has said that only the loss is wanted (`loss_only`).
     """
 
-    flow: node.Flow
+    runtime: node.Runtime
     block: Block
-    own_loss: Callable[..., Any]
+    model_loss: Callable[..., Any]
     """The loss function that the model has without an engine."""
     features: int
     tokens: int
@@ -55,23 +55,23 @@ class Head:
 
     def __post_init__(self) -> None:
         self._checked = False
-        self._wanted = threading.local()
+        self._thread = threading.local()
 
     @contextmanager
-    def wanting(self, loss_only: bool) -> Iterator[None]:
+    def set_loss_only(self, loss_only: bool) -> Iterator[None]:
         """Whether forwards without gradients inside are for their loss alone."""
-        before, self._wanted.loss_only = self.loss_only, loss_only
+        before, self._thread.loss_only = self.loss_only, loss_only
         try:
             yield
         finally:
-            self._wanted.loss_only = before
+            self._thread.loss_only = before
 
     @property
     def loss_only(self) -> bool:
         """Whether the calling thread wants the loss alone."""
-        return getattr(self._wanted, "loss_only", False)
+        return getattr(self._thread, "loss_only", False)
 
-    def takes(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def can_defer(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call of a block is the head's, and can wait for the loss."""
         if not self.enabled or block is not self.block or kwargs or len(args) != 1:
             return False
@@ -80,9 +80,9 @@ class Head:
             return False
         return block.trainable or hidden.requires_grad if torch.is_grad_enabled() else self.loss_only
 
-    def logits(self, hidden: torch.Tensor, whole: Callable[[], torch.Tensor]) -> LazyLogits:
-        """Logits to be computed; `whole` computes them at once, under the autocast of this moment."""
-        ambient = Ambient.capture(self.flow.device)
+    def logits(self, hidden: torch.Tensor, materialize: Callable[[], torch.Tensor]) -> LazyLogits:
+        """Logits to be computed; `materialize` computes them at once, under the autocast of this moment."""
+        ambient = AmbientState.capture(self.runtime.device)
         graph = torch.is_grad_enabled()
         versions = [slab.version for slab in self.block.slabs]
 
@@ -93,7 +93,7 @@ class Head:
                     "them before optimizer.step(), or set head_chunk=0 to have them at once."
                 )
             with ambient.autocasting(), nullcontext() if graph else torch.no_grad():
-                return whole()
+                return materialize()
 
         return LazyLogits(compute, hidden, self.features, ambient.cast_dtype or hidden.dtype, graph=graph)
 
@@ -107,7 +107,7 @@ class Head:
         if fits and self.enabled and not self._checked:
             self._check(logits, targets if labels is None else labels, vocab_size, ignore)
         if not fits or not self.enabled:
-            return self.own_loss(logits, labels, vocab_size, **options)
+            return self.model_loss(logits, labels, vocab_size, **options)
         targets = _shifted(labels, ignore) if shifted is None else shifted
         return self.chunked(logits, targets, options.get("num_items_in_batch"), ignore)
 
@@ -118,18 +118,18 @@ class Head:
         divisor = (targets != ignore_index).sum() if items is None else items
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(hidden.device)
-        task = _Task(self, logits.chain, targets, divisor, ignore_index)
+        call = _ChunkedCall(self, logits.chain, targets, divisor, ignore_index)
         if torch.is_grad_enabled() and logits.requires_grad:
-            task.call_id = self.flow.begin(self.block).call_id
+            call.call_id = self.runtime.start_call(self.block).call_id
             anchor = torch.zeros((), requires_grad=True)
-            loss: torch.Tensor = _ChunkedLoss.apply(task, anchor, hidden)  # type: ignore[no-untyped-call]
+            loss: torch.Tensor = _ChunkedLoss.apply(call, anchor, hidden)  # type: ignore[no-untyped-call]
             return loss
         # The loss alone: the same sums as in training, no gradients.
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with torch.no_grad(), self.flow.weights(self.block, "inference") as views:
+        with torch.no_grad(), self.runtime.weights(self.block, "inference") as views:
             weights = self.block.bind(views, leaves=False)
             for start in range(0, hidden.shape[0], self.tokens):
-                total += task.chunk(weights, hidden[start : start + self.tokens], start)
+                total += call.chunk(weights, hidden[start : start + self.tokens], start)
         return total
 
     def _check(self, logits: LazyLogits, given: torch.Tensor, vocab_size: int | None, ignore: int) -> None:
@@ -145,11 +145,11 @@ class Head:
         row, first = counted[0].tolist()
         hidden = logits.hidden[row : row + 1, first : first + CHECKED_TOKENS].detach()
         labels = given[row : row + 1, first : first + CHECKED_TOKENS].to(hidden.device)
-        with torch.no_grad(), self.wanting(loss_only=False):
+        with torch.no_grad(), self.set_loss_only(False):
             piece = self.block.module(hidden)
             for operation in logits.chain:
                 piece = operation(piece)
-            own = self.own_loss(piece, labels, vocab_size, ignore_index=ignore)
+            own = self.model_loss(piece, labels, vocab_size, ignore_index=ignore)
             lazy = LazyLogits(lambda: piece, hidden, piece.shape[-1], hidden.dtype, logits.chain)
             ours = self.chunked(lazy, _shifted(labels, ignore), None, ignore)
         tolerance = 1e-5 if logits.hidden.dtype == torch.float32 else 1e-2
@@ -167,7 +167,7 @@ def _shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
 
 
 @dataclass
-class _Task:
+class _ChunkedCall:
     head: Head
     chain: tuple[Pointwise, ...]
     targets: torch.Tensor
@@ -188,18 +188,18 @@ class _ChunkedLoss(torch.autograd.Function):
     """Gradients are taken in the forward, while a chunk's logits are there; the backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, task: _Task, anchor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        head = task.head
+    def forward(ctx: Any, call: _ChunkedCall, anchor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        head = call.head
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         by_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
         by_weight: dict[tuple[int, int], torch.Tensor] = {}
-        with head.flow.weights(head.block, "forward") as views:
+        with head.runtime.weights(head.block, "forward") as views:
             weights = head.block.bind(views, leaves=True)
             leaves = {key: weight for key, weight in weights.items() if weight.requires_grad}
             for start in range(0, hidden.shape[0], head.tokens):
                 piece = hidden[start : start + head.tokens].detach().requires_grad_(by_hidden is not None)
                 with torch.enable_grad():
-                    loss = task.chunk(weights, piece, start)
+                    loss = call.chunk(weights, piece, start)
                 wanted = [*([piece] if by_hidden is not None else []), *leaves.values()]
                 found = list(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else []
                 total += loss.detach()
@@ -208,7 +208,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 _add(by_weight, dict(zip(leaves, found, strict=True)))
                 # A chunk's gradients must not live on beside the next one's.
                 del loss, found
-        ctx.head, ctx.call_id, ctx.weights = head, task.call_id, list(by_weight)
+        ctx.head, ctx.call_id, ctx.weights = head, call.call_id, list(by_weight)
         ctx.dtypes = {slab.index: slab.layout.dtype for slab in head.block.slabs}
         ctx.save_for_backward(by_hidden, *by_weight.values())
         return total
@@ -217,10 +217,10 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         node.refuse_create_graph(ctx.head.block.name)
         by_hidden, *by_weight = ctx.saved_tensors
-        if node.weights_wanted():
+        if node.wants_weight_gradients():
             found = zip(ctx.weights, by_weight, strict=True)
             gradients = {(slab, segment): _scaled(g, scale, ctx.dtypes[slab]) for (slab, segment), g in found}
-            node.hand_over(ctx.head.flow, ctx.head.block, ctx.call_id, gradients)
+            node.deliver_gradients(ctx.head.runtime, ctx.head.block, ctx.call_id, gradients)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
 
 

@@ -18,7 +18,7 @@ Pointwise = Callable[[torch.Tensor], torch.Tensor]
 class LazyLogits(torch.Tensor):
     """Logits that are computed when somebody looks at them."""
 
-    whole: Callable[[], torch.Tensor]
+    materialize: Callable[[], torch.Tensor]
     hidden: torch.Tensor
     chain: tuple[Pointwise, ...]
     _computed: torch.Tensor | None
@@ -26,7 +26,7 @@ class LazyLogits(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        whole: Callable[[], torch.Tensor],
+        materialize: Callable[[], torch.Tensor],
         hidden: torch.Tensor,
         features: int,
         dtype: torch.dtype,
@@ -35,14 +35,14 @@ class LazyLogits(torch.Tensor):
     ) -> LazyLogits:
         shape = (*hidden.shape[:-1], features)
         logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=graph)
-        logits.whole, logits.hidden, logits.chain, logits._computed = whole, hidden, chain, None
+        logits.materialize, logits.hidden, logits.chain, logits._computed = materialize, hidden, chain, None
         return logits
 
     def compute(self) -> torch.Tensor:
         """The logits. Kept, so that two uses share them; without the graph that they should have they are not."""
         if self._computed is not None:
             return self._computed
-        logits = self.whole()
+        logits = self.materialize()
         for operation in self.chain:
             logits = operation(logits)
         if torch.is_grad_enabled() or not self.requires_grad:
@@ -55,7 +55,7 @@ class LazyLogits(torch.Tensor):
 
     def then(self, operation: Pointwise, dtype: torch.dtype | None = None) -> LazyLogits:
         chain = (*self.chain, operation)
-        return LazyLogits(self.whole, self.hidden, self.shape[-1], dtype or self.dtype, chain, self.requires_grad)
+        return LazyLogits(self.materialize, self.hidden, self.shape[-1], dtype or self.dtype, chain, self.requires_grad)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, operations={len(self.chain)})"
@@ -66,7 +66,7 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _only_looks(func):
+        if _reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if args and isinstance(args[0], LazyLogits) and args[0]._computed is None:
@@ -83,8 +83,18 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
-_LOOKS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "get_device", "__len__"}
-_LOOKED_AT = {"shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf", "is_meta"}
+_METADATA_METHODS = {
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "is_floating_point",
+    "get_device",
+    "__len__",
+}
+_METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf", "is_meta"}
 _BINARY: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("add", "__add__", "__radd__", "__iadd__"), torch.add),
     **dict.fromkeys(("sub", "__sub__", "__isub__"), torch.sub),
@@ -94,12 +104,12 @@ _BINARY: dict[str, Callable[..., torch.Tensor]] = {
 _UNARY: dict[str, Pointwise] = {"tanh": torch.tanh, "contiguous": torch.Tensor.contiguous}
 
 
-def _only_looks(func: Any) -> bool:
+def _reads_metadata(func: Any) -> bool:
     """Whether the call asks for the tensor's shape or kind alone."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _LOOKED_AT
-    return name in _LOOKS
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
+    return name in _METADATA_METHODS
 
 
 def _record(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:

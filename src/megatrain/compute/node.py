@@ -1,7 +1,7 @@
 """One autograd node per block. Forward runs the block's training graph; what it keeps is the block's policy:
 
 | `recompute` | the inputs; backward rebuilds the graph with the same random numbers and differentiates it |
-| `offload` | the same, the inputs parked in host memory |
+| `offload` | the same, the inputs wait in host memory |
 | `store` | the graph, its saved weights as handles; backward differentiates it on the weights fetched again |
 
 Inputs of the node are all tensors in the block's arguments that require grad, and an anchor that always does: a frozen
@@ -20,11 +20,20 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.compute.binding import call_with
-from megatrain.compute.block import Args, Block, Buffers, Kwargs, Recording, Weights, deliver, emit
+from megatrain.compute.block import (
+    Args,
+    Block,
+    Buffers,
+    Kwargs,
+    Recording,
+    Weights,
+    apply_side_effects,
+    capture_outputs,
+)
 from megatrain.compute.compiled import CannotCompile
 from megatrain.compute.rebind import Addresses, Rebinder
-from megatrain.compute.replay import Ambient
-from megatrain.compute.trees import Recipe, take_apart
+from megatrain.compute.replay import AmbientState
+from megatrain.compute.trees import FlattenSpec, flatten_tensors
 from megatrain.errors import UnsupportedCall
 from megatrain.generators import Generators
 from megatrain.store.gradient import CallId
@@ -32,36 +41,36 @@ from megatrain.store.parameter import users_hooks
 from megatrain.store.slab import Slab
 from megatrain.stream.activations import Activations, Parked
 
-WORTH_PARKING = 1 << 10
+MIN_OFFLOAD_BYTES = 1 << 10
 """Bytes below which an input is not worth a transfer."""
-REPLAYS = 5
+MAX_RECOMPUTES = 5
 """Recomputes of a block before it is an error that another thread draws random numbers each time."""
 
 
 @dataclass(frozen=True)
-class Use:
+class CallInfo:
     """One call of a block."""
 
     call_id: CallId
     """Names this call in the present forward: gradients are summed per call id."""
     policy: str
     """`recompute`, `store` or `offload`."""
-    crowded: Callable[[], bool]
+    multithreaded: Callable[[], bool]
     """Whether several threads run the model."""
-    counted_again: Callable[[], AbstractContextManager[None]]
+    replay_call_ids: Callable[[], AbstractContextManager[None]]
     """Around a recompute: blocks that this one calls inside have the call ids that they had in the forward."""
 
 
-class Flow(Protocol):
+class Runtime(Protocol):
     """What a node needs from the engine: engine/step.py says what each of these does."""
 
     device: torch.device
     activations: Activations
 
     def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]: ...
-    def finished(self, block: Block) -> None: ...
-    def gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None: ...
-    def begin(self, block: Block) -> Use: ...
+    def backward_done(self, block: Block) -> None: ...
+    def add_gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None: ...
+    def start_call(self, block: Block) -> CallInfo: ...
 
 
 @dataclass
@@ -78,71 +87,75 @@ class _Graph:
 class _Call:
     """One use of a block: what forward leaves for backward beside the saved tensors."""
 
-    flow: Flow
+    runtime: Runtime
     block: Block
-    recipe: Recipe
+    spec: FlattenSpec
     differentiable: tuple[int, ...]
     recording: Recording | None
-    ambient: Ambient
-    use: Use
+    ambient: AmbientState
+    use: CallInfo
     versions: tuple[int, ...]
     """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
     policy: str
     training: bool
     """Whether the block was in training mode: in the other one a recompute has other masks, or none."""
-    parked: dict[int, Parked] = field(default_factory=dict)
+    offloaded: dict[int, Parked] = field(default_factory=dict)
     """Policy `offload`: inputs that wait in host memory, by position."""
     graph: _Graph | None = None
     """Policy `store`: what the forward made, until the backward uses it."""
     buffers: Buffers = field(default_factory=dict)
     """The block's buffers before the forward, if the forward changed them."""
-    drawn: Generators | None = None
+    generators_after: Generators | None = None
     """Where the generators stood after the forward; None if it drew nothing."""
-    disturbed: bool = False
+    interleaved: bool = False
     """Whether another thread came in during the forward."""
-    result: Recipe | None = None
+    result: FlattenSpec | None = None
     """What left the block in the forward, without its tensors, until it is handed on."""
     compiled: bool = False
     """Whether the forward ran compiled: the recompute must too, or its dropout masks would be others."""
 
-    def run_first(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], Recipe]:
+    def run_forward(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], FlattenSpec]:
         """The forward, compiled where blocks are."""
         # What hooks record inside is a side effect, which compiled code does not repeat.
         compiled = self.block.compiled
-        self.compiled = self.recording is None and compiled is not None and compiled.takes(self.block.structure)
+        self.compiled = self.recording is None and compiled is not None and compiled.can_compile(self.block.structure)
         try:
             return self.run(inputs, weights)
         except CannotCompile as reason:
             assert compiled is not None
-            compiled.give_up(self.block.structure, type(self.block.module).__name__, reason)
+            compiled.run_eagerly(self.block.structure, type(self.block.module).__name__, reason)
         self.compiled = False
         # Parts that could be compiled may have run.
         self.ambient.generators.restore()
         return self.run(inputs, weights)
 
-    def run(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], Recipe]:
-        args, kwargs = self.recipe.rebuild(inputs)
+    def run(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], FlattenSpec]:
+        args, kwargs = self.spec.unflatten(inputs)
         with torch.enable_grad():
             call = partial(self.block.call, weights, args, kwargs, self.buffers or None, compiled=self.compiled)
-            return emit(call, weights, args, kwargs, self.recording)
+            return capture_outputs(call, weights, args, kwargs, self.recording)
 
-    def park(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+    def offload_inputs(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """What autograd keeps of the inputs: all, none (`store`), or those too small to be worth parking."""
         if self.policy == "store":
             return (None,) * len(tensors)
         if self.policy == "offload":
-            worth = [i for i in self.differentiable if tensors[i].numel() * tensors[i].element_size() >= WORTH_PARKING]
-            self.parked = {i: self.flow.activations.park(tensors[i]) for i in worth}
-        return tuple(None if i in self.parked else t for i, t in enumerate(tensors))
+            worth = [
+                i for i in self.differentiable if tensors[i].numel() * tensors[i].element_size() >= MIN_OFFLOAD_BYTES
+            ]
+            self.offloaded = {i: self.runtime.activations.park(tensors[i]) for i in worth}
+        return tuple(None if i in self.offloaded else t for i, t in enumerate(tensors))
 
-    def unpark(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        if any(parked.taken for parked in self.parked.values()):
+    def restore_inputs(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        if any(offloaded.taken for offloaded in self.offloaded.values()):
             raise UnsupportedCall(
                 f"{self.block.name} was differentiated twice under policy 'offload'; use 'recompute'."
             )
-        return tuple(self.flow.activations.take(self.parked[i]) if i in self.parked else t for i, t in enumerate(saved))
+        return tuple(
+            self.runtime.activations.take(self.offloaded[i]) if i in self.offloaded else t for i, t in enumerate(saved)
+        )
 
-    def take_graph(self, views: dict[int, torch.Tensor]) -> _Graph:
+    def take_stored_graph(self, views: dict[int, torch.Tensor]) -> _Graph:
         graph, self.graph = self.graph, None
         if graph is None:
             raise UnsupportedCall(f"{self.block.name} was differentiated twice under policy 'store'; use 'recompute'.")
@@ -153,24 +166,24 @@ class _Call:
     def rebuild_graph(self, saved: tuple[torch.Tensor | None, ...], views: dict[int, torch.Tensor]) -> _Graph:
         inputs = self.detached(tuple(t for t in saved if t is not None))
         weights = self.block.bind(views, leaves=True)
-        for _ in range(REPLAYS):
-            with self.ambient.replayed(self.drawn), self.use.counted_again():
+        for _ in range(MAX_RECOMPUTES):
+            with self.ambient.replayed(self.generators_after), self.use.replay_call_ids():
                 outputs, _ = self.run(inputs, weights)
-                if self.drew_again():
+                if self.random_numbers_match():
                     return _Graph(inputs, weights, outputs, None)
         raise UnsupportedCall(
             f"another thread drew random numbers while {self.block.name} was computed or recomputed, so its dropout "
             "masks would be others than in the forward; let one thread train and evaluate, or use policy='store'."
         )
 
-    def drew_again(self) -> bool:
+    def random_numbers_match(self) -> bool:
         """Whether a recompute drew what its forward did: it ends there. One that draws nothing has no masks."""
-        if self.drawn is None:
+        if self.generators_after is None:
             return True
-        if self.disturbed:
+        if self.interleaved:
             return False
-        now = Generators.now(self.flow.device).of_device
-        return any(torch.equal(now, other.of_device) for other in (self.drawn, self.ambient.generators))
+        now = Generators.now(self.runtime.device).of_device
+        return any(torch.equal(now, other.of_device) for other in (self.generators_after, self.ambient.generators))
 
     def check_unchanged(self) -> None:
         """Raise if the gradient would be that of another function than the forward computed."""
@@ -185,7 +198,7 @@ class _Call:
                 "give the gradient of another function; call backward() first, or use policy='store'."
             )
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+    def refuse_hidden_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
         """The graph of a forward is dropped, so a gradient that still reaches it came by a side door."""
 
         def refuse(_: torch.Tensor) -> None:
@@ -208,27 +221,27 @@ class _BlockNode(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        with call.flow.weights(call.block, "forward") as views:
+        with call.runtime.weights(call.block, "forward") as views:
             inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
             # Random numbers that another thread draws in between could not be replayed: the graph is kept then.
-            crowded = call.use.crowded()
-            rebinder = Rebinder(views) if call.policy == "store" or crowded else None
-            forward = partial(call.run_first, inputs, weights)
+            multithreaded = call.use.multithreaded()
+            rebinder = Rebinder(views) if call.policy == "store" or multithreaded else None
+            forward = partial(call.run_forward, inputs, weights)
             keeping: AbstractContextManager[Buffers] = (
                 nullcontext({}) if call.policy == "store" else call.block.keeping_buffers()
             )
             with keeping as call.buffers:
-                made, call.result = forward() if rebinder is None else rebinder.packing(forward)
-            now = Generators.now(call.flow.device)
-            call.drawn = None if now.same(call.ambient.generators) else now
-            call.disturbed = not crowded and call.use.crowded()
-            if rebinder is not None and call.drawn is not None:
+                made, call.result = forward() if rebinder is None else rebinder.run(forward)
+            now = Generators.now(call.runtime.device)
+            call.generators_after = None if now.same(call.ambient.generators) else now
+            call.interleaved = not multithreaded and call.use.multithreaded()
+            if rebinder is not None and call.generators_after is not None:
                 call.policy = "store"
             if call.policy == "store":
                 call.graph = _Graph(inputs, weights, made, rebinder)
             else:
-                call.watch([*inputs, *weights.values()])
-        ctx.save_for_backward(*call.park(tensors))
+                call.refuse_hidden_gradients([*inputs, *weights.values()])
+        ctx.save_for_backward(*call.offload_inputs(tensors))
         outputs = tuple(t.detach() for t in made)
         ctx.mark_non_differentiable(*[o for o, t in zip(outputs, made, strict=True) if not t.requires_grad])
         return outputs
@@ -238,13 +251,13 @@ class _BlockNode(torch.autograd.Function):
         call: _Call = ctx.call
         refuse_create_graph(call.block.name)
         call.check_unchanged()
-        saved = call.unpark(ctx.saved_tensors)
-        with call.flow.weights(call.block, "backward") as views:
-            graph = call.take_graph(views) if call.policy == "store" else call.rebuild_graph(saved, views)
+        saved = call.restore_inputs(ctx.saved_tensors)
+        with call.runtime.weights(call.block, "backward") as views:
+            graph = call.take_stored_graph(views) if call.policy == "store" else call.rebuild_graph(saved, views)
             input_grads, weight_grads = _differentiate(graph, grads)
             del graph
-        if weights_wanted():
-            hand_over(call.flow, call.block, call.use.call_id, weight_grads)
+        if wants_weight_gradients():
+            deliver_gradients(call.runtime, call.block, call.use.call_id, weight_grads)
         return (None, None, *input_grads)
 
 
@@ -272,7 +285,7 @@ _inside_block: ContextVar[bool] = ContextVar("megatrain_inside_block", default=F
 """Whether a block's own graph is being differentiated."""
 
 
-def weights_wanted() -> bool:
+def wants_weight_gradients() -> bool:
     """Whether this backward is for parameters: not in `torch.autograd.grad(loss, [x])` or `backward(inputs=[x])`."""
     return _inside_block.get() or torch.autograd._is_checkpoint_valid()
 
@@ -287,50 +300,54 @@ def refuse_create_graph(name: str) -> None:
         )
 
 
-def hand_over(flow: Flow, block: Block, call_id: CallId, gradients: dict[tuple[int, int], torch.Tensor]) -> None:
+def deliver_gradients(
+    runtime: Runtime, block: Block, call_id: CallId, gradients: dict[tuple[int, int], torch.Tensor]
+) -> None:
     """Gradients of a block's weights, through the hooks that users put on parameters, to the store."""
     for slab in block.slabs:
         found = {segment: gradient for (index, segment), gradient in gradients.items() if index == slab.index}
         if not found:
             continue
-        hooked = {place[1]: block.parameters[name] for name, place in block.places.items() if place[0] is slab}
+        hooked = {
+            segment: block.parameters[name] for name, (owner, segment) in block.locations.items() if owner is slab
+        }
         hooks = {segment: users_hooks(hooked[segment]) for segment in found}
         for segment, gradient in found.items():
             for hook in hooks[segment][0]:
                 replaced = hook(gradient)
                 gradient = gradient if replaced is None else replaced
             found[segment] = gradient
-        flow.gradients(slab, call_id, found)
+        runtime.add_gradients(slab, call_id, found)
         for segment in found:
             for hook in hooks[segment][1]:
                 hook(hooked[segment])
-    flow.finished(block)
+    runtime.backward_done(block)
 
 
-def run(flow: Flow, block: Block, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
+def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
     """Run a block in the forward pass, as a node of the outer graph if anything in it can have a gradient."""
-    tensors, recipe = take_apart((args, kwargs))
+    tensors, spec = flatten_tensors((args, kwargs))
     differentiable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
     if not torch.is_grad_enabled() or not (block.trainable or differentiable):
-        return _without_gradient(flow, block, args, kwargs)
+        return _without_gradient(runtime, block, args, kwargs)
     versions = tuple(slab.version for slab in block.slabs)
-    ambient = Ambient.capture(flow.device)
-    use, mode = flow.begin(block), block.module.training
-    call = _Call(flow, block, recipe, differentiable, recording, ambient, use, versions, use.policy, mode)
+    ambient = AmbientState.capture(runtime.device)
+    use, mode = runtime.start_call(block), block.module.training
+    call = _Call(runtime, block, spec, differentiable, recording, ambient, use, versions, use.policy, mode)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     result, call.result = call.result, None
     assert result is not None
-    return deliver(result.rebuild(outputs), args, kwargs, recording)
+    return apply_side_effects(result.unflatten(outputs), args, kwargs, recording)
 
 
-def _without_gradient(flow: Flow, block: Block, args: Args, kwargs: Kwargs) -> Any:
+def _without_gradient(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs) -> Any:
     """Evaluation, generation, or a frozen block on inputs without gradient: no node, side effects as they come."""
-    with flow.weights(block, "inference") as views:
+    with runtime.weights(block, "inference") as views:
         weights = block.bind(views, leaves=False)
         result = block.call(weights, args, kwargs)
         addresses = Addresses(weights)
-        tensors, recipe = take_apart(result)
+        tensors, spec = flatten_tensors(result)
         if all(addresses.find(tensor) is None for tensor in tensors):
             return result
-        return recipe.rebuild([*map(addresses.out_of, tensors)])
+        return spec.unflatten([*map(addresses.copy_if_inside, tensors)])

@@ -32,7 +32,7 @@ class Addresses(Generic[Key]):
         at = tensor.data_ptr()
         return next((key for begin, end, key in self._ranges if begin <= at < end), None)
 
-    def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_if_inside(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, copied if it lies in any of them: their memory will hold something else."""
         return tensor if self.find(tensor) is None else tensor.clone()
 
@@ -46,7 +46,7 @@ class Rebinder:
         self.views: Mapping[int, torch.Tensor] = {}
         """Set before the backward: where the weights are then."""
 
-    def packing(self, forward: Callable[[], Any]) -> Any:
+    def run(self, forward: Callable[[], Any]) -> Any:
         """Run the forward. Hooks that a Ctrl-C leaves behind find that they are nobody's, and do nothing."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             return call_with({_active: self}, forward)

@@ -12,7 +12,7 @@ from megatrain.generators import Generators
 
 
 @dataclass(frozen=True)
-class Ambient:
+class AmbientState:
     """Random number generators and autocast at the moment a block's forward began."""
 
     generators: Generators
@@ -21,7 +21,7 @@ class Ambient:
     autocast_cache: bool
 
     @classmethod
-    def capture(cls, device: torch.device, generators: Generators | None = None) -> Ambient:
+    def capture(cls, device: torch.device, generators: Generators | None = None) -> AmbientState:
         """The present state; `generators` if where they stand is not of interest."""
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
@@ -44,23 +44,23 @@ class Ambient:
             yield
 
     @contextmanager
-    def replayed(self, drawn: Generators | None) -> Iterator[None]:
+    def replayed(self, generators_after: Generators | None) -> Iterator[None]:
         """Run with the captured state, and put the present one back afterwards.
 
-        `drawn` is where the generators stood after the forward; None if it drew nothing, so that they need not be set.
+        `generators_after`: the generators after the original forward; None if it drew nothing, so nothing is restored.
         """
-        present = Ambient.capture(self.device, self.generators if drawn is None else None)
+        present = AmbientState.capture(self.device, self.generators if generators_after is None else None)
         # Twice: a Ctrl-C that ends the first leaves the second to finish.
         try:
             try:
-                if drawn is not None:
+                if generators_after is not None:
                     self.generators.restore()
                 with self.autocasting():
                     yield
             finally:
-                present.restore(drawn is not None)
+                present.restore(generators_after is not None)
         finally:
-            present.restore(drawn is not None)
+            present.restore(generators_after is not None)
 
     def restore(self, generators: bool) -> None:
         """Put autocast, and the generators if they were set, to the captured state."""

@@ -1,4 +1,4 @@
-"""Arguments and results as flat lists of tensors, with a recipe to put them back together."""
+"""Arguments and results as flat lists of tensors, with a spec to put them back together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FlattenSpec:
     """A nested structure with its tensors taken out."""
 
     spec: Any
     leaves: tuple[Any, ...]
     positions: tuple[int, ...]
 
-    def rebuild(self, tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> Any:
+    def unflatten(self, tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> Any:
         """The structure with these tensors in the places of the old ones; containers are new objects."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
@@ -37,13 +37,13 @@ class _Shown:
 pytree.register_pytree_node(_Shown, lambda shown: ([shown.content], shown.kind), lambda content, kind: kind(*content))
 
 
-def take_apart(tree: Any) -> tuple[list[torch.Tensor], Recipe]:
-    """Split a structure into its tensors and the recipe for the rest."""
+def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], FlattenSpec]:
+    """Split a structure into its tensors and the spec for the rest."""
     leaves, spec = pytree.tree_flatten(_expose(tree))
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     tensors = [leaves[i] for i in positions]
     kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return tensors, Recipe(spec, kept, positions)
+    return tensors, FlattenSpec(spec, kept, positions)
 
 
 def containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
@@ -57,7 +57,7 @@ def entries_of(container: Any) -> dict[Any, Any]:
     return dict(enumerate(container)) if isinstance(container, list) else dict(container)
 
 
-def put_back(container: Any, changed: dict[Any, Any]) -> None:
+def update_entries(container: Any, changed: dict[Any, Any]) -> None:
     """Set entries of the caller's dict or list; positions past a list's end are appended."""
     for key, value in changed.items():
         if isinstance(container, list) and key >= len(container):

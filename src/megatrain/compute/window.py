@@ -21,27 +21,27 @@ import torch
 
 from megatrain import generators
 from megatrain.compute.interrupts import Deferred
-from megatrain.compute.replay import Ambient
+from megatrain.compute.replay import AmbientState
 from megatrain.errors import WindowAborted
 from megatrain.generators import Generators
 
 Result = TypeVar("Result")
-_seat = threading.local()
+_thread = threading.local()
 OUTSIDE_WINDOW = -1
 """The micro-batch of a thread that runs none."""
-PATIENCE = 0.5
+INTERRUPT_TIMEOUT = 0.5
 """Seconds that micro-batches get to come to their next block after a Ctrl-C."""
 
 
-def park(position: int) -> None:
+def wait_for_turn(position: int) -> None:
     """Called at a block, `position` of the way through a step: let the other micro-batches of the window come this far.
 
     Nothing outside a window.
     """
-    seat = getattr(_seat, "current", None)
-    if seat is not None:
-        baton, number = seat
-        baton.hand_on(number, position)
+    thread = getattr(_thread, "current", None)
+    if thread is not None:
+        baton, number = thread
+        baton.yield_turn(number, position)
 
 
 class _Baton:
@@ -50,24 +50,24 @@ class _Baton:
     So micro-batches pass every block in their order, also when one of them skips blocks (layer drop).
     """
 
-    def __init__(self, seats: int, device: torch.device) -> None:
+    def __init__(self, micro_batches: int, device: torch.device) -> None:
         self._condition = threading.Condition()
-        self.positions = dict.fromkeys(range(seats), (-1, 0))
+        self.positions = dict.fromkeys(range(micro_batches), (-1, 0))
         """How far each that has not left is: its position in the step, and how many blocks it has come to."""
         self.finished: set[int] = set()
         """Those whose work is done; one of them may still hold the baton."""
         self._turn = 0
         self._device = device
-        self.over = False
+        self.aborted = False
         """Whether everybody is to give up; stays so for a thread that is left behind."""
         self.error: BaseException | None = None
 
-    def hand_on(self, number: int, position: int) -> None:
+    def yield_turn(self, number: int, position: int) -> None:
         """Give the baton to whoever is least far and wait until it comes back."""
         with self._condition:
             furthest, blocks = self.positions[number]
             self.positions[number] = (max(furthest, position), blocks + 1)
-            self._pass_on()
+            self._choose_next()
             # In here nobody else draws yet.
             drawn = Generators.now(self._device) if self._turn != number else None
         self.wait(number)
@@ -77,14 +77,14 @@ class _Baton:
     def wait(self, number: int) -> None:
         with self._condition:
             self._condition.wait_for(lambda: self._turn == number)
-        if self.over:
+        if self.aborted:
             raise WindowAborted("another micro-batch of the window failed.")
 
     def leave(self, number: int) -> None:
         """The micro-batch is done, or has failed."""
         with self._condition:
             del self.positions[number]
-            self._pass_on()
+            self._choose_next()
 
     def join(self) -> bool:
         """Wait until all have left. A Ctrl-C here ends them at their next block; False if one did not get there."""
@@ -92,33 +92,33 @@ class _Baton:
         while True:
             try:
                 with self._condition:
-                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                    return self._condition.wait_for(lambda: not self.positions, left)
+                    remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    return self._condition.wait_for(lambda: not self.positions, remaining)
             except BaseException as error:
                 self.abort(error)
-                deadline = deadline or time.monotonic() + PATIENCE
+                deadline = deadline or time.monotonic() + INTERRUPT_TIMEOUT
 
     def abort(self, error: BaseException) -> None:
         """Whoever gets the baton from now on gives up."""
         with self._condition:
-            self.error, self.over = self.error or error, True
+            self.error, self.aborted = self.error or error, True
 
-    def _pass_on(self) -> None:
-        self._turn = min(self.positions, key=lambda seat: (self.positions[seat], seat), default=-1)
+    def _choose_next(self) -> None:
+        self._turn = min(self.positions, key=lambda number: (self.positions[number], number), default=-1)
         self._condition.notify_all()
 
 
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
-def _work(jobs: Jobs) -> None:
+def _run_jobs(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
         # The last job's closure must not keep its tensors alive while the thread is idle.
         del job
 
 
-class Seats:
+class WindowThreads:
     """The threads of an engine's windows.
 
     They stay: CUDA libraries keep a handle per thread, and making one takes tens of milliseconds.
@@ -131,13 +131,13 @@ class Seats:
 
     def current(self) -> int:
         """The micro-batch that the calling thread runs."""
-        seat = getattr(_seat, "current", None)
-        return OUTSIDE_WINDOW if seat is None else int(seat[1])
+        thread = getattr(_thread, "current", None)
+        return OUTSIDE_WINDOW if thread is None else int(thread[1])
 
     def check(self) -> None:
         """Raise in a thread whose window was given up: what it still does is nobody's."""
-        seat = getattr(_seat, "current", None)
-        if seat is not None and seat[0].over:
+        thread = getattr(_thread, "current", None)
+        if thread is not None and thread[0].aborted:
             raise WindowAborted("the window of this micro-batch was given up.")
 
     def live(self) -> AbstractSet[int]:
@@ -145,37 +145,37 @@ class Seats:
         return set() if self._baton is None else self._baton.positions.keys() - self._baton.finished
 
     def run(
-        self, tasks: Sequence[Callable[[], Result]], seeds: Sequence[int], left: Callable[[], None]
+        self, tasks: Sequence[Callable[[], Result]], seeds: Sequence[int], on_finished: Callable[[], None]
     ) -> list[Result]:
         """Run the tasks together; results in order. The first failure is raised, after all tasks have ended.
 
-        `left` is called whenever a task has ended well.
+        `on_finished` is called whenever a task has ended well.
         """
         self._baton = baton = _Baton(len(tasks), self._device)
         results: dict[int, Result] = {}
-        inherited = _inherited(self._device)
+        inherited = _thread_settings(self._device)
 
         def body(number: int) -> None:
-            _seat.current = (baton, number)
+            _thread.current = (baton, number)
             try:
                 baton.wait(number)
                 with inherited():
                     generators.seed(seeds[number])
                     results[number] = tasks[number]()
                     baton.finished.add(number)
-                    left()
+                    on_finished()
             except WindowAborted:
                 pass
             except BaseException as error:
                 baton.abort(error)
             finally:
-                _seat.current = None
+                _thread.current = None
                 baton.leave(number)
 
         while len(self._workers) < len(tasks):
             jobs: Jobs = queue.SimpleQueue()
             name = f"megatrain-micro-{len(self._workers)}"
-            thread = threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
+            thread = threading.Thread(target=_run_jobs, args=(jobs,), name=name, daemon=True)
             thread.start()
             self._workers.append((thread, jobs))
         started = False
@@ -210,9 +210,9 @@ class Seats:
         self._workers = []
 
 
-def _inherited(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+def _thread_settings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """What a thread does not take over from the one that starts it, as it is now; to be applied in the thread."""
-    grad, ambient, default_device = torch.is_grad_enabled(), Ambient.capture(device), torch.get_default_device()
+    grad, ambient, default_device = torch.is_grad_enabled(), AmbientState.capture(device), torch.get_default_device()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager

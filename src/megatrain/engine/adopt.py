@@ -21,7 +21,7 @@ from megatrain.engine.placement import Placement
 from megatrain.engine.undo import Undo
 from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
-from megatrain.model.blocks import Found
+from megatrain.model.blocks import BlockSpec
 from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.model.hooks import Hooks
 from megatrain.store.export import ExportTensor, exported
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Owners = dict[int, list[tuple[torch.nn.Module, str]]]
 SHARD_BYTES = 2 << 30
 """Weights that have to be copied to be saved are written in shards of about this size."""
-_ATTACHED = "_megatrain_engine"
+_ENGINE_ATTRIBUTE = "_megatrain_engine"
 
 
 @dataclass
@@ -47,17 +47,19 @@ class Adoption:
     device: torch.device
     precision: str
     placement: Placement
-    saved: Mapping[str, torch.dtype]
+    saved_dtypes: Mapping[str, torch.dtype]
     """The dtypes that an earlier engine saved parameters in: it handed all its masters over as FP32."""
     slabs: list[Slab] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._loaded: dict[tuple[int, int], torch.dtype] = {}
+        self._original_dtypes: dict[tuple[int, int], torch.dtype] = {}
         """(slab, segment) → the dtype that a parameter goes back in if the engine cannot be attached."""
         self._dtypes = Dtypes(self.model)
 
-    def take(self, found: list[Found], deposit: Deposit, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
+    def adopt(
+        self, found: list[BlockSpec], deposit: Deposit, run: Callable[[Block, Any, Any], Any], undo: Undo
+    ) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
         undo.add(self.release)
         self._require_ram(found)
@@ -67,11 +69,11 @@ class Adoption:
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((module, key))
         for item in found:
-            self._move(item, owners, deposit)
+            self._move_to_store(item, owners, deposit)
             # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
             self.placement.ram.trim()
             if not item.loose:
-                self._wrap(item, run, undo)
+                self._wrap_forward(item, run, undo)
         for module in self.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -81,9 +83,9 @@ class Adoption:
                 undo.patch(module, "flatten_parameters", lambda: None)
             undo.patch(module, "_apply", _refuse_to_move(module, self.device))
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """The engine is attached: from now on masters may hold more than the dtype that parameters came in."""
-        self._loaded.clear()
+        self._original_dtypes.clear()
 
     def release(self) -> None:
         """Give weights and buffers back to the CPU. Nothing is lost: a split master comes back as FP32."""
@@ -93,27 +95,27 @@ class Adoption:
             for key, parameter in module._parameters.items():
                 if isinstance(parameter, StoreTensor):
                     if id(parameter) not in replaced:
-                        replaced[id(parameter)] = self._plain(parameter)
+                        replaced[id(parameter)] = self._as_plain_parameter(parameter)
                     module._parameters[key] = replaced[id(parameter)]
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.cpu()
         unbind(self.model)
 
-    def _plain(self, parameter: StoreTensor) -> torch.nn.Parameter:
+    def _as_plain_parameter(self, parameter: StoreTensor) -> torch.nn.Parameter:
         values = parameter.master()
         # Half of a master that is all there is (the other half is zero) comes back whole too.
         whole = torch.promote_types(values.dtype, parameter.slab.saved[parameter.segment])
-        values = values.to(self._loaded.get((parameter.slab.index, parameter.segment), whole))
+        values = values.to(self._original_dtypes.get((parameter.slab.index, parameter.segment), whole))
         return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
-    def _require_ram(self, found: list[Found]) -> None:
+    def _require_ram(self, found: list[BlockSpec]) -> None:
         """Refuse before the first block is moved: each block's slabs stand beside its originals for a moment."""
         seen: set[int] = set()
         extra = peak = total = resident = 0
         for item in found:
             taken = freed = 0
-            for (target, _), parameters in self._groups(item, seen).items():
+            for (target, _), parameters in self._group_parameters(item, seen).items():
                 taken += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
                 for parameter in parameters.values():
                     # The low halves of FP32 originals become residuals.
@@ -130,7 +132,9 @@ class Adoption:
         if resident:
             inventory.require_vram(self.device, resident, "the weights of resident blocks")
 
-    def _groups(self, item: Found, seen: set[int]) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
+    def _group_parameters(
+        self, item: BlockSpec, seen: set[int]
+    ) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
         """A block's own parameters, by dtype in the store and whether they train; tied ones belong to the first."""
         groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
         for name, parameter in item.parameters():
@@ -142,9 +146,9 @@ class Adoption:
             groups.setdefault((dtype, parameter.requires_grad), {})[full] = parameter
         return groups
 
-    def _move(self, item: Found, owners: Owners, deposit: Deposit) -> None:
+    def _move_to_store(self, item: BlockSpec, owners: Owners, deposit: Deposit) -> None:
         """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
-        for (dtype, trains), parameters in self._groups(item, set()).items():
+        for (dtype, trains), parameters in self._group_parameters(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             master = self.precision != "bf16-sr"
             slab = Slab(
@@ -152,21 +156,21 @@ class Adoption:
             )
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
-                self._loaded[slab.index, index] = parameter.dtype
+                self._original_dtypes[slab.index, index] = parameter.dtype
                 slab.put(index, parameter)
                 if slab.split_master and parameter.dtype == torch.float32:
-                    slab.saved[index] = self.saved.get(layout.segments[index].name, torch.float32)
+                    slab.saved[index] = self.saved_dtypes.get(layout.segments[index].name, torch.float32)
                 visible = as_parameter(
                     StoreTensor.whole(slab, index, "weight", self.device), parameter.requires_grad, deposit
                 )
                 for module, key in owners[id(parameter)]:
                     module._parameters[key] = visible
 
-    def _wrap(self, item: Found, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
+    def _wrap_forward(self, item: BlockSpec, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
         parameters: dict[str, Any] = dict(item.module.named_parameters(remove_duplicate=False))
-        places = {name: (p.slab, p.segment) for name, p in parameters.items()}
+        locations = {name: (p.slab, p.segment) for name, p in parameters.items()}
         original = item.module.forward
-        block = Block(len(self.blocks), item.name, item.module, places, parameters, original, layer=item.layer)
+        block = Block(len(self.blocks), item.name, item.module, locations, parameters, original, layer=item.layer)
         self.blocks.append(block)
 
         @functools.wraps(original)
@@ -218,17 +222,17 @@ def disable_checkpointing(model: torch.nn.Module, undo: Undo) -> None:
 
 def engine_of(model: torch.nn.Module) -> Engine | None:
     """The engine a model belongs to, open or closed."""
-    return getattr(model, _ATTACHED, None)
+    return getattr(model, _ENGINE_ATTRIBUTE, None)
 
 
-def keep_interface(engine: Engine, hooks: Hooks, begin_pass: Callable[[Any], None], undo: Undo) -> None:
+def patch_model(engine: Engine, hooks: Hooks, start_forward: Callable[[Any], None], undo: Undo) -> None:
     """Instance attributes and one hook of the root module; from here on the model knows its engine."""
     model: Any = engine.model
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the model's forward: inputs to the compute device; no key/value cache where gradients are wanted."""
-        begin_pass((args, kwargs))
+        start_forward((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), (args, kwargs))
         if takes_cache and torch.is_grad_enabled():
             hooks.refuse_cache(module.training, kwargs)
@@ -236,18 +240,20 @@ def keep_interface(engine: Engine, hooks: Hooks, begin_pass: Callable[[Any], Non
         return args, kwargs
 
     undo.add(model.register_forward_pre_hook(prepare, prepend=True, with_kwargs=True).remove)
-    undo.patch(model, _ATTACHED, engine)
+    undo.patch(model, _ENGINE_ATTRIBUTE, engine)
     if hasattr(type(model), "save_pretrained"):
-        own_save = model.save_pretrained
-        undo.patch(model, "save_pretrained", lambda *args, **kwargs: _save_pretrained(engine, own_save, args, kwargs))
+        original_save = model.save_pretrained
+        undo.patch(
+            model, "save_pretrained", lambda *args, **kwargs: _save_pretrained(engine, original_save, args, kwargs)
+        )
     if hasattr(type(model), "resize_token_embeddings"):
         undo.patch(model, "resize_token_embeddings", _refuse_resize)
 
 
 def _save_pretrained(
-    engine: Engine, own_save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    engine: Engine, original_save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    signature = inspect.signature(own_save)
+    signature = inspect.signature(original_save)
     call = signature.bind(*args, **kwargs)
     rest = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
     # PEFT names the state dict only in its **kwargs.
@@ -258,12 +264,12 @@ def _save_pretrained(
     if copied and "max_shard_size" in signature.parameters:
         # A shard is in host memory as a whole while it is written.
         call.arguments.setdefault("max_shard_size", engine.ram.portion(SHARD_BYTES))
-    with _config_as_saved(engine.model):
-        return own_save(*call.args, **call.kwargs)
+    with _config_with_saved_dtype(engine.model):
+        return original_save(*call.args, **call.kwargs)
 
 
 @contextmanager
-def _config_as_saved(model: Any) -> Iterator[None]:
+def _config_with_saved_dtype(model: Any) -> Iterator[None]:
     """`save_pretrained` writes the dtype of the model into its config; the file gets that of the weights saved."""
     config: Any = getattr(model, "config", None)
     first = next((p for p in model.parameters() if p.is_floating_point()), None)

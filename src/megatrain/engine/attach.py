@@ -1,4 +1,4 @@
-"""Putting an engine on a model: `STEPS`, in order, each listing its undo before it changes anything.
+"""Putting an engine on a model: `ATTACH_STEPS`, in order, each listing its undo before it changes anything.
 
 A step that fails or is interrupted undoes them all, so that the user gets the model back whole. Closing and releasing
 an engine run the same lists (engine/undo.py).
@@ -17,16 +17,16 @@ from megatrain import process
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
-from megatrain.engine.adopt import Adoption, disable_checkpointing, keep_interface
+from megatrain.engine.adopt import Adoption, disable_checkpointing, patch_model
 from megatrain.engine.headroom import Headroom
+from megatrain.engine.memory_limit import HeldState, MemoryLimit, Policies
 from megatrain.engine.placement import Placement, announce_attached
-from megatrain.engine.relief import Holds, Policies, Relief
 from megatrain.engine.step import Step
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
 from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
-from megatrain.model.blocks import Found
+from megatrain.model.blocks import BlockSpec
 from megatrain.model.hooks import Hooks, can_be_lazy, output_of, uses
 from megatrain.optim.schedule import Updates
 from megatrain.store.forks import Owner
@@ -44,80 +44,80 @@ from megatrain.telemetry.notices import warn
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
 
-PATIENCE = 3.0
+CLOSE_TIMEOUT = 3.0
 """Seconds that lanes get to finish when an engine is left because of an error, or the process ends."""
 
 
 class Attachment:
     """The parts of one engine."""
 
-    def __init__(self, engine: Engine, found: list[Found], saved: dict[str, torch.dtype], hooks: Hooks) -> None:
+    def __init__(self, engine: Engine, found: list[BlockSpec], saved: dict[str, torch.dtype], hooks: Hooks) -> None:
         self.model, self.device, self.settings = engine.model, engine.device, engine.settings
         self.engine, self.found, self.saved, self.hooks = engine, found, saved, hooks
         self.closed = False
-        self.closing, self.releasing = Undo(Owner()), Undo()
+        self.on_close, self.on_release = Undo(Owner()), Undo()
         try:
-            for step in STEPS:
+            for step in ATTACH_STEPS:
                 step(self)
-            self.adoption.keep()
+            self.adoption.commit()
         except BaseException:
             with Deferred():
                 try:
-                    self.end(PATIENCE)
+                    self.close(CLOSE_TIMEOUT)
                 finally:
-                    self.releasing.run()
+                    self.on_release.run()
             raise
 
-    def end(self, patience: float | None = None) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Undo all but what was done to the model."""
         self.closed = True
-        self.closing.patience = patience
-        self.closing.run()
+        self.on_close.timeout = timeout
+        self.on_close.run()
 
     # ---- the steps
 
-    def place(self) -> None:
+    def create_tiers(self) -> None:
         """Tiers; nothing is allocated yet."""
         self.placement = Placement(self.settings, self.device)
-        self.closing.add(self.placement.ram.unpin)
+        self.on_close.add(self.placement.ram.unpin)
 
-    def limit(self) -> None:
+    def limit_gpu_memory(self) -> None:
         """The share of the GPU that a cap or a plan allows."""
         ram = self.placement.ram
-        self.relief = Relief(self.settings, self.device, self.model, pinned=lambda: ram.pinned)
-        self.closing.add(self.relief.let_go)
-        self.relief.hold_to_plan()
+        self.memory_limit = MemoryLimit(self.settings, self.device, self.model, pinned=lambda: ram.pinned)
+        self.on_close.add(self.memory_limit.release)
+        self.memory_limit.apply()
 
-    def start(self) -> None:
+    def start_lanes(self) -> None:
         """Lanes and their threads."""
-        closing = self.closing
+        on_close = self.on_close
         with Deferred():
             self.lanes = lanes = cuda.choose(self.settings.debug.lanes, self.device)
-            closing.add(lambda: lanes.close(patience=closing.patience))
+            on_close.add(lambda: lanes.close(patience=on_close.timeout))
         if not isinstance(self.lanes, SyncLanes):
-            closing.add(lambda: process.let_go(closing))
-            process.switch_interval.hold(closing, process.SWITCH_INTERVAL)
+            on_close.add(lambda: process.release(on_close))
+            process.switch_interval.request(on_close, process.SWITCH_INTERVAL)
 
-    def adopt(self) -> None:
+    def adopt_model(self) -> None:
         """Weights into the store; blocks are routed through the step, which is built from their slabs next."""
         # Autograd keeps the hooks of parameters out of the garbage collector's sight: they must not hold the engine.
         reference = weakref.ref(self)
 
-        def deposit(slab: Slab, index: int, gradient: torch.Tensor) -> None:
+        def add_loose_gradient(slab: Slab, index: int, gradient: torch.Tensor) -> None:
             if (attachment := reference()) is not None:
-                attachment.step.deposit(slab, index, gradient)
+                attachment.step.add_loose_gradient(slab, index, gradient)
 
         self.adoption = Adoption(self.model, self.device, self.engine.precision, self.placement, self.saved)
-        self.adoption.take(self.found, deposit, lambda *call: self.step.forward(*call), self.releasing)
+        self.adoption.adopt(self.found, add_loose_gradient, lambda *call: self.step.forward(*call), self.on_release)
         # Parameters outside any block lie in slabs that have a name of their own.
         names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
         self.placement.check(names)
 
-    def build(self) -> None:
+    def build_step(self) -> None:
         """The flow of a step, over everything that it moves."""
         settings, device, lanes, slabs = self.settings, self.device, self.lanes, self.adoption.slabs
         blocks, counters = self.adoption.blocks, self.engine.counters
-        self.relief.policies = Policies(settings.policy, [block.name for block in blocks])
+        self.memory_limit.policies = Policies(settings.policy, [block.name for block in blocks])
         link = Link(device, lanes, counters, inventory.cores())
         # Loose parameters are read where they are used: no slot is for them.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
@@ -138,26 +138,26 @@ class Attachment:
             updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, counters),
             activations=Activations(link, self.placement.ram),
             hooks=self.hooks,
-            relief=self.relief,
+            memory_limit=self.memory_limit,
             ram_monitor=ram_monitor,
             check_open=self.check_open,
         )
-        self.relief.holds = Holds(slabs, fetcher, sums_out, states)
-        self.closing.add(self.step.seats.close)
+        self.memory_limit.held_state = HeldState(slabs, fetcher, sums_out, states)
+        self.on_close.add(self.step.window_threads.close)
 
-    def take_memory(self) -> None:
+    def reserve_gpu_memory(self) -> None:
         """All that a plan has of the GPU."""
-        self.relief.take(self.lanes.quiesce)
+        self.memory_limit.reserve(self.lanes.quiesce)
 
     def prepare_blocks(self) -> None:
         """How blocks run: not checkpointed, compiled if that was asked for, and expected in registration order."""
         blocks = self.adoption.blocks
         if blocks:
-            disable_checkpointing(self.model, self.releasing)
+            disable_checkpointing(self.model, self.on_release)
         compiled = Compiled() if self.settings.compile else None
         for block in blocks:
             block.compiled = compiled if block.layer else None
-        self.step.expect(blocks)
+        self.step.set_blocks(blocks)
 
     def chunk_head(self) -> None:
         """Logits wait for the loss if the model is a causal LM whose loss is transformers' own."""
@@ -173,16 +173,16 @@ class Attachment:
         self.step.head = Head(self.step, block, loss, features, chunk or chunk_tokens(features, fused), fused)
         # The module whose forward calls the loss function: under adapters it is inside the one the user holds.
         owner = [inner for inner in model.modules() if uses(inner, module, loss)][-1]
-        self.releasing.patch(owner, "_loss_function", self.step.head.loss, yields=True)
+        self.on_release.patch(owner, "_loss_function", self.step.head.loss, keep_user_value=True)
 
-    def surface(self) -> None:
+    def connect_model(self) -> None:
         """What users call on the model, which knows its engine from here on; and the engine knows its parts."""
         engine = self.engine
         with Deferred():
-            engine._consist_of(self)
+            engine._set_parts(self)
             # Nothing in that list refers to the engine, which must not be kept alive.
-            weakref.finalize(engine, _stop, self.closing)
-            keep_interface(engine, self.hooks, self._begin, self.releasing)
+            weakref.finalize(engine, _close_at_exit, self.on_close)
+            patch_model(engine, self.hooks, self._start_forward, self.on_release)
         announce_attached(engine)
 
     # ---- what the parts call
@@ -194,27 +194,27 @@ class Attachment:
                 "a new megatrain.Engine(model)."
             )
 
-    def _begin(self, inputs: Any) -> None:
-        self.headroom.begin(inputs)
-        self.step.begin_pass()
+    def _start_forward(self, inputs: Any) -> None:
+        self.headroom.check_batch(inputs)
+        self.step.start_forward()
 
 
-STEPS: tuple[Callable[[Attachment], None], ...] = (
-    Attachment.place,
-    Attachment.limit,
-    Attachment.start,
-    Attachment.adopt,
-    Attachment.build,
-    Attachment.take_memory,
+ATTACH_STEPS: tuple[Callable[[Attachment], None], ...] = (
+    Attachment.create_tiers,
+    Attachment.limit_gpu_memory,
+    Attachment.start_lanes,
+    Attachment.adopt_model,
+    Attachment.build_step,
+    Attachment.reserve_gpu_memory,
     Attachment.prepare_blocks,
     Attachment.chunk_head,
-    Attachment.surface,
+    Attachment.connect_model,
 )
 
 
-def _stop(closing: Undo) -> None:
+def _close_at_exit(on_close: Undo) -> None:
     """An engine that nobody has any more. Of one that was closed nothing is left."""
-    closing.patience = PATIENCE
+    on_close.timeout = CLOSE_TIMEOUT
     # At the end of the process CUDA may be gone.
     with suppress(RuntimeError):
-        closing.run()
+        on_close.run()

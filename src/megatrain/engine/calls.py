@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import torch
 
 from megatrain.compute.block import Block
-from megatrain.compute.window import OUTSIDE_WINDOW, Seats
+from megatrain.compute.window import OUTSIDE_WINDOW, WindowThreads
 from megatrain.store.gradient import CallId
 from megatrain.stream.predict import Predictor
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     """What a thread knows of its own forward."""
 
     def __init__(self) -> None:
@@ -26,109 +26,112 @@ class _Own(threading.local):
         self.predictor: Predictor | None = None
 
 
-class Calls:
+class CallTracker:
     """Gradients are summed by call id, so that the sum does not depend on timing.
 
     A thread that only evaluates, beside the one that trains, is a visitor: it must not change what the step knows.
     """
 
-    def __init__(self, seats: Seats, lock: threading.RLock) -> None:
-        self._seats, self._lock = seats, lock
+    def __init__(self, window_threads: WindowThreads, lock: threading.RLock) -> None:
+        self._window_threads, self._lock = window_threads, lock
         self.steps = 0
-        self._unfinished: Counter[int] = Counter()
+        self._pending: Counter[int] = Counter()
         """Forwards through each block whose backward has not come yet."""
-        self._open = 0
+        self._total_pending = 0
         """The same, through all of them together, since the last step or zero_grad."""
-        self._trainer: int | None = None
+        self._training_thread: int | None = None
         """The thread that took the last step, or made the first forward that can be trained."""
-        self._latest: int | None = None
+        self._last_thread: int | None = None
         """The thread that called the model last."""
-        self._several = -2
+        self._last_multithreaded_step = -2
         """The last step in which several did."""
-        self._own = _Own()
+        self._thread = _ThreadState()
 
     # ---- threads
 
-    def training(self) -> None:
+    def mark_training_thread(self) -> None:
         """The calling thread is the one that trains."""
-        self._trainer = threading.get_ident()
+        self._training_thread = threading.get_ident()
 
-    def enter(self) -> bool:
+    def enter_model(self) -> bool:
         """The model is called. Whether the calling thread is the one that trains, as far as is known."""
         thread = threading.get_ident()
-        if self._trainer is None and torch.is_grad_enabled():
-            self._trainer = thread
+        if self._training_thread is None and torch.is_grad_enabled():
+            self._training_thread = thread
         # Blocks inside a block are called again in autograd's thread, and micro-batches of a window take turns.
-        if self._seats.current() == OUTSIDE_WINDOW and not self._own.recomputing:
-            if self._latest not in (None, thread):
-                self._several = self.steps
-            self._latest = thread
-        return self._trainer in (None, thread)
+        if self._window_threads.current() == OUTSIDE_WINDOW and not self._thread.recomputing:
+            if self._last_thread not in (None, thread):
+                self._last_multithreaded_step = self.steps
+            self._last_thread = thread
+        return self._training_thread in (None, thread)
 
-    def crowded(self) -> bool:
+    def multithreaded(self) -> bool:
         """Whether several threads have run the model in this step or the one before."""
-        return self._several + 1 >= self.steps
+        return self._last_multithreaded_step + 1 >= self.steps
 
-    def visiting(self) -> bool:
+    def evaluating(self) -> bool:
         """Whether the calling thread is a visitor."""
-        foreign = self._trainer not in (None, threading.get_ident()) and self._seats.current() == OUTSIDE_WINDOW
+        foreign = (
+            self._training_thread not in (None, threading.get_ident())
+            and self._window_threads.current() == OUTSIDE_WINDOW
+        )
         return foreign and not torch.is_grad_enabled()
 
-    def visitors_predictor(self, blocks: Sequence[Block]) -> Predictor:
+    def evaluation_predictor(self, blocks: Sequence[Block]) -> Predictor:
         """What the calling thread has done so far, and will do next."""
-        if self._own.predictor is None:
-            self._own.predictor = Predictor()
-            self._own.predictor.expect([("inference", block.index) for block in blocks] * 2)
-        return self._own.predictor
+        if self._thread.predictor is None:
+            self._thread.predictor = Predictor()
+            self._thread.predictor.expect([("inference", block.index) for block in blocks] * 2)
+        return self._thread.predictor
 
     # ---- call ids
 
-    def begin(self) -> None:
+    def start_forward(self) -> None:
         """A forward begins, of the whole model or of a part of it: calls of a block are counted from here."""
-        self._own.calls, self._own.step = Counter(), self.steps
+        self._thread.calls, self._thread.step = Counter(), self.steps
 
-    def call_id(self, block: Block) -> tuple[CallId, Counter[int]]:
+    def start_call(self, block: Block) -> tuple[CallId, Counter[int]]:
         """The id of this call of a block, and all calls of blocks in this forward so far."""
-        if self._open == 0 or self._own.step != self.steps:
+        if self._total_pending == 0 or self._thread.step != self.steps:
             # No forward pass is open: a part of the model called by itself, or another thread (a block called inside
             # another one is called again in autograd's).
-            self.begin()
-        calls = self._own.calls
+            self.start_forward()
+        calls = self._thread.calls
         calls[block.index] += 1
         with self._lock:
-            self._unfinished[block.index] += 1
-            self._open += 1
+            self._pending[block.index] += 1
+            self._total_pending += 1
         if calls[block.index] > 1:
             for slab in block.slabs:
                 slab.shared = True
         return (block.index, calls[block.index] - 1), calls.copy()
 
     @contextmanager
-    def counting_from(self, calls: Counter[int]) -> Iterator[None]:
+    def replay_call_ids(self, calls: Counter[int]) -> Iterator[None]:
         """A block is computed again: blocks that it calls inside have the call ids that they had in the forward."""
-        own = self._own
-        before = own.calls, own.step, own.recomputing
-        own.calls, own.step, own.recomputing = calls.copy(), self.steps, True
+        thread = self._thread
+        before = thread.calls, thread.step, thread.recomputing
+        thread.calls, thread.step, thread.recomputing = calls.copy(), self.steps, True
         try:
             yield
         finally:
-            own.calls, own.step, own.recomputing = before
+            thread.calls, thread.step, thread.recomputing = before
 
-    def returned(self, block: Block) -> None:
+    def backward_done(self, block: Block) -> None:
         """One backward through a block has come."""
-        self._unfinished[block.index] -= 1
-        self._open = max(0, self._open - 1)
+        self._pending[block.index] -= 1
+        self._total_pending = max(0, self._total_pending - 1)
 
-    def all_returned(self, block: int) -> bool:
+    def all_backwards_done(self, block: int) -> bool:
         """Whether every forward through a block has had its backward."""
-        return self._unfinished[block] <= 0
+        return self._pending[block] <= 0
 
-    def give_up(self) -> None:
+    def discard_pending(self) -> None:
         """Backwards that have not come will not count."""
-        self._open = 0
+        self._total_pending = 0
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """A step is over."""
-        self._unfinished.clear()
-        self._open = 0
+        self._pending.clear()
+        self._total_pending = 0
         self.steps += 1

@@ -26,7 +26,7 @@ from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 
 GIB = 1 << 30
-IN_A_LAYER = 200
+LAYER_FACTOR = 200
 """Inputs that no layer's graph and backward exceed, as a first guess: only if that does not fit is a model counted."""
 LOGIT_BYTES = 16
 
@@ -44,37 +44,39 @@ class Headroom:
 
     def __post_init__(self) -> None:
         self._active = self.drain.link.device.type == "cpu"
-        self._largest = 0
+        self._largest_tokens = 0
         """Tokens of the largest batch that began with enough."""
 
-    def slots(self) -> int:
+    def unwritten_slot_bytes(self) -> int:
         """Bytes of slots that nothing has been written to yet: they are not in memory yet."""
         return (0 if self.drain.link.counters.fetches else self.fetcher.slot_bytes()) + self.drain.missing_slots()
 
-    def begin(self, inputs: Any) -> None:
+    def check_batch(self, inputs: Any) -> None:
         """A forward that is to be differentiated begins: raise `OutOfRam` if RAM does not hold it."""
         if not self._active or not torch.is_grad_enabled():
             return
-        extent = _extent(inputs)
-        if extent is None or extent[0] * extent[1] <= self._largest:
+        shape = _batch_shape(inputs)
+        if shape is None or shape[0] * shape[1] <= self._largest_tokens:
             return
-        nbytes, block = self._of(*extent)
+        nbytes, block = self._estimate(*shape)
         if nbytes:
-            self.ram_monitor.require(nbytes + self._to_come(), block, f"a batch of {extent[0]} x {extent[1]} tokens")
-        self._largest = extent[0] * extent[1]
+            self.ram_monitor.require(
+                nbytes + self._backward_bytes(), block, f"a batch of {shape[0]} x {shape[1]} tokens"
+            )
+        self._largest_tokens = shape[0] * shape[1]
 
-    def _to_come(self) -> int:
+    def _backward_bytes(self) -> int:
         """Bytes that the next backward allocates beside activations."""
-        return self.drain.missing() + self.slots()
+        return self.drain.missing() + self.unwritten_slot_bytes()
 
-    def of_batch(self, batch: Any) -> int:
+    def batch_bytes(self, batch: Any) -> int:
         """Bytes that a micro-batch keeps and needs; 0 if there is plenty, or they are not known."""
-        extent = _extent(batch) if self._active else None
-        return 0 if extent is None else self._of(*extent)[0]
+        shape = _batch_shape(batch) if self._active else None
+        return 0 if shape is None else self._estimate(*shape)[0]
 
-    def _of(self, rows: int, length: int) -> tuple[int, int]:
+    def _estimate(self, rows: int, length: int) -> tuple[int, int]:
         """Bytes of a micro-batch in all, and those that one block needs for a while."""
-        if self._guess(rows * length) < self.ram_monitor.left // 2 - GIB:
+        if self._rough_estimate(rows * length) < self.ram_monitor.left // 2 - GIB:
             return 0, 0
         try:
             shape = describe(self.model)
@@ -85,12 +87,12 @@ class Headroom:
         ledger = Ledger(shape, run, gpu=False)
         return ledger.computing(Decision(stored=len(ledger.layers) if self.settings.policy == "store" else 0))
 
-    def _guess(self, tokens: int) -> int:
+    def _rough_estimate(self, tokens: int) -> int:
         config = config_of(self.model)
         text = config.get_text_config() if config is not None else None
         hidden, layers = getattr(text, "hidden_size", 1024), getattr(text, "num_hidden_layers", 32)
         logits = min(tokens * getattr(text, "vocab_size", 1), CHUNK_ELEMENTS[False])
-        return int(tokens * hidden * 4 * (IN_A_LAYER + 2 * layers) + logits * LOGIT_BYTES)
+        return int(tokens * hidden * 4 * (LAYER_FACTOR + 2 * layers) + logits * LOGIT_BYTES)
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
@@ -99,7 +101,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _extent(batch: Any) -> tuple[int, int] | None:
+def _batch_shape(batch: Any) -> tuple[int, int] | None:
     """Rows and columns of the ids in a batch; None if there are none."""
     ids = [tensor for tensor in tensors_of(batch) if tensor.ndim == 2 and not tensor.is_floating_point()]
     largest = max(ids, key=torch.Tensor.numel, default=None)

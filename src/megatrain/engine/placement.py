@@ -160,7 +160,7 @@ def summary(engine: Engine) -> str:
     parameters = sized(sum(parameter.numel() for parameter in engine.model.parameters()))
     title = f"{type(engine.model).__name__}: {parameters} parameters"
     if engine.blocks:
-        policies = Counter(engine.relief.policies[block.name] for block in engine.blocks)
+        policies = Counter(engine.memory_limit.policies[block.name] for block in engine.blocks)
         rows["policy"] = ", ".join(f"{count} {policy}" for policy, count in policies.items())
         rows["window"] = f"{settings.window} micro-batches" if settings.window else "as many micro-batches as fit"
         title += f" in {len(engine.blocks)} blocks" + (", compiled," if settings.compile else "")

@@ -20,14 +20,14 @@ from megatrain.telemetry.notices import announce, warn
 
 MachineLike = Machine | str | os.PathLike[str] | None
 LIMITS = ("max_vram_gb", "max_ram_gb")
-RUN = ("optimizer_compression", "precision", "compile", "head_chunk", "length")
-ELSEWHERE = ("machine", "device", "plan")
+RUN_OPTIONS = ("optimizer_compression", "precision", "compile", "head_chunk", "length")
+NOT_PLAN_OPTIONS = ("machine", "device", "plan")
 """Settings that are no option of a plan, and do not contradict one."""
-UNSET: Any = object()
+_UNSET: Any = object()
 
 
 def init(
-    offload_dir: Any = UNSET, max_vram_gb: Any = UNSET, optimizer_compression: Any = UNSET, **more: Any
+    offload_dir: Any = _UNSET, max_vram_gb: Any = _UNSET, optimizer_compression: Any = _UNSET, **more: Any
 ) -> Settings:
     """Set the defaults of every engine and trainer made from here on; returns them.
 
@@ -36,7 +36,7 @@ def init(
     """
     inventory.refuse_distributed()
     first = {"offload_dir": offload_dir, "max_vram_gb": max_vram_gb, "optimizer_compression": optimizer_compression}
-    settings = Settings().override(**{name: value for name, value in first.items() if value is not UNSET}, **more)
+    settings = Settings().override(**{name: value for name, value in first.items() if value is not _UNSET}, **more)
     if settings.machine is not None and not isinstance(settings.machine, Machine):
         Machine.load(settings.machine)  # a name that is not there is refused now, not after the model has been loaded
     inventory.choose_device(settings.device)
@@ -65,12 +65,12 @@ def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -
     at logits) as in `mt.init`. What is left out is as `mt.init` was given it, but for `offload_dir`. Raises
     `NotEnoughMemory` with what would make it fit.
     """
-    return planner.plan(model_or_config, machine=_here(machine, options), **_with_defaults(options))
+    return planner.plan(model_or_config, machine=_resolve_machine(machine, options), **_with_defaults(options))
 
 
 def plan_for_trainer(model: Any, machine: MachineLike, **options: Any) -> Plan:
     """The same with these options alone."""
-    return planner.plan(model, machine=_here(machine, options), **options)
+    return planner.plan(model, machine=_resolve_machine(machine, options), **options)
 
 
 def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
@@ -80,7 +80,7 @@ def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | 
     is looked for. Raises `NotEnoughMemory` if not even one fits.
     """
     options = _with_defaults(options, run, "batch")
-    return planner.largest_batch(model_or_config, _here(machine, options), run, **options)
+    return planner.largest_batch(model_or_config, _resolve_machine(machine, options), run, **options)
 
 
 def largest_context(
@@ -88,32 +88,32 @@ def largest_context(
 ) -> Answer:
     """The same for the most tokens in a sequence, in multiples of 64."""
     options = _with_defaults(options, run, "length")
-    return planner.largest_context(model_or_config, _here(machine, options), run, **options)
+    return planner.largest_context(model_or_config, _resolve_machine(machine, options), run, **options)
 
 
 def largest_model(
     machine: MachineLike = None, run: Run | None = None, family: Iterable[Any] | None = None, **options: Any
 ) -> Answer:
     """The same for the most parameters: of a family (models, configs or names), or of dense decoders made up for it."""
-    return planner.largest_model(_here(machine, options), run, family, **_with_defaults(options, run))
+    return planner.largest_model(_resolve_machine(machine, options), run, family, **_with_defaults(options, run))
 
 
-def _with_defaults(options: dict[str, Any], run: Run | None = None, sought: str | None = None) -> dict[str, Any]:
+def _with_defaults(options: dict[str, Any], run: Run | None = None, searched: str | None = None) -> dict[str, Any]:
     """The options of a question, completed by what `megatrain.init` was given; what has no effect is named."""
     given = {name: value for name, value in settings_module.current().chosen().items() if value is not None}
-    usable = LIMITS if run is not None else (*LIMITS, *RUN)
-    if unused := [name for name in given if name not in (*LIMITS, *RUN, *ELSEWHERE)]:
-        warn(f"{_shown(given, unused)} of megatrain.init: a plan does not take this into account")
-    if sought in options:
-        warn(f"{_shown(options, [sought])} has no effect: it is what is looked for")
-    return {name: given[name] for name in usable if name in given and name != sought} | options
+    usable = LIMITS if run is not None else (*LIMITS, *RUN_OPTIONS)
+    if unused := [name for name in given if name not in (*LIMITS, *RUN_OPTIONS, *NOT_PLAN_OPTIONS)]:
+        warn(f"{_format_options(given, unused)} of megatrain.init: a plan does not take this into account")
+    if searched in options:
+        warn(f"{_format_options(options, [searched])} has no effect: it is what is looked for")
+    return {name: given[name] for name in usable if name in given and name != searched} | options
 
 
-def _shown(values: Mapping[str, Any], names: Iterable[str]) -> str:
+def _format_options(values: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={values[name]!r}" for name in sorted(names))
 
 
-def _here(machine: MachineLike, options: dict[str, Any]) -> MachineLike:
+def _resolve_machine(machine: MachineLike, options: dict[str, Any]) -> MachineLike:
     """The machine that was asked for, here or in `megatrain.init`; or this one as it was measured."""
     asked = settings_module.current()
     machine = asked.machine if machine is None else machine
@@ -121,7 +121,7 @@ def _here(machine: MachineLike, options: dict[str, Any]) -> MachineLike:
     return machine if machine is not None else probe(offload_dir=options.get("offload_dir"), **device)
 
 
-def follow(settings: Settings) -> Settings:
+def apply_plan(settings: Settings) -> Settings:
     """The settings with what their plan decides filled in; what the user has set stays."""
     decided = settings.plan
     if decided is None or decided == "auto":
@@ -140,7 +140,7 @@ def follow(settings: Settings) -> Settings:
     _warn_unplanned(settings, decided)
     followed = Settings(**decided.settings()).override(**settings.chosen())
     if other := followed.differing(decided.settings()):
-        warn(f"{_shown(other, other)} overrides the plan: memory and time will not be as planned")
+        warn(f"{_format_options(other, other)} overrides the plan: memory and time will not be as planned")
     return followed
 
 
@@ -152,7 +152,7 @@ def _warn_unplanned(settings: Settings, decided: Plan | None) -> None:
         used |= {"machine"} if _name(settings.machine) == decided.machine else set()
     if unused := [name for name in ("length", "machine") if getattr(settings, name) is not None and name not in used]:
         why = "no plan is made here; a Trainer makes one" if decided is None else "a plan for something else was given"
-        warn(f"{_shown(vars(settings), unused)} has no effect: {why}")
+        warn(f"{_format_options(vars(settings), unused)} has no effect: {why}")
 
 
 def _name(machine: Machine | str | os.PathLike[str] | None) -> str | None:

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain import settings as settings_module
+from megatrain.aliases import renamed
 from megatrain.compute.block import Block
 from megatrain.engine import saving
 from megatrain.engine.adopt import engine_of, precision_of
-from megatrain.engine.attach import PATIENCE, Attachment
+from megatrain.engine.attach import CLOSE_TIMEOUT, Attachment
 from megatrain.engine.headroom import tensors_of
 from megatrain.engine.placement import announce_unavailable, place_one_block
-from megatrain.engine.planning import follow
+from megatrain.engine.planning import apply_plan
 from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, SettingsError
 from megatrain.geometry import MOST_MICRO_BATCHES
 from megatrain.hardware import inventory
@@ -45,7 +46,7 @@ class Engine:
 
     def __init__(self, model: torch.nn.Module, **overrides: Any) -> None:
         self.defaults = settings_module.current()
-        self.settings: Settings = follow(self.defaults.override(**overrides))
+        self.settings: Settings = apply_plan(self.defaults.override(**overrides))
         inventory.refuse_distributed()
         hooks = transformers_hooks.load()
         self.model = model
@@ -60,11 +61,11 @@ class Engine:
         self._told_window = False
         Attachment(self, found, saved, hooks)
 
-    def _consist_of(self, parts: Attachment) -> None:
+    def _set_parts(self, parts: Attachment) -> None:
         self._attached = parts
         self._placement, self._memory, self._lanes = parts.placement, parts.placement.ram, parts.lanes
         self._adoption, self._step, self._headroom = parts.adoption, parts.step, parts.headroom
-        self.relief, self.slabs = parts.relief, parts.adoption.slabs
+        self.memory_limit, self.slabs = parts.memory_limit, parts.adoption.slabs
 
     def _displace_closed(self) -> dict[str, torch.dtype]:
         """A closed engine gives the model free. The dtypes that it saves parameters in: masters come back as FP32."""
@@ -108,8 +109,8 @@ class Engine:
 
         Options that are not given have torch's defaults (Lion: lr 1e-4, betas 0.9 and 0.99, no decay).
         """
-        self._step.check()
-        self._check_whole()
+        self._step.raise_errors()
+        self._check_parameters_attached()
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             if not params:
@@ -118,7 +119,7 @@ class Engine:
         width = self.settings.moment_width
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
         owned = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
-        self._placement.require_states(owned.values(), rule_named(kind), width, self._headroom.slots())
+        self._placement.require_states(owned.values(), rule_named(kind), width, self._headroom.unwritten_slot_bytes())
         plan = self.settings.plan
         if plan is not None and plan.run.kind != kind:
             warn(f"kind={kind!r}: the plan is for {plan.run.kind!r}; memory and time will not be as planned")
@@ -128,22 +129,27 @@ class Engine:
             params, self._step, kind=kind, moment_width=width, lossless=lossless, max_grad_norm=max_grad_norm, **options
         )
 
-    def window(self, tasks: Sequence[Callable[[], Result]], *, whole: bool = False) -> list[Result]:
+    def window(
+        self, tasks: Sequence[Callable[[], Result]], *, full_step: bool = False, whole: bool | None = None
+    ) -> list[Result]:
         """Run the micro-batches of a step together, each a function that does forward and backward; their results.
 
         Weights travel once for all of them. The gradients are bit for bit those of one task after the other: random
         numbers are seeded per task, and sums are in order (with several backwards through a block in one task: within
-        FP32 rounding). `whole=True` says that these are all micro-batches of the step and that each passes a block
+        FP32 rounding). `full_step=True` says that these are all micro-batches of the step and that each passes a block
         once, so that a sum may be rounded to the gradient dtype before it travels. If a task fails, its error is raised
         and all gradients of the step are dropped.
         """
+        if whole is not None:
+            renamed("Engine.window(whole=...)", "full_step")
+            full_step = whole
         self._memory.owner.require("run a window")
         most = self.settings.window
         if most is not None and len(tasks) > (most if isinstance(most, int) else max(most)) and not self._told_window:
             self._told_window = True
             warn(f"window={most!r} does not hold for engine.window(), which runs all {len(tasks)} tasks together")
-        self.relief.seated(len(tasks))
-        return self._step.window(tasks, whole)
+        self.memory_limit.set_window_size(len(tasks))
+        return self._step.window(tasks, full_step)
 
     def window_size(self, batch: Any) -> int | Sequence[int]:
         """How many micro-batches like this one may pass a block together, or `Settings.window`: inputs must fit."""
@@ -157,7 +163,7 @@ class Engine:
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
         # Each has a thread, which takes some of the GPU too.
         boundary += THREAD_BYTES if self.device.type == "cuda" else 0
-        boundary = max(boundary, self._headroom.of_batch(batch))
+        boundary = max(boundary, self._headroom.batch_bytes(batch))
         return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
 
     @property
@@ -172,11 +178,11 @@ class Engine:
 
     def grad_norm(self) -> float:
         """The global norm of the gradients accumulated so far, before clipping; waits for the backward."""
-        return self._step.norm()
+        return self._step.grad_norm()
 
     def synchronize(self) -> None:
         """Wait until every copy and update that was submitted is done."""
-        self._step.settle()
+        self._step.synchronize()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -186,7 +192,7 @@ class Engine:
 
     def loss_only(self) -> AbstractContextManager[None]:
         """Forwards without gradients inside are for their loss: logits stay uncomputed until somebody looks at them."""
-        return nullcontext() if self._step.head is None else self._step.head.wanting(loss_only=True)
+        return nullcontext() if self._step.head is None else self._step.head.set_loss_only(True)
 
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
@@ -202,7 +208,7 @@ class Engine:
     def host_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state dict for saving. Parameters are brought to host memory one by one, when they are written,
         in the dtype the model was loaded in: FP32 is joined from both halves of the master."""
-        self._check_whole()
+        self._check_parameters_attached()
         return exported(self.model.state_dict())
 
     def save(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
@@ -215,12 +221,12 @@ class Engine:
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Read back what `save` wrote; training continues bit for bit. All is checked before anything is changed."""
-        self._step.check()
+        self._step.raise_errors()
         saving.load(self.model, directory, optimizer)
 
     def ready_to_save(self) -> None:
         """Wait for the last step to be decided, and raise if weights are between two steps. Make room if RAM is low."""
-        self._step.whole()
+        self._step.require_consistent_weights()
         if self.ram.low:
             for slab in self.slabs:
                 slab.grad.give_back()
@@ -238,12 +244,12 @@ class Engine:
             if not self.closed and self._memory.owner.here:
                 self.synchronize()
         finally:
-            self._attached.end()
+            self._attached.close()
 
     def release(self) -> torch.nn.Module:
         """Close, and give the model back as an ordinary one on the CPU."""
         self.close()
-        self._attached.releasing.run()
+        self._attached.on_release.run()
         return self.model
 
     def __deepcopy__(self, memo: Any) -> Engine:
@@ -258,11 +264,11 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self.closed:
             # Whatever went wrong must reach the user, also when it left a lane that will never finish.
-            self._attached.end(PATIENCE)
+            self._attached.close(CLOSE_TIMEOUT)
             return
         self.close()
 
-    def _check_whole(self) -> None:
+    def _check_parameters_attached(self) -> None:
         """A parameter that somebody put into the model after it was attached would be saved but never run."""
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, StoreTensor):

@@ -9,7 +9,7 @@
                blocks of the next forward are fetched, each as soon as its own update is done (without clipping, and
                in a backward that is known to be the last, updates start there)
 
-What stays on the device skips the copies: weights that are resident or held, and sums that are added to in place.
+What stays on the device skips the copies: weights that are resident or held, and sums that are added to in call_id.
 Where both are there, states may come to the device for their update and go back to RAM (stream/states.py).
 
 Compute is the user's thread. Everything else runs on lanes (stream/lanes.py). A job says what it reads and writes, and
@@ -36,10 +36,10 @@ from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import Deferred
-from megatrain.compute.node import Use
-from megatrain.compute.window import OUTSIDE_WINDOW, Seats, park
-from megatrain.engine.calls import Calls
-from megatrain.engine.relief import Relief
+from megatrain.compute.node import CallInfo
+from megatrain.compute.window import OUTSIDE_WINDOW, WindowThreads, wait_for_turn
+from megatrain.engine.calls import CallTracker
+from megatrain.engine.memory_limit import MemoryLimit
 from megatrain.errors import UnsupportedCall
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model.hooks import Hooks
@@ -70,7 +70,7 @@ class Step:
     updates: Updates
     activations: Activations
     hooks: Hooks
-    relief: Relief
+    memory_limit: MemoryLimit
     ram_monitor: RamMonitor
     check_open: Callable[[], None]
     head: Head | None = None
@@ -80,39 +80,39 @@ class Step:
 
     def __post_init__(self) -> None:
         self.blocks: list[Block] = []
-        self.seats = Seats(self.device)
+        self.window_threads = WindowThreads(self.device)
         self._lock = self.fetcher.lock
-        self._calls = Calls(self.seats, self._lock)
+        self._calls = CallTracker(self.window_threads, self._lock)
         self._predictor = Predictor()
         self._forward_order: dict[int, None] = {}
-        self._owner: dict[int, int] = {}
+        self._block_of_slab: dict[int, int] = {}
         """Slab → block, for slabs that only one block uses."""
-        self._sums: WindowSums | None = None
+        self._window_sums: WindowSums | None = None
         for slab in self.slabs:
             # Parameters lead to these, so they must not lead to the engine, which ends with its last user: autograd
             # keeps what parameters refer to out of the garbage collector's sight.
             slab.grad.merge, slab.grad.refuse_late = self.drain.merge, self.updates.refuse_late
 
-    def expect(self, blocks: list[Block]) -> None:
+    def set_blocks(self, blocks: list[Block]) -> None:
         """The first step has no past to predict from: assume registration order, there and back."""
         self.blocks = blocks
         users = Counter(slab.index for block in blocks for slab in block.slabs)
         for slab in self.slabs:
             slab.shared = users[slab.index] > 1
-        self._owner = {slab.index: block.index for block in blocks for slab in block.slabs}
+        self._block_of_slab = {slab.index: block.index for block in blocks for slab in block.slabs}
         self._predictor.expect([("forward", block.index) for block in blocks])
         self._predictor.expect([("backward", block.index) for block in blocks[::-1]])
         self._predictor.record(BOUNDARY)
         for block in blocks:
-            block.share_turns_with(blocks)
+            block.allow_nested_calls(blocks)
 
     # ---- forward and backward
 
-    def forward(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool = False) -> Any:
-        """The model calls a block. `whole`: logits that were to wait for the loss are looked at."""
-        self.entered()
-        if not whole and self.head is not None and self.head.takes(block, args, kwargs):
-            return self.head.logits(args[0], partial(self.forward, block, args, kwargs, whole=True))
+    def forward(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], *, materialize: bool = False) -> Any:
+        """The model calls a block. `materialize`: logits that were to wait for the loss are looked at."""
+        self._enter_model()
+        if not materialize and self.head is not None and self.head.can_defer(block, args, kwargs):
+            return self.head.logits(args[0], partial(self.forward, block, args, kwargs, materialize=True))
         if torch.is_grad_enabled():
             args, kwargs = self.hooks.without_cache(args, kwargs)
         return node.run(self, block, args, kwargs, self.hooks.active())
@@ -123,15 +123,15 @@ class Step:
         self.ram_monitor.check()
         # A window does not wait at the head: the logits of its micro-batches must not pile up.
         if phase != "inference" and (self.head is None or block is not self.head.block):
-            park(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
-        visiting = phase == "inference" and self._calls.visiting()
+            wait_for_turn(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
+        evaluating = phase == "inference" and self._calls.evaluating()
         with self._lock:
-            predictor = self._calls.visitors_predictor(self.blocks) if visiting else self._predictor
+            predictor = self._calls.evaluation_predictor(self.blocks) if evaluating else self._predictor
             predictor.record((phase, block.index))
             if phase == "forward":
                 self._forward_order.setdefault(block.index)
-            ahead = self._ahead(predictor)
-        lease = self.fetcher.acquire(block.slabs, ahead, visiting)
+            ahead = self._upcoming_slabs(predictor)
+        lease = self.fetcher.acquire(block.slabs, ahead, evaluating)
         try:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
@@ -145,13 +145,13 @@ class Step:
         finally:
             self.fetcher.release(lease)
 
-    def gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None:
+    def add_gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
         if slab.grad.scale != 1.0:
             slab.grad.writable()  # what was clipped before stays clipped, and this one is not
         with self._lock, Deferred():
-            self.seats.check()
-            if self._sums is not None and self.seats.current() == OUTSIDE_WINDOW:
+            self.window_threads.check()
+            if self._window_sums is not None and self.window_threads.current() == OUTSIDE_WINDOW:
                 raise UnsupportedCall(
                     f"a gradient for {slab.name} came from a thread outside the window that is open; let other threads "
                     "call backward() before or after the window."
@@ -159,57 +159,57 @@ class Step:
             self.updates.refuse_late(slab.grad)
             # An embedding with sparse=True gives rows; sums and updates are of whole parameters.
             gradients = {index: g if g.layout is torch.strided else g.to_dense() for index, g in gradients.items()}
-            (self._sums or self.drain).collect(slab, call_id, gradients)
+            (self._window_sums or self.drain).collect(slab, call_id, gradients)
 
-    def finished(self, block: Block) -> None:
+    def backward_done(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
         with self._lock, Deferred() if self.updates.early else nullcontext():
-            self._calls.returned(block)
+            self._calls.backward_done(block)
             if block.index == 0:
                 # The host is ahead of the device here; between steps it is not.
                 self.lanes.timeline.settle(wait=False)
             for slab in block.slabs:
-                if self._sums is None or not self._sums.holds(slab):
-                    self._given(slab)
+                if self._window_sums is None or not self._window_sums.holds(slab):
+                    self._gradient_complete(slab)
 
-    def _given(self, slab: Slab) -> None:
+    def _gradient_complete(self, slab: Slab) -> None:
         """A gradient is on its way home: the slab's only one, if every forward through its block has come back."""
-        if not slab.shared and self._calls.all_returned(self._owner[slab.index]):
+        if not slab.shared and self._calls.all_backwards_done(self._block_of_slab[slab.index]):
             if self.updates.early:
                 self.fetcher.until_left()
             self.updates.complete(slab)
 
-    def deposit(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
+    def add_loose_gradient(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
         node.refuse_create_graph(slab.layout.segments[index].name)
         slab.shared = True
-        self.gradients(slab, OUTSIDE_BLOCKS, {index: gradient})
+        self.add_gradients(slab, OUTSIDE_BLOCKS, {index: gradient})
 
-    def begin_pass(self) -> None:
+    def start_forward(self) -> None:
         """A forward begins, of the whole model or of a part of it."""
-        self._calls.begin()
+        self._calls.start_forward()
 
-    def begin(self, block: Block) -> Use:
+    def start_call(self, block: Block) -> CallInfo:
         """A block is called, to be differentiated later."""
-        call_id, calls = self._calls.call_id(block)
-        counted_again = partial(self._calls.counting_from, calls)
-        return Use(call_id, self.relief.policies[block.name], self._calls.crowded, counted_again)
+        call_id, calls = self._calls.start_call(block)
+        replay_call_ids = partial(self._calls.replay_call_ids, calls)
+        return CallInfo(call_id, self.memory_limit.policies[block.name], self._calls.multithreaded, replay_call_ids)
 
     # ---- window
 
-    def window(self, tasks: Sequence[Callable[[], Result]], whole: bool) -> list[Result]:
+    def window(self, tasks: Sequence[Callable[[], Result]], full_step: bool) -> list[Result]:
         """Run micro-batches together: each block's weights come once, and its gradients leave once."""
-        self.check()
-        self._calls.training()
-        if self._sums is not None:
+        self.raise_errors()
+        self._calls.mark_training_thread()
+        if self._window_sums is not None:
             raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
         if len(tasks) > 1:
             for slab in self.slabs:
                 slab.grad.several = True
-        self._sums = sums = WindowSums(self.drain, whole, self.seats, self._given)
+        self._window_sums = sums = WindowSums(self.drain, full_step, self.window_threads, self._gradient_complete)
         try:
-            results = self.seats.run([partial(self._begun, task) for task in tasks], seeds, sums.left)
+            results = self.window_threads.run([partial(self._run_task, task) for task in tasks], seeds, sums.left)
             with self._lock, Deferred():
                 sums.close()
         except BaseException:
@@ -217,36 +217,38 @@ class Step:
             self.zero_grad()
             raise
         finally:
-            self._sums = None
+            self._window_sums = None
             self.revisits = self.revisits or sums.revisited
         return results
 
-    def _begun(self, task: Callable[[], Result]) -> Result:
-        self.begin_pass()
+    def _run_task(self, task: Callable[[], Result]) -> Result:
+        self.start_forward()
         return task()
 
     # ---- step
 
     def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
         """Release the updates; block *i* of the next forward waits for update *i* alone."""
-        self.check()
-        self._calls.training()
+        self.raise_errors()
+        self._calls.mark_training_thread()
         with self._lock:
             self.fetcher.until_left()
             with Deferred():
-                order = self._in_forward_order()
-                outcome = self._released(rules, max_norm, order, owner)
+                order = self._slabs_in_forward_order()
+                outcome = self._release_updates(rules, max_norm, order, owner)
                 self._forward_order = {}
-                self._calls.stepped()
+                self._calls.after_step()
                 self.lanes.timeline.cut()
                 self._predictor.record(BOUNDARY)
                 self.fetcher.refresh(order)
-                self.fetcher.prefetch(self._ahead(self._predictor), keep=())
-        self.relief.stepped(self._calls.steps, self.lanes.quiesce)
+                self.fetcher.prefetch(self._upcoming_slabs(self._predictor), keep=())
+        self.memory_limit.after_step(self._calls.steps, self.lanes.quiesce)
         self.ram_monitor.after_step()
         return outcome
 
-    def _released(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
+    def _release_updates(
+        self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object
+    ) -> Outcome:
         before = {slab.index: slab.version for slab in self.slabs}
         try:
             return self.updates.release(rules, max_norm, order, owner)
@@ -265,7 +267,7 @@ class Step:
     @contextmanager
     def final_backward(self, rules: RuleTable, owner: object) -> Iterator[None]:
         """Without clipping, updates start in the backward inside: each slab's as soon as its gradient is complete."""
-        self.check()
+        self.raise_errors()
         # The first step shows which parameters are used in several places; those must wait for all of them.
         if self._calls.steps > 0:
             with self._lock:
@@ -285,59 +287,59 @@ class Step:
     def zero_grad(self) -> None:
         with self._lock, Deferred():
             self.updates.abandon()
-            self._calls.give_up()
+            self._calls.discard_pending()
             for slab in self.slabs:
                 slab.grad.clear()
             self.activations.forget()
 
-    def norm(self) -> float:
+    def grad_norm(self) -> float:
         """The global gradient norm of what has been accumulated so far."""
-        self.check()
+        self.raise_errors()
         return self.updates.norm()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has been accumulated so far."""
-        self.check()
+        self.raise_errors()
         self.updates.scale(factor)
 
     # ---- around it
 
-    def entered(self) -> None:
+    def _enter_model(self) -> None:
         """The model is called. What lanes found out is told to the thread that trains."""
-        if self._calls.enter():
-            self.check()
+        if self._calls.enter_model():
+            self.raise_errors()
         else:
             self.check_open()
 
-    def check(self) -> None:
+    def raise_errors(self) -> None:
         """Raise what lanes found out since the last call."""
         self.check_open()
         self.lanes.check()
         self.updates.check()
 
-    def whole(self) -> None:
+    def require_consistent_weights(self) -> None:
         """Raise if weights are partly those of the next step, or of one that turned out not to be finite."""
         self.updates.decided()
-        self.check()
+        self.raise_errors()
         if self.updates.moving:
             raise UnsupportedCall(
                 "a checkpoint cannot be saved between final_backward() and step(): some weights are already those of "
                 "the next step; save after step()."
             )
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all submitted work on the store is done."""
         for slab in self.slabs:
             slab.finish_work()
         self.lanes.check()
 
-    def _ahead(self, predictor: Predictor) -> list[Slab]:
+    def _upcoming_slabs(self, predictor: Predictor) -> list[Slab]:
         """Slabs of the uses that are expected next, nearest first; those for which nothing travels do not count."""
         uses = (self.blocks[use[1]].slabs for use in predictor.upcoming() if isinstance(use, tuple))
         fetched = (slabs for slabs in uses if any(map(self.fetcher.travels, slabs)))
         return list(chain.from_iterable(islice(fetched, self.fetcher.depth)))
 
-    def _in_forward_order(self) -> list[Slab]:
+    def _slabs_in_forward_order(self) -> list[Slab]:
         """Slabs as the last forward used them, then those it did not use."""
         ordered = {slab.index: slab for index in self._forward_order for slab in self.blocks[index].slabs}
         return list((ordered | {slab.index: slab for slab in self.slabs if slab.index not in ordered}).values())

@@ -21,22 +21,22 @@ class Undo:
         self._entries: list[Callable[[], object]] = []
         self._owner = owner
         """The process whose changes they are, if they are not undone in a forked child."""
-        self.patience: float | None = None
+        self.timeout: float | None = None
         """Seconds that work under way gets to finish; None: as long as it takes."""
 
     def add(self, undo: Callable[[], object]) -> None:
         self._entries.append(undo)
 
-    def patch(self, target: Any, name: str, value: Any, *, yields: bool = False) -> None:
+    def patch(self, target: Any, name: str, value: Any, *, keep_user_value: bool = False) -> None:
         """Give an object an attribute of its own, and later back what it had.
 
-        `yields`: what the user has set there meanwhile stays.
+        `keep_user_value`: what the user has set there meanwhile stays.
         """
         own = vars(target)
         before = own.get(name, _ABSENT)
 
         def put_back() -> None:
-            if yields and own.get(name) is not value:
+            if keep_user_value and own.get(name) is not value:
                 return
             if before is _ABSENT:
                 own.pop(name, None)

@@ -125,7 +125,7 @@ def within_reach(device: torch.device, model: torch.nn.Module, compiles: bool = 
     # Of what CUDA takes about half is there already; the rest comes with its libraries, and out of what is free now.
     vram = free + cached(device) + _bytes_on(device, model) + CUDA_CONTEXT_BYTES // 2
     held = held_beside(device, model)
-    share = int(process.share_of(device).users() * total) + CUDA_CONTEXT_BYTES - held
+    share = int(process.vram_fraction(device).users_value() * total) + CUDA_CONTEXT_BYTES - held
     return Reach(vram=max(0, min(total, vram, share)), ram=ram, held=held)
 
 

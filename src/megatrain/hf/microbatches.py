@@ -117,7 +117,7 @@ class MicroBatches(Optimizing):
         for size in windows:
             done = len(losses) + size
             with self._final_backward() if done == len(tasks) else nullcontext():
-                losses += self.engine.window(tasks[len(losses) : done], whole=size == len(tasks))
+                losses += self.engine.window(tasks[len(losses) : done], full_step=size == len(tasks))
         if in_order and self.engine.revisits and not self._looked:
             announce(
                 "micro-batches pass blocks more than once (two forwards or backwards in one training step): "

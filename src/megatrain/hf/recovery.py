@@ -1,7 +1,7 @@
 """A Trainer's step that runs out of memory: taken back and done again with less, or ended with a checkpoint.
 
 A step that is done again gives the bits that it would have given: gradients are dropped, random numbers start where
-they started, and what changes is only how much is kept on the GPU: graphs, then holds (engine/relief.py).
+they started, and what changes is only how much is kept on the GPU: graphs, then holds (engine/memory_limit.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callabl
         for name, buffer, version in buffers:
             if now.get(name) is not buffer or buffer._version != version:
                 return f"its forward had changed the buffer {name}"
-        if engine.relief.leanest:
+        if engine.memory_limit.exhausted:
             return "blocks already keep nothing on the GPU for their backward; use fewer tokens at a time"
         return None
 
@@ -62,7 +62,7 @@ def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callabl
         f"{said}: the step was taken back and is done again with less kept on the GPU, which changes no bit of "
         "the result but takes longer; use fewer tokens at a time if this goes on"
     )
-    with engine.relief.lean():
+    with engine.memory_limit.with_less_memory():
         return work(), True
 
 
@@ -78,11 +78,11 @@ def grad_norm_with_retry(engine: Engine) -> float:
         said = str(error).split(". ")[0]
     _free(engine)
     warn(f"{said}: the norm of the gradients is taken once more, after memory that was kept for later was given back")
-    engine.relief.hold_to_plan(False)
+    engine.memory_limit.apply(False)
     try:
         return engine.grad_norm()
     finally:
-        engine.relief.hold_to_plan()
+        engine.memory_limit.apply()
 
 
 def _free(engine: Engine) -> None:

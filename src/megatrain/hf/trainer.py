@@ -195,7 +195,7 @@ class MegaMixin(MicroBatches, Checkpoints):
             elif resume_from_checkpoint:
                 resume_from_checkpoint = str(replace.find(resume_from_checkpoint))
                 require_resumable(Path(resume_from_checkpoint))
-            self.engine.relief.hold_to_plan()
+            self.engine.memory_limit.apply()
             try:
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
             except (OutOfRam, NotEnoughMemory) as error:
@@ -204,21 +204,21 @@ class MegaMixin(MicroBatches, Checkpoints):
             finally:
                 # Whatever comes now (generating, say) was not planned.
                 if hasattr(self, "engine"):
-                    self.engine.relief.hold_to_plan(False)
+                    self.engine.memory_limit.apply(False)
         self._ram_stop.check()
         self._check_last_save()
         return result
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.relief.hold_to_plan(False)
+        self.engine.memory_limit.apply(False)
         try:
             found = super().evaluation_loop(*args, **kwargs)
         finally:
             if self.is_in_train:
-                self.engine.relief.hold_to_plan()
+                self.engine.memory_limit.apply()
         if self.is_in_train:
             try:
-                self.engine.relief.take(self.engine.quiesce)
+                self.engine.memory_limit.reserve(self.engine.quiesce)
             except NotEnoughMemory as less:
                 warn(f"after the evaluation: {less}")
         return found

@@ -24,7 +24,7 @@ Named = tuple[str, torch.nn.Module]
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class BlockSpec:
     """A module that will stream, or (`loose`) a module whose own parameters do."""
 
     name: str
@@ -44,20 +44,20 @@ class Found:
         return list(self.module.named_parameters(remove_duplicate=False))
 
 
-def find_blocks(model: torch.nn.Module, hooks: Hooks) -> list[Found]:
+def find_blocks(model: torch.nn.Module, hooks: Hooks) -> list[BlockSpec]:
     """All blocks, in the order in which the model registers them. Every parameter is in one of them."""
     _check_parameters(model)
     return layered(model, hooks) or [
-        Found(name, module, loose=True) for name, module in model.named_modules() if _own(module)
+        BlockSpec(name, module, loose=True) for name, module in model.named_modules() if _own(module)
     ]
 
 
-def layered(model: torch.nn.Module, hooks: Hooks) -> list[Found]:
+def layered(model: torch.nn.Module, hooks: Hooks) -> list[BlockSpec]:
     """Blocks of a model that has repeated layers, wherever its parameters are; none of another one."""
     modules = list(model.named_modules())
     marked = _outermost([(n, m) for n, m in modules if isinstance(m, hooks.layer) and _owns(m)])
     layers = marked + _members(modules, torch.nn.ModuleList, marked) or _members(modules, torch.nn.Sequential, [])
-    blocks = {id(module): Found(name, module, layer=True) for name, module in layers}
+    blocks = {id(module): BlockSpec(name, module, layer=True) for name, module in layers}
     return list(_walk("", model, blocks, set())) if blocks else []
 
 
@@ -85,7 +85,7 @@ def _outermost(found: list[Named]) -> list[Named]:
     return list(reversed(unique.values()))
 
 
-def _walk(name: str, module: torch.nn.Module, layers: dict[int, Found], seen: set[int]) -> Iterator[Found]:
+def _walk(name: str, module: torch.nn.Module, layers: dict[int, BlockSpec], seen: set[int]) -> Iterator[BlockSpec]:
     """Blocks below a module, top down, in registration order."""
     if id(module) in seen:
         return
@@ -95,7 +95,7 @@ def _walk(name: str, module: torch.nn.Module, layers: dict[int, Found], seen: se
         return
     if _own(module):
         contains_layers = any(id(part) in layers for part in module.modules())
-        yield Found(name, module, loose=contains_layers)
+        yield BlockSpec(name, module, loose=contains_layers)
         if not contains_layers:
             return
     for key, child in module.named_children():

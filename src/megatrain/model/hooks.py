@@ -130,7 +130,7 @@ def uses(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
     """Whether a module has transformers' causal loss for the output of this head."""
     loss = getattr(module, "loss_function", None)
     # An engine's chunked head stands in for it while it is attached.
-    loss = getattr(getattr(loss, "__self__", None), "own_loss", loss)
+    loss = getattr(getattr(loss, "__self__", None), "model_loss", loss)
     return loss is causal_loss and output_of(module) is head
 
 

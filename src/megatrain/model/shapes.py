@@ -18,7 +18,7 @@ import torch
 from megatrain.errors import NothingToStream, SettingsError
 from megatrain.geometry import SMALL, padded
 from megatrain.model import fields, hooks
-from megatrain.model.blocks import Found, layered
+from megatrain.model.blocks import BlockSpec, layered
 from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.model.hooks import config_of
 from megatrain.model.trace import Traced, trace
@@ -252,7 +252,7 @@ def _auto(config: Any) -> Any:
 class _Reader:
     """Turns modules into block shapes."""
 
-    def __init__(self, model: Any, text: Any, found: Sequence[Found]) -> None:
+    def __init__(self, model: Any, text: Any, found: Sequence[BlockSpec]) -> None:
         self._model, self._text = model, text
         self._dtypes = Dtypes(model)
         self._head = hooks.output_of(model)
@@ -261,11 +261,11 @@ class _Reader:
         self._owners = {parameter: name for name, parameters in reversed(used) for parameter in parameters}
         """The first block that has a parameter."""
 
-    def follows(self, item: Found) -> bool:
+    def follows(self, item: BlockSpec) -> bool:
         """Whether a layer is of a family that the planner's formula was made for."""
         return getattr(self._config(item), "model_type", None) in FORMULA
 
-    def block(self, item: Found, traced: Traced | None) -> BlockShape:
+    def block(self, item: BlockSpec, traced: Traced | None) -> BlockShape:
         named = [(f"{item.name}.{name}".lstrip("."), parameter) for name, parameter in item.parameters()]
         kind, config = self._kind(item), self._config(item)
         experts, per_token = fields.experts(config, named) if kind == "layer" else (0, 0)
@@ -295,14 +295,14 @@ class _Reader:
             **layer,
         )
 
-    def _kind(self, item: Found) -> str:
+    def _kind(self, item: BlockSpec) -> str:
         if item.layer:
             return "layer"
         if item.module is self._head:
             return "head"
         return "embedding" if isinstance(item.module, torch.nn.Embedding) else "other"
 
-    def _config(self, item: Found) -> Any:
+    def _config(self, item: BlockSpec) -> Any:
         """What describes a block: of a layer its own config, else that of the model around it (a vision tower's)."""
         found, name = _inner(item.module) if item.layer else None, item.name
         while found is None and name:

@@ -68,7 +68,7 @@ class Lease:
     read: list[Order] = field(default_factory=list)
     """Of the slots, and of resident slabs: refills and updates wait for the compute that reads them."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
-    visiting: bool = False
+    evaluating: bool = False
     """Whether a thread beside the one that trains reads resident slabs where they lie."""
 
 
@@ -80,7 +80,7 @@ class Fetcher:
         """Held while slots are filled, pinned or released, and by whoever submits work that writes to a slab: a copy
         must not take the version of one moment for the content of another."""
         self._visits = 0
-        """Leases that are visiting."""
+        """Leases that are evaluating."""
         self._left = threading.Condition(self.lock)
         self._link, self._lanes, self._counters = link, link.lanes, link.counters
         self._clock = count(1)
@@ -106,7 +106,7 @@ class Fetcher:
         """Whether weights are held."""
         return bool(self._held)
 
-    def let_go(self) -> None:
+    def stop_holding(self) -> None:
         """Give the memory of held weights back: from now on they stream, through the rings that there are."""
         with self.lock:
             # A thread that evaluates may read them.
@@ -131,16 +131,16 @@ class Fetcher:
     def slot_bytes(self) -> int:
         return sum(slot.bytes.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 
-    def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), visiting: bool = False) -> Lease:
+    def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), evaluating: bool = False) -> Lease:
         """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival;
-        `visiting`: by a thread beside the one that trains."""
+        `evaluating`: by a thread beside the one that trains."""
         residents = [slab for slab in slabs if slab.on_device]
         lease = Lease()
         try:
             with self.lock:
-                if visiting and residents:
+                if evaluating and residents:
                     self._visits += 1
-                    lease.visiting = True
+                    lease.evaluating = True
                 self._pin([slab for slab in slabs if not slab.on_device], lease)
                 self.prefetch(ahead, keep=slabs)
             for slab in residents:
@@ -159,7 +159,7 @@ class Fetcher:
         """Compute that used the slabs has been submitted; their slots may be refilled after it."""
         mark = self._lanes.mark()
         try:
-            if lease.visiting:
+            if lease.evaluating:
                 # On a stream that the update knows nothing of.
                 mark.wait()
         finally:
@@ -184,11 +184,11 @@ class Fetcher:
                 slot.pins -= 1
             for order in lease.read:
                 order.read(read)
-            self._visits -= lease.visiting
+            self._visits -= lease.evaluating
             self._left.notify_all()
 
     def until_left(self) -> None:
-        """Wait until no visiting thread reads a resident slab, whose update would write what it reads. Call with the
+        """Wait until no evaluating thread reads a resident slab, whose update would write what it reads. Call with the
         lock held, and keep it until the update has been submitted."""
         self._left.wait_for(lambda: self._visits <= 0)
 

@@ -79,7 +79,7 @@ class StateStream:
         for room in self.rings.of(slab) if slab.visits else ():
             room.take_largest()
 
-    def let_go(self, slabs: Iterable[Slab]) -> None:
+    def stop_holding(self, slabs: Iterable[Slab]) -> None:
         """Give back the room of slabs that the CPU updates from now on."""
         self.send_weights()
         for slab in slabs:

@@ -49,7 +49,7 @@ class SumsOut:
         for buffers in self.rings.of(slab) if slab.held_sum else ():
             buffers.take(slab, gradient)
 
-    def let_go(self, slabs: Iterable[Slab]) -> None:
+    def stop_holding(self, slabs: Iterable[Slab]) -> None:
         """Give back the room of slabs whose sums are no longer held."""
         for slab in slabs:
             for buffers in self.rings.of(slab):

@@ -28,7 +28,7 @@ def test_a_saved_weight_is_bound_where_it_came_back() -> None:
     rebinder = Rebinder(there)
     leaves = {slab: view.view(2, 4).T.detach().requires_grad_() for slab, view in there.items()}
     x = torch.ones(3, 4, requires_grad=True)
-    result = rebinder.packing(lambda: (x @ leaves[0]) * (x @ leaves[1]))
+    result = rebinder.run(lambda: (x @ leaves[0]) * (x @ leaves[1]))
     storage[24:40] = storage[:16].clone()
     storage[:24] = torch.nan
     rebinder.views = back

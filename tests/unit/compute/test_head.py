@@ -714,7 +714,7 @@ def test_the_check_runs_once(monkeypatch: pytest.MonkeyPatch):
     model = build("llama")
     with engine_of(model, head_chunk=7) as engine:
         monkeypatch.setattr(
-            engine._step.head, "own_loss", lambda *args, **kwargs: checks.append(1) or own_loss(*args, **kwargs)
+            engine._step.head, "model_loss", lambda *args, **kwargs: checks.append(1) or own_loss(*args, **kwargs)
         )
         for seed in range(3):
             model(**batch(seed)).loss.backward()

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from tests.tiny import Layer, Stack, engine_of, gradients, inputs, same_bits
 from torch import nn
 
-from megatrain.compute.replay import Ambient
+from megatrain.compute.replay import AmbientState
 
 CPU = torch.device("cpu")
 
 
 def test_random_numbers_come_again():
     torch.manual_seed(3)
-    ambient = Ambient.capture(CPU)
+    ambient = AmbientState.capture(CPU)
     first = torch.rand(5)
     torch.rand(7)
     with ambient.replayed(ambient.generators):
@@ -25,7 +25,7 @@ def test_random_numbers_come_again():
 
 
 def test_the_outer_generator_is_undisturbed():
-    ambient = Ambient.capture(CPU)
+    ambient = AmbientState.capture(CPU)
     torch.manual_seed(9)
     before = torch.get_rng_state()
     with ambient.replayed(ambient.generators):
@@ -34,7 +34,7 @@ def test_the_outer_generator_is_undisturbed():
 
 
 def test_the_outer_generator_is_undisturbed_by_an_exception():
-    ambient = Ambient.capture(CPU)
+    ambient = AmbientState.capture(CPU)
     torch.manual_seed(9)
     before = torch.get_rng_state()
 
@@ -51,8 +51,8 @@ def test_the_outer_generator_is_undisturbed_by_an_exception():
 
 def test_autocast_comes_again():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = Ambient.capture(CPU)
-    outside = Ambient.capture(CPU)
+        inside = AmbientState.capture(CPU)
+    outside = AmbientState.capture(CPU)
     left, right = torch.randn(4, 4), torch.randn(4, 4)
     with inside.replayed(None):
         assert (left @ right).dtype == torch.bfloat16
@@ -63,7 +63,7 @@ def test_autocast_comes_again():
 
 def test_autocast_dtype_and_cache_come_again():
     with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-        ambient = Ambient.capture(CPU)
+        ambient = AmbientState.capture(CPU)
     with ambient.replayed(ambient.generators):
         assert torch.get_autocast_dtype("cpu") == torch.float16
         assert not torch.is_autocast_cache_enabled()

@@ -5,7 +5,7 @@ from collections import OrderedDict, UserDict, namedtuple
 import pytest
 import torch
 
-from megatrain.compute.trees import containers, entries_of, put_back, take_apart
+from megatrain.compute.trees import containers, entries_of, flatten_tensors, update_entries
 
 Point = namedtuple("Point", ["x", "y"])
 A, B, C = (torch.full((2,), float(i)) for i in range(3))
@@ -44,29 +44,29 @@ def same(left, right):
 
 @pytest.mark.parametrize(("tree", "tensors"), TREES.values(), ids=TREES.keys())
 def test_apart_and_together(tree, tensors):
-    found, recipe = take_apart(tree)
+    found, spec = flatten_tensors(tree)
     assert len(found) == len(tensors)
     assert all(a is b for a, b in zip(found, tensors, strict=True))
-    assert same(recipe.rebuild(found), tree)
+    assert same(spec.unflatten(found), tree)
 
 
 def test_other_tensors_in_the_same_places():
-    found, recipe = take_apart({"x": (A, "kept", B)})
-    assert same(recipe.rebuild([B, C]), {"x": (B, "kept", C)})
+    found, spec = flatten_tensors({"x": (A, "kept", B)})
+    assert same(spec.unflatten([B, C]), {"x": (B, "kept", C)})
     with pytest.raises(ValueError):
-        recipe.rebuild(found[:1])
+        spec.unflatten(found[:1])
 
 
 def test_the_recipe_holds_no_tensor():
-    _, recipe = take_apart((A, {"x": B}))
-    assert not any(isinstance(leaf, torch.Tensor) for leaf in recipe.leaves)
+    _, spec = flatten_tensors((A, {"x": B}))
+    assert not any(isinstance(leaf, torch.Tensor) for leaf in spec.leaves)
 
 
 @pytest.mark.parametrize("make", [dict, Shared], ids=["dict", "user dict"])
 def test_containers_are_new_objects(make):
     original = make(x=A)
-    found, recipe = take_apart((original, [A]))
-    rebuilt, items = recipe.rebuild([*found])
+    found, spec = flatten_tensors((original, [A]))
+    rebuilt, items = spec.unflatten([*found])
     rebuilt["y"] = B
     items.append(B)
     assert list(original) == ["x"]
@@ -83,8 +83,8 @@ def test_containers_by_place():
 
 def test_entries_put_back():
     listed, plain = [A], {"x": A}
-    put_back(listed, {0: B, 1: C})
-    put_back(plain, {"x": B, "y": C})
+    update_entries(listed, {0: B, 1: C})
+    update_entries(plain, {"x": B, "y": C})
     assert entries_of(listed) == {0: B, 1: C}
     assert entries_of(plain) == {"x": B, "y": C}
     assert entries_of(Shared(x=A)) == {"x": A}

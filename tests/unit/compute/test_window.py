@@ -85,7 +85,7 @@ def test_dropout_is_that_of_one_after_the_other(whole, precision, lanes):
             for step in range(2):
                 work = tasks(model, *range(3 * step, 3 * step + 3))
                 if windowed:
-                    losses = engine.window(work, whole=whole)
+                    losses = engine.window(work, full_step=whole)
                 else:
                     losses = []
                     seeds = torch.randint(0, 2**62, (3,)).tolist()

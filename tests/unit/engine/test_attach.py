@@ -19,7 +19,7 @@ from torch import nn
 
 import megatrain as mt
 from megatrain.engine import attach
-from megatrain.engine.attach import STEPS
+from megatrain.engine.attach import ATTACH_STEPS
 from megatrain.engine.undo import Undo
 
 ENGINE = Path(attach.__file__).parent
@@ -92,7 +92,7 @@ def assert_untouched(model: Any, before: list[Any], process: tuple[Any, ...]) ->
 @pytest.mark.parametrize(
     ("loaded", "precision"), [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float16, "bf16")], ids=str
 )
-@pytest.mark.parametrize("number", range(len(STEPS)), ids=lambda number: STEPS[number].__name__)
+@pytest.mark.parametrize("number", range(len(ATTACH_STEPS)), ids=lambda number: ATTACH_STEPS[number].__name__)
 def test_a_step_that_fails_undoes_all_before_it(
     monkeypatch: pytest.MonkeyPatch, number: int, loaded: torch.dtype, precision: str
 ) -> None:
@@ -100,11 +100,11 @@ def test_a_step_that_fails_undoes_all_before_it(
     before, process = photograph(model), of_process()
 
     def fails(self: attach.Attachment) -> None:
-        STEPS[number](self)
+        ATTACH_STEPS[number](self)
         raise ZeroDivisionError
 
     with monkeypatch.context() as patched:
-        patched.setattr(attach, "STEPS", (*STEPS[:number], fails, *STEPS[number + 1 :]))
+        patched.setattr(attach, "ATTACH_STEPS", (*ATTACH_STEPS[:number], fails, *ATTACH_STEPS[number + 1 :]))
         with pytest.raises(ZeroDivisionError):
             mt.Engine(model, device="cpu", precision=precision, debug=mt.Debug(lanes="threads"), compile=True)
     assert_untouched(model, before, process)

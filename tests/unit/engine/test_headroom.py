@@ -31,7 +31,7 @@ def test_the_batch_that_does_not_fit_is_refused_with_its_size() -> None:
     left = [1 << 40]
     model, engine = attached(left)
     left[0] = level(CRITICAL, engine.ram._limit) + (16 << 20)
-    needed, block = engine._headroom._of(4, 256)
+    needed, block = engine._headroom._estimate(4, 256)
     assert 0 < block < needed
     left[0] = level(CRITICAL, engine.ram._limit) + needed
     with pytest.raises(OutOfRam, match=r"a batch of 4 x 256 tokens takes about .* stopped before it began"):
@@ -45,15 +45,15 @@ def test_the_batch_that_does_not_fit_is_refused_with_its_size() -> None:
 
 def test_slots_and_gradients_that_are_not_there_yet_are_counted_once() -> None:
     model, engine = attached([1 << 40])
-    to_come = engine._headroom._to_come()
-    assert to_come > sum(slab.layout.nbytes for slab in engine.slabs)
+    to_allocate = engine._headroom._backward_bytes()
+    assert to_allocate > sum(slab.layout.nbytes for slab in engine.slabs)
     model(**batch(1, 8)).loss.backward()
-    assert engine._headroom._to_come() == 0
+    assert engine._headroom._backward_bytes() == 0
 
 
 def test_a_window_is_as_many_as_half_of_what_is_left_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine = attached([1 << 20])
-    each = engine._headroom.of_batch(batch(4, 256))
+    each = engine._headroom.batch_bytes(batch(4, 256))
     monkeypatch.setattr(inventory, "free_memory", lambda device: 6 * each)
     assert engine.window_size(batch(4, 256)) == 3
 

@@ -41,7 +41,7 @@ def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) 
     assert engine.settings.debug.slots == 2
     assert engine.settings.held_weights == ("model.layers.1",)
     assert engine.window_size(small.batch(2)) == 3
-    assert [engine.relief.policies[b.name] for b in engine.blocks if b.name.startswith("model.layers")] == [
+    assert [engine.memory_limit.policies[b.name] for b in engine.blocks if b.name.startswith("model.layers")] == [
         "recompute", "store", "recompute",
     ]  # fmt: skip
     assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
@@ -70,7 +70,7 @@ def test_a_plan_does_not_change_bits() -> None:
                 lambda k=k, step=step: engine.model(**small.batch(2, seed=4 * step + k)).loss.backward()
                 for k in range(4)
             ]
-            engine.window(tasks, whole=True)
+            engine.window(tasks, full_step=True)
             optimizer.step()
             optimizer.zero_grad()
         return roles(engine)

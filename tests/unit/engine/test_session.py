@@ -436,7 +436,17 @@ def test_a_window_is_as_large_as_memory_allows_whatever_a_collator_gives(monkeyp
 
 def test_a_window_says_how_many_threads_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a cap on GPU memory includes them."""
-    engine, seated = mt.Engine(small.llama(), device="cpu"), []
-    monkeypatch.setattr(engine.relief, "seated", seated.append)
+    engine, sizes = mt.Engine(small.llama(), device="cpu"), []
+    monkeypatch.setattr(engine.memory_limit, "set_window_size", sizes.append)
     engine.window([lambda: None] * 3)
-    assert seated == [3]
+    assert sizes == [3]
+
+
+def test_the_old_keyword_of_a_window_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = mt.Engine(small.llama(), device="cpu"), []
+    monkeypatch.setattr(engine._step, "window", lambda tasks, full_step: asked.append(full_step) or [])
+    for whole in (True, False):
+        with pytest.warns(FutureWarning, match=r"Engine\.window\(whole=\.\.\.\) is now full_step") as caught:
+            engine.window([], whole=whole)
+        assert caught[0].filename == __file__
+    assert asked == [True, False]

@@ -28,7 +28,7 @@ def share(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=TOTAL))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: held[0])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, _: held.__setitem__(0, value))
-    monkeypatch.setattr(process, "_shares", {})
+    monkeypatch.setattr(process, "_vram_fractions", {})
     return held
 
 
@@ -37,11 +37,11 @@ def allowed(share: list[float]) -> float:
 
 
 def cap(nbytes: int | None, owner: str = "engine") -> None:
-    process.share_of(GPU).hold(owner, VramLimit(cap=nbytes))
+    process.vram_fraction(GPU).request(owner, VramLimit(cap=nbytes))
 
 
 def end(owner: str = "engine") -> None:
-    process.let_go(owner)
+    process.release(owner)
 
 
 def test_lowered_lifted_and_ended(share: list[float]) -> None:
@@ -93,10 +93,10 @@ def test_the_lowest_cap_of_the_engines_that_are_open_counts(share: list[float]) 
 
 
 def test_plans_add_up_and_do_not_limit_who_has_none(share: list[float]) -> None:
-    process.share_of(GPU).hold("a", VramLimit(planned=20 * GIB, others=2 * GIB))
+    process.vram_fraction(GPU).request("a", VramLimit(planned=20 * GIB, other_bytes=2 * GIB))
     assert allowed(share) == pytest.approx(22 * GIB)
     # The second found what the first holds by now.
-    process.share_of(GPU).hold("b", VramLimit(planned=10 * GIB, others=17 * GIB))
+    process.vram_fraction(GPU).request("b", VramLimit(planned=10 * GIB, other_bytes=17 * GIB))
     assert allowed(share) == pytest.approx(32 * GIB)
     cap(None, "c")
     assert share[0] == 1.0
@@ -147,7 +147,7 @@ def test_a_cap_below_what_the_process_holds_already(share: list[float]) -> None:
 )  # fmt: skip
 def test_whose_segments_grow(configured: str, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
-    assert process.grow_segments("engine") == grows
+    assert process.use_expandable_segments("engine") == grows
 
 
 def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:

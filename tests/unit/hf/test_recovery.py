@@ -87,14 +87,14 @@ def test_half_as_many_graphs_are_kept_afterwards(tmp_path: Path) -> None:
         tmp_path, lambda model: Fails(model, {2}, "forward"), model=small.llama(num_hidden_layers=4),
         policy={"model.layers.*": "store"},
     )  # fmt: skip
-    policies = [trainer.engine.relief.policies[f"model.layers.{i}"] for i in range(4)]
+    policies = [trainer.engine.memory_limit.policies[f"model.layers.{i}"] for i in range(4)]
     assert policies == ["store", "store", "recompute", "recompute"]
 
 
 def test_without_graphs_inputs_are_offloaded(tmp_path: Path) -> None:
     trainer = trained(tmp_path, lambda model: Fails(model, {2}, "forward"), policy="recompute")
-    assert trainer.engine.relief.policies["transformer.h.0"] == "offload"
-    assert trainer.engine.relief.leanest
+    assert trainer.engine.memory_limit.policies["transformer.h.0"] == "offload"
+    assert trainer.engine.memory_limit.exhausted
 
 
 def test_only_once(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_in_an_own_loop_it_raises_and_zero_grad_is_enough(where: str, policy: st
         def step(seed: int) -> None:
             if window:
                 tasks = [lambda k=k: model(**small.batch(2, seed=2 * seed + k)).loss.backward() for k in range(2)]
-                engine.window(tasks, whole=True)
+                engine.window(tasks, full_step=True)
             else:
                 model(**small.batch(2, seed=seed)).loss.backward()
             optimizer.step()

@@ -29,9 +29,9 @@ def run(lanes: Any, early: bool, precision: str = "fp32", windows: bool = False,
         tasks = [lambda seed=10 * step + k: backward(model, seed) for k in range(micro)]
         if windows and early:
             with optimizer.final_backward():
-                engine.window(tasks, whole=True)
+                engine.window(tasks, full_step=True)
         elif windows:
-            engine.window(tasks, whole=True)
+            engine.window(tasks, full_step=True)
         else:
             for task in tasks[:-1]:
                 task()

@@ -213,7 +213,7 @@ def test_what_was_held_shares_the_rings_that_there_are():
     kib = PAGE * 4
     assert bench.sizes() == [(kib, 1), (kib, 1), (3 * kib, 1), (4 * kib, 2), (8 * kib, 1)]
     assert bench.use(0, 1, 2, 3, 4, 5) == [1, 2, 3, 4, 5, 6]
-    bench.fetcher.let_go()
+    bench.fetcher.stop_holding()
     assert not bench.fetcher.holding
     assert bench.sizes() == [(kib, 2), (4 * kib, 2), (8 * kib, 1)]
     assert [bench.use(index) for index in range(6)] == [[1], [2], [3], [4], [5], [6]]
@@ -224,11 +224,11 @@ def test_what_is_held_is_given_back_when_the_last_thread_that_reads_it_has_left(
     lease = bench.acquire(0)
     happened = []
 
-    def let_go():
-        bench.fetcher.let_go()
+    def stop_holding():
+        bench.fetcher.stop_holding()
         happened.append("let go")
 
-    thread = threading.Thread(target=let_go)
+    thread = threading.Thread(target=stop_holding)
     thread.start()
     thread.join(0.05)
     happened.append("released")

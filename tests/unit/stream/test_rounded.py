@@ -11,7 +11,7 @@ def gradient_bytes(whole: bool) -> dict[str, int]:
     optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
     for _ in range(2):
         tasks = [lambda k=k: model(**small.batch(2, seed=k)).loss.backward() for k in range(3)]
-        engine.window(tasks, whole=whole)
+        engine.window(tasks, full_step=whole)
         found = {
             slab.name: sum(b.nbytes for part in slab.grad.parts.values() for b in part.buffers.values())
             for slab in engine.slabs

@@ -86,7 +86,7 @@ def test_the_device_has_room_for_a_few() -> None:
     model = Stack(8)
     engine = engine_of(model, precision="bf16", **VISITS)
     train(engine, model, steps=2)
-    rooms = engine.relief.holds._states.rings.all
+    rooms = engine.memory_limit.held_state._states.rings.all
     assert len(engine.slabs) > len(rooms) == PASSING
     state = max(sum(b.nbytes for b in slab.state_buffers()) for slab in engine.slabs)
     assert all(state <= room.bytes.numel() <= 2 * state + 4096 for room in rooms)

@@ -46,10 +46,10 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
             if short and step == 2:
                 ran_out(model, 3 * step + 1)
                 optimizer.zero_grad()
-                assert engine.relief.holds
-                with engine.relief.lean():
+                assert engine.memory_limit.held_state
+                with engine.memory_limit.with_less_memory():
                     backward(model, 3 * step)
-                assert not engine.relief.holds
+                assert not engine.memory_limit.held_state
             backward(model, 3 * step + 1)
             seen.append(gradients(model))
             optimizer.step()
@@ -61,7 +61,7 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     assert differences(got, expected) == []
     assert engine._placement.vram.held == 0
     assert engine._step.fetcher.slot_bytes() == streamed._step.fetcher.slot_bytes(), "no ring beside those there are"
-    ways, rooms = engine.relief.holds._sums_out.rings.all, engine.relief.holds._states.rings.all
+    ways, rooms = engine.memory_limit.held_state._sums_out.rings.all, engine.memory_limit.held_state._states.rings.all
     assert all(way.slot.bytes.numel() == 0 and way.home.buffer is None for way in ways)
     assert len(rooms) == (2 if held is VISITS else 0)
     assert all(room.bytes.numel() == 0 for room in rooms)

@@ -10,7 +10,7 @@ import torch
 from tests import small
 
 from megatrain import process
-from megatrain.engine.relief import GRANULARITY, SETTLED, Relief
+from megatrain.engine.memory_limit import GRANULARITY, WARMUP_STEPS, MemoryLimit
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import THREAD_BYTES, Machine, cuda_bytes
@@ -27,7 +27,7 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = TOTAL) -> None:
         self.share, self.free = 1.0, free
         self.reserved = self.held = self.peak = self.asked = self.quieted = 0
-        monkeypatch.setattr(process, "_shares", {})
+        monkeypatch.setattr(process, "_vram_fractions", {})
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         for name, stand_in in {
             "get_device_properties": lambda _: SimpleNamespace(total_memory=TOTAL),
@@ -71,130 +71,130 @@ class Block:
         self._owner.held -= self._nbytes
 
 
-def relief_of(**settings: Any) -> tuple[Relief, int]:
+def memory_limit_of(**settings: Any) -> tuple[MemoryLimit, int]:
     """For a plan of a made-up model, and what the allocator may have of it."""
     decided = plan(small.llama(), machine=Machine.load("h200-1.5tb"), batch=64, length=8192)
     followed = Settings(plan=decided, **decided.settings(), **settings)
-    relief = Relief(followed, GPU, small.llama())
-    relief.hold_to_plan()
-    return relief, decided.total("vram") - decided.outside_allocator
+    memory_limit = MemoryLimit(followed, GPU, small.llama())
+    memory_limit.apply()
+    return memory_limit, decided.total("vram") - decided.outside_allocator
 
 
 def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    relief, planned = relief_of()
-    relief.take(allocator.quiet)
+    memory_limit, planned = memory_limit_of()
+    memory_limit.reserve(allocator.quiet)
     assert (allocator.held, allocator.quieted) == (0, 1)
     assert planned - 2 * GRANULARITY <= allocator.reserved <= planned
 
 
 def test_it_is_taken_again_once_whatever_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    relief, planned = relief_of()
+    memory_limit, planned = memory_limit_of()
     for steps in range(1, 6):
         # Given back but for a tenth, nine times what is missing of it cached.
         allocator.reserved = planned - planned // 10
-        relief.stepped(steps, allocator.quiet)
+        memory_limit.after_step(steps, allocator.quiet)
         whole = planned - 2 * GRANULARITY <= allocator.reserved <= planned
-        assert whole == (steps == SETTLED)
-        assert allocator.quieted == (steps >= SETTLED), "once, before anything is held"
+        assert whole == (steps == WARMUP_STEPS)
+        assert allocator.quieted == (steps >= WARMUP_STEPS), "once, before anything is held"
     assert allocator.peak <= planned
 
 
 def test_what_the_user_allows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    _, planned = relief_of()
+    _, planned = memory_limit_of()
     allocator.share = planned / 2 / TOTAL
-    relief, _ = relief_of()
-    relief.take(allocator.quiet)
+    memory_limit, _ = memory_limit_of()
+    memory_limit.reserve(allocator.quiet)
     assert planned // 2 - 2 * GRANULARITY <= allocator.reserved <= planned // 2
 
 
 def test_a_gpu_that_is_full_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch, free=GIB)
-    relief, _ = relief_of()
+    memory_limit, _ = memory_limit_of()
     with pytest.raises(NotEnoughMemory, match=r"but only 1\.00 GiB are free; end what else"):
-        relief.take(allocator.quiet)
-    relief.stepped(SETTLED, allocator.quiet)
+        memory_limit.reserve(allocator.quiet)
+    memory_limit.after_step(WARMUP_STEPS, allocator.quiet)
 
 
 def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
-    relief, planned = relief_of()
-    relief.take(allocator.quiet)
+    memory_limit, planned = memory_limit_of()
+    memory_limit.reserve(allocator.quiet)
     assert allocator.asked == 1
-    roles = relief._plan.memory["vram"]  # type: ignore[union-attr]
+    roles = memory_limit._plan.memory["vram"]  # type: ignore[union-attr]
     assert allocator.reserved == min(
         planned - GRANULARITY,
-        roles["activations"] + roles["workspace"] - relief._plan.outside_allocator,  # type: ignore[union-attr]
+        roles["activations"] + roles["workspace"] - memory_limit._plan.outside_allocator,  # type: ignore[union-attr]
     )
     allocator.empty_cache()
-    relief.stepped(SETTLED, allocator.quiet)
+    memory_limit.after_step(WARMUP_STEPS, allocator.quiet)
     assert allocator.asked == 1
 
 
 def test_what_was_cached_before_counts_against_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     allocator.reserved = 3 * GIB
-    Relief(Settings(plan=None), GPU, small.llama()).take(allocator.quiet)
+    MemoryLimit(Settings(plan=None), GPU, small.llama()).reserve(allocator.quiet)
     assert allocator.reserved == 3 * GIB, "without a cap it is nobody's business"
-    Relief(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama()).take(allocator.quiet)
+    MemoryLimit(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama()).reserve(allocator.quiet)
     assert allocator.reserved == 0
 
 
 def test_what_something_else_holds_is_beside_the_plan_and_inside_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     allocator.reserved = allocator.held = 5 * GIB
-    _, planned = relief_of()
+    _, planned = memory_limit_of()
     assert allocator.share * TOTAL == pytest.approx(planned + 5 * GIB)
     with pytest.raises(NotEnoughMemory, match=r"the 5\.00 GiB that this process holds on the GPU already"):
-        relief_of(max_vram_gb=5.5)
+        memory_limit_of(max_vram_gb=5.5)
 
 
 def test_what_pinned_memory_takes_of_the_gpu_is_inside_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, pinned = Allocator(monkeypatch), [0]
-    relief = Relief(Settings(plan=None, max_vram_gb=20.0), GPU, small.llama(), pinned=lambda: pinned[0])
-    relief.hold_to_plan()
+    memory_limit = MemoryLimit(Settings(plan=None, max_vram_gb=20.0), GPU, small.llama(), pinned=lambda: pinned[0])
+    memory_limit.apply()
     for step, nbytes in enumerate((0, 256 * GIB, 512 * GIB)):
         pinned[0] = nbytes
-        relief.take(allocator.quiet) if step < SETTLED else relief.stepped(step, allocator.quiet)
+        memory_limit.reserve(allocator.quiet) if step < WARMUP_STEPS else memory_limit.after_step(step, allocator.quiet)
         assert allocator.share * TOTAL == pytest.approx(20 * GIB - cuda_bytes(nbytes))
     assert cuda_bytes(512 * GIB) - cuda_bytes(0) == GIB
     for window in (16, 8):
-        relief.seated(window)
+        memory_limit.set_window_size(window)
         assert allocator.share * TOTAL == pytest.approx(20 * GIB - cuda_bytes(512 * GIB, 16)), (
             "threads that are there stay"
         )
     assert cuda_bytes(0, 16) - cuda_bytes(0) == 14 * THREAD_BYTES
-    relief.let_go()
-    relief.let_go()
+    memory_limit.release()
+    memory_limit.release()
     assert allocator.share == 1.0
-    relief.hold_to_plan()
+    memory_limit.apply()
     assert allocator.share == 1.0, "it has ended"
 
 
 def test_pinned_memory_that_takes_all_of_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    Relief(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama(), pinned=lambda: 1 << 40).hold_to_plan()
+    MemoryLimit(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama(), pinned=lambda: 1 << 40).apply()
     assert allocator.share == 0.0
 
 
 def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    relief, planned = relief_of()
-    relief.take(allocator.quiet)
+    memory_limit, planned = memory_limit_of()
+    memory_limit.reserve(allocator.quiet)
     assert allocator.share == pytest.approx(planned / TOTAL)
-    relief.let_go()
+    memory_limit.release()
     assert (allocator.reserved, allocator.share) == (0, 1.0)
 
 
 def test_after_it_ran_out_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    relief, _ = relief_of()
-    relief.policies = SimpleNamespace(lean=torch.no_grad, stored=["layers.0"])  # type: ignore[assignment]
-    with relief.lean():
+    memory_limit, _ = memory_limit_of()
+    memory_limit.policies = SimpleNamespace(reduced=torch.no_grad, stored=["layers.0"])  # type: ignore[assignment]
+    with memory_limit.with_less_memory():
         pass
-    relief.take(allocator.quiet)
-    relief.stepped(SETTLED, allocator.quiet)
+    memory_limit.reserve(allocator.quiet)
+    memory_limit.after_step(WARMUP_STEPS, allocator.quiet)
     assert allocator.reserved == 0
