@@ -85,7 +85,7 @@ class Tier:
 
 
 TIERS = {"vram": Tier("gpu_update", on_device=True), "ram": Tier("update", on_device=False)}
-PASSING = 2
+STAGING_SLOTS = 2
 """Slots per ring of what passes once per step: gradients on their way from a held sum to its update, on the device and
 in RAM, and states that come to the device for theirs."""
 

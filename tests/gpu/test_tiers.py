@@ -85,13 +85,13 @@ def drawn(seed):
     """Homes, holds and policies by a seed."""
     source = random.Random(seed)
     kinds = {
-        block: source.choice(["resident", "visits", "held", "streamed", "weights", "gradients"]) for block in BLOCKS
+        block: source.choice(["resident", "states", "held", "streamed", "weights", "gradients"]) for block in BLOCKS
     }
     return {
         "resident": tuple(block for block, kind in kinds.items() if kind == "resident"),
-        "held_weights": tuple(block for block, kind in kinds.items() if kind in ("held", "visits", "weights")),
-        "held_gradients": tuple(block for block, kind in kinds.items() if kind in ("held", "visits", "gradients")),
-        "streamed_states": tuple(block for block, kind in kinds.items() if kind == "visits"),
+        "held_weights": tuple(block for block, kind in kinds.items() if kind in ("held", "states", "weights")),
+        "held_gradients": tuple(block for block, kind in kinds.items() if kind in ("held", "states", "gradients")),
+        "streamed_states": tuple(block for block, kind in kinds.items() if kind == "states"),
         "policy": {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS},
         "debug": mt.Debug(slots=source.randint(1, 4)),
         "windows": source.random() < 0.5,

@@ -24,12 +24,12 @@ def drawn(seed: int, tied: bool) -> dict[str, Any]:
     source = random.Random(seed)
     homes: dict[str, list[str]] = {name: [] for name in PLACED}
     for block in BLOCKS[:-1] if tied else BLOCKS:
-        kind = source.choice(["resident", "visits", "held", "streamed", "weights", "gradients"])
+        kind = source.choice(["resident", "states", "held", "streamed", "weights", "gradients"])
         if kind == "resident":
             homes["resident"].append(block)
-        homes["held_weights"] += [block] if kind in ("held", "visits", "weights") else []
-        homes["held_gradients"] += [block] if kind in ("held", "visits", "gradients") else []
-        homes["streamed_states"] += [block] if kind == "visits" else []
+        homes["held_weights"] += [block] if kind in ("held", "states", "weights") else []
+        homes["held_gradients"] += [block] if kind in ("held", "states", "gradients") else []
+        homes["streamed_states"] += [block] if kind == "states" else []
     policies = {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS}
     return {
         **{name: tuple(blocks) for name, blocks in homes.items()},

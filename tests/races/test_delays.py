@@ -155,7 +155,7 @@ def held(lanes: Lanes) -> list[Any]:
     return train(lanes, "bf16", held_weights=("*",), held_gradients=("layers.*",), grad_slots=1)
 
 
-def visits(lanes: Lanes) -> list[Any]:
+def streamed_states(lanes: Lanes) -> list[Any]:
     """States that come to the device for their update, of all layers but one."""
     held = dict.fromkeys(("held_weights", "held_gradients"), ("*",))
     return train(lanes, "bf16", streamed_states=("entry", "layers.[02]"), **held)
@@ -177,7 +177,7 @@ def rewritten(lanes: Lanes) -> list[Any]:
     return seen
 
 
-def interfere_visits(lanes: Lanes) -> list[Any]:
+def interfere_streamed(lanes: Lanes) -> list[Any]:
     return interfere(lanes, **dict.fromkeys(("held_weights", "held_gradients", "streamed_states"), ("*",)))
 
 
@@ -291,8 +291,11 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
 
 @pytest.mark.parametrize(
     "scenario",
-    [language_model, bystander, windows, peek, early, held, resident, tied, visits, rewritten, interfere_visits],
-)
+    [
+        language_model, bystander, windows, peek, early, held, resident, tied, streamed_states, rewritten,
+        interfere_streamed,
+    ],
+)  # fmt: skip
 def test_other_scenarios_do_not_depend_on_delays(scenario: Any, expected: Any):
     for seed in range(20):
         got = scenario(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
@@ -349,11 +352,11 @@ NEEDED = [
     Missing("update", "update", "gradient written", "d2h", early, lag=5e-3),
     Missing("update", "update", "sum buffer written", "sums_out", held),
     Missing("gpu_update", "update", "norm", "update", resident),
-    Missing("gpu_update", "update", "state slot written", "states_in", visits),
+    Missing("gpu_update", "update", "state slot written", "states_in", streamed_states),
     Missing("gpu_update", "update", "slot written", "refresh", rewritten, lag=1e-2),
-    Missing("states_in", "bring", "state slot read", "states_out", visits),
-    Missing("states_in", "bring", "states written", "states_out", interfere_visits, lag=1e-2),
-    Missing("states_out", "send states", "state slot written", "gpu_update", visits),
+    Missing("states_in", "fetch states", "state slot read", "states_out", streamed_states),
+    Missing("states_in", "fetch states", "states written", "states_out", interfere_streamed, lag=1e-2),
+    Missing("states_out", "send states", "state slot written", "gpu_update", streamed_states),
     Missing("compute", "", "slot written", "h2d", train),
     Missing("compute", "", "gradient slot read", "d2h", train),
     Missing("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
@@ -377,7 +380,7 @@ IMPLIED = {
     ("refresh", "fetch", "slot read"),
     ("refresh", "fetch", "slot written"),
     # States go home after the update that waited for them to come; the next ones come after that.
-    ("states_in", "bring", "state slot written"),
+    ("states_in", "fetch states", "state slot written"),
     ("states_out", "send states", "states read"),
     # A weight goes home after its states on the same lane, and its copy was filled before the update.
     ("states_out", "send weight", "slot written"),
@@ -389,7 +392,7 @@ IMPLIED = {
 }
 """Waits that something else already implies here. One that is needed some day must move up."""
 SCENARIOS = (train, interfere, bystander, windows, peek, early, language_model, held, interfere_held, resident, tied,
-             visits, rewritten, interfere_visits)  # fmt: skip
+             streamed_states, rewritten, interfere_streamed)  # fmt: skip
 
 
 def tampered(missing: Missing, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:

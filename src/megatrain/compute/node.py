@@ -39,7 +39,7 @@ from megatrain.generators import Generators
 from megatrain.store.gradient import CallId
 from megatrain.store.parameter import users_hooks
 from megatrain.store.slab import Slab
-from megatrain.stream.activations import Activations, Parked
+from megatrain.stream.activations import Activations, OffloadedTensor
 
 MIN_OFFLOAD_BYTES = 1 << 10
 """Bytes below which an input is not worth a transfer."""
@@ -99,7 +99,7 @@ class _Call:
     policy: str
     training: bool
     """Whether the block was in training mode: in the other one a recompute has other masks, or none."""
-    offloaded: dict[int, Parked] = field(default_factory=dict)
+    offloaded: dict[int, OffloadedTensor] = field(default_factory=dict)
     """Policy `offload`: inputs that wait in host memory, by position."""
     graph: _Graph | None = None
     """Policy `store`: what the forward made, until the backward uses it."""
@@ -143,16 +143,17 @@ class _Call:
             worth = [
                 i for i in self.differentiable if tensors[i].numel() * tensors[i].element_size() >= MIN_OFFLOAD_BYTES
             ]
-            self.offloaded = {i: self.runtime.activations.park(tensors[i]) for i in worth}
+            self.offloaded = {i: self.runtime.activations.offload(tensors[i]) for i in worth}
         return tuple(None if i in self.offloaded else t for i, t in enumerate(tensors))
 
     def restore_inputs(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        if any(offloaded.taken for offloaded in self.offloaded.values()):
+        if any(offloaded.restored for offloaded in self.offloaded.values()):
             raise UnsupportedCall(
                 f"{self.block.name} was differentiated twice under policy 'offload'; use 'recompute'."
             )
         return tuple(
-            self.runtime.activations.take(self.offloaded[i]) if i in self.offloaded else t for i, t in enumerate(saved)
+            self.runtime.activations.restore(self.offloaded[i]) if i in self.offloaded else t
+            for i, t in enumerate(saved)
         )
 
     def take_stored_graph(self, views: dict[int, torch.Tensor]) -> _Graph:

@@ -81,7 +81,7 @@ class CallTracker:
         """What the calling thread has done so far, and will do next."""
         if self._thread.predictor is None:
             self._thread.predictor = Predictor()
-            self._thread.predictor.expect([("inference", block.index) for block in blocks] * 2)
+            self._thread.predictor.assume([("inference", block.index) for block in blocks] * 2)
         return self._thread.predictor
 
     # ---- call ids

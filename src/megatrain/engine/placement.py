@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import PASSING, PLACED, by_size
+from megatrain.geometry import PLACED, STAGING_SLOTS, by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.optim.rules import AdamW, Rule
@@ -48,13 +48,13 @@ class Placement:
         if _matches(block, self._settings.resident):
             return Homes.together(self.vram)
         held, summed = _matches(block, self._settings.held_weights), _matches(block, self._settings.held_gradients)
-        visits = _matches(block, self._settings.streamed_states)
-        if visits and not (summed and held) and self._settings.plan is None:
+        streams_states = _matches(block, self._settings.streamed_states)
+        if streams_states and not (summed and held) and self._settings.plan is None:
             raise SettingsError(
                 f"streamed_states matches {block}, whose {'gradients are' if held else 'weights are'} not held: its "
                 "states are updated on the GPU, so name it in held_weights and held_gradients too."
             )
-        return Homes(self.ram, self.ram, self.vram if summed else self.ram, held=held, visits=visits)
+        return Homes(self.ram, self.ram, self.vram if summed else self.ram, held=held, streams_states=streams_states)
 
     def check(self, blocks: Sequence[str]) -> None:
         """A pattern that matches nothing is a mistake, not a wish."""
@@ -82,9 +82,11 @@ class Placement:
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
             needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
-        visiting = [slab for slab in slabs if slab.visits]
-        for ring in by_size(visiting, lambda slab: slab.layout.nbytes):
-            needed["vram"] += min(PASSING, len(ring)) * max(slab.state_bytes(rule.moments, width) for slab in ring)
+        streamed = [slab for slab in slabs if slab.streams_states]
+        for ring in by_size(streamed, lambda slab: slab.layout.nbytes):
+            needed["vram"] += min(STAGING_SLOTS, len(ring)) * max(
+                slab.state_bytes(rule.moments, width) for slab in ring
+            )
         if needed["vram"]:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(

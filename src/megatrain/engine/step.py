@@ -100,8 +100,8 @@ class Step:
         for slab in self.slabs:
             slab.shared = users[slab.index] > 1
         self._block_of_slab = {slab.index: block.index for block in blocks for slab in block.slabs}
-        self._predictor.expect([("forward", block.index) for block in blocks])
-        self._predictor.expect([("backward", block.index) for block in blocks[::-1]])
+        self._predictor.assume([("forward", block.index) for block in blocks])
+        self._predictor.assume([("backward", block.index) for block in blocks[::-1]])
         self._predictor.record(BOUNDARY)
         for block in blocks:
             block.allow_nested_calls(blocks)
@@ -290,7 +290,7 @@ class Step:
             self._calls.discard_pending()
             for slab in self.slabs:
                 slab.grad.clear()
-            self.activations.forget()
+            self.activations.drop_all()
 
     def grad_norm(self) -> float:
         """The global gradient norm of what has been accumulated so far."""

@@ -174,8 +174,8 @@ class Updates:
         gradients = {slab.index: slab.grad.snapshot() for slab in self.slabs if slab.grad.present}
         for slab in self.slabs:
             if slab.index in gradients:
-                self.sums_out.make_room(slab, gradients[slab.index])
-                self.states.make_room(slab)
+                self.sums_out.allocate(slab, gradients[slab.index])
+                self.states.allocate(slab)
         early = self._claim(rules, owner)
         outcome = early.outcome
         # What has started took its own sum, and says whether it moved anything.
@@ -261,10 +261,10 @@ class Updates:
         """An update, where the slab's states are or come to; `allowed` says, when it runs, what gradients are
         multiplied by, or that nothing is to be changed (None)."""
         # The weights that compute or a copy may still be reading are written, so it comes after them.
-        visit = self.states.open(slab)
-        state = visit or slab.open(writes=("weight", "states"))
-        tier = "vram" if visit is not None else slab.homes.states.tier
-        gradient = gradient if visit is not None else self.sums_out.send(slab, gradient)
+        staged = self.states.stage(slab)
+        state = staged or slab.open(writes=("weight", "states"))
+        tier = "vram" if staged is not None else slab.homes.states.tier
+        gradient = gradient if staged is not None else self.sums_out.send(slab, gradient)
 
         def work() -> None:
             factor = allowed(gradient)
@@ -276,8 +276,8 @@ class Updates:
             label=slab.name,
         )  # fmt: skip
         slab.version += 1
-        if visit is not None:
-            self.states.close(visit)
+        if staged is not None:
+            self.states.send_back(staged)
         return ticket
 
     def _decide(self, early: _Early, gradients: Mapping[int, Snapshot], max_norm: float | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import PASSING, WIDTHS, by_size, grad_slots, padded_slab, round_up, weight_slots
+from megatrain.geometry import STAGING_SLOTS, WIDTHS, by_size, grad_slots, padded_slab, round_up, weight_slots
 from megatrain.geometry import TIERS as ENGINE_TIERS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
@@ -128,7 +128,7 @@ class Ledger:
         self._layer_slabs, self._rest_slabs = self._slabs(trained=False)
         self._layer_trained, self._rest_trained = self._slabs(trained=True)
         alike = by_size([self.states[i] for i in self.layers], lambda state: state.weights)
-        self._visiting = PASSING * sum(max(state.residuals + state.moments for state in ring) for ring in alike)
+        self._visiting = STAGING_SLOTS * sum(max(state.residuals + state.moments for state in ring) for ring in alike)
         """Slots for states that come to VRAM."""
         self._slot_bytes, self._ring_bytes = _looked_up_before(shape, run.itemsize, run.accumulation > 1)
         self._disk_bytes: Table = {}
@@ -256,7 +256,9 @@ class Ledger:
             if ring.slabs & streamed.keys():
                 slots += ring.elements * per * grad_slots(most, ring.count)
         others = self._layer_slabs[layers] + (none if rest == RESIDENT else self._rest_slabs)
-        leaving = sum(ring.nbytes * min(PASSING, ring.count) for ring in _rings(others) if ring.slabs & held.keys())
+        leaving = sum(
+            ring.nbytes * min(STAGING_SLOTS, ring.count) for ring in _rings(others) if ring.slabs & held.keys()
+        )
         # A sum is rounded before it is copied. In a step of one window it is, when the window has passed the block, but
         # for parts that are merged; until then it is FP32.
         here = self._layer_trained[0] - self._layer_trained[summed] + (none if rest == STREAMED else self._rest_trained)

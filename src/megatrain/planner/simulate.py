@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import LANES, PASSING, grad_slots, weight_slots
+from megatrain.geometry import LANES, STAGING_SLOTS, grad_slots, weight_slots
 from megatrain.planner.arrays import Bools, Floats, Ints, Sums, Table, looked_up
 from megatrain.planner.cost import CALL, PARK, STEP, STREAM, TRAINER, Costs
 from megatrain.planner.decision import GRAD_SLOTS, RESIDENT, SLOTS, STREAMED, Decision, Decisions, Windows
@@ -239,9 +239,9 @@ class _Pass:
         self.released = [_Queue(max(SLOTS), count) for _ in rings]
         self.sent = [_Queue(max(GRAD_SLOTS), count) for _ in rings]
         self.states_in, self.states_out, self.updating = (np.zeros(count) for _ in range(3))
-        self.rooms = [_Queue(PASSING, count) for _ in rings]
+        self.rooms = [_Queue(STAGING_SLOTS, count) for _ in rings]
         """States that have gone back to RAM: their slots are free."""
-        self.left = [_Queue(PASSING, count) for _ in rings]
+        self.left = [_Queue(STAGING_SLOTS, count) for _ in rings]
         """Held sums that have been updated: their buffers in RAM are free."""
         self.slots, self.grad_slots = [], []
         for ring in rings:
@@ -275,7 +275,7 @@ class _Pass:
         written: list[Floats] = []
         for block, following in zip(self.blocks, coming, strict=True):
             piece, buffers = block.piece, self.left[block.ring]
-            begin = np.maximum(self.link_out, buffers.before(PASSING))
+            begin = np.maximum(self.link_out, buffers.before(STAGING_SLOTS))
             self.link_out = np.where(block.leaves, begin + piece.sum_out, self.link_out)
             free = np.where(block.leaves, np.maximum(free, self.link_out), free)
             free = np.where(block.on_disk, np.maximum(free, ready[0]), free)
@@ -293,7 +293,7 @@ class _Pass:
         if not block.visits.any():
             return self.states_in
         rooms, seconds = self.rooms[block.ring], block.piece.visit
-        arrived = np.maximum(self.states_in, rooms.before(PASSING)) + seconds
+        arrived = np.maximum(self.states_in, rooms.before(STAGING_SLOTS)) + seconds
         self.states_in = np.where(block.visits, arrived, self.states_in)
         self.states_out = np.where(block.visits, np.maximum(self.states_out, arrived) + seconds, self.states_out)
         rooms.add(self.states_out, block.visits)
@@ -384,7 +384,7 @@ class _Pass:
         """Without clipping: held sums leave in the last backward, and each update follows its gradient."""
         piece, buffers = block.piece, self.left[block.ring]
         leaves, updated = block.leaves & self.last, block.updated & self.last
-        free = np.maximum(self.compute, buffers.before(PASSING))
+        free = np.maximum(self.compute, buffers.before(STAGING_SLOTS))
         self.link_out = np.where(leaves, np.maximum(self.link_out, free) + piece.sum_out, self.link_out)
         landed = np.maximum(self.updates, self.link_out) + block.update
         self.disk = self.disk + (piece.disk_read + piece.disk_write) * (block.on_disk & self.last)

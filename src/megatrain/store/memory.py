@@ -46,7 +46,7 @@ class Homes:
     sums: Memory
     held: bool = False
     """Whether the device has a copy of the weight that outlives one use."""
-    visits: bool = False
+    streams_states: bool = False
     """Whether its states come to the device to be updated there, as long as weight and sum are there too."""
 
     def __post_init__(self) -> None:

@@ -74,7 +74,7 @@ class Slab:
         return residual + sum(lay_out_areas(self.owned, width, signed)[1] for signed in missing)
 
     def _allocate_residual(self) -> None:
-        self._residual_buffer = self.homes.states.allocate(self.owned.numel * 2, transferred=self.homes.visits)
+        self._residual_buffer = self.homes.states.allocate(self.owned.numel * 2, transferred=self.homes.streams_states)
         self.residual = self._residual_buffer.view(torch.int16)
 
     def allocate_states(self, moments: Mapping[str, bool], width: str) -> None:
@@ -83,7 +83,7 @@ class Slab:
             self._allocate_residual()
         for role, signed in moments.items():
             if role not in self.moments:
-                self.moments[role] = Moment(self.owned, width, signed, self.homes.states, self.homes.visits)
+                self.moments[role] = Moment(self.owned, width, signed, self.homes.states, self.homes.streams_states)
 
     def state_buffers(self) -> list[Buffer]:
         """Of the residual, if it has one, and of every moment."""
@@ -117,9 +117,9 @@ class Slab:
         return self.grad.on_device and not self.on_device
 
     @property
-    def visits(self) -> bool:
+    def streams_states(self) -> bool:
         """Whether its states come to the device for their update: all else that this needs is there."""
-        return self.homes.visits and self.homes.held and self.held_sum
+        return self.homes.streams_states and self.homes.held and self.held_sum
 
     def open(self, *, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Span:
         """Its weight and states ("weight", "states") for one piece of work."""

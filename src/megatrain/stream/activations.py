@@ -1,7 +1,7 @@
-"""Inputs of blocks parked in host memory until the backward needs them (policy `offload`).
+"""Policy `offload`: inputs of blocks wait in host memory for the backward pass.
 
-They leave on the d2h lane as the forward makes them and come back on the h2d lane one block ahead of the backward, so
-that device memory does not grow with depth.
+They leave on the d2h lane as the forward pass produces them and return on the h2d lane one block ahead of the backward
+pass, so device memory does not grow with depth.
 """
 
 from __future__ import annotations
@@ -18,111 +18,113 @@ from megatrain.store.ram import HostBuffer, HostMemory
 from megatrain.store.ticket import DONE, Order, Ticket, Wait
 from megatrain.stream.transfer import Link
 
-IN_FLIGHT = 2
-"""Tensors that may be on their way out at once: each is still in device memory."""
+MAX_COPIES_IN_FLIGHT = 2
+"""Each tensor that is being copied out still occupies device memory."""
 
 
 @dataclass(eq=False)
-class _Loan:
-    """A host buffer in use, and who works on it."""
+class _OffloadBuffer:
+    """A host buffer that holds one offloaded tensor at a time."""
 
-    buffer: HostBuffer
+    host: HostBuffer
     order: Order
     target: torch.Tensor | None = None
-    """Where its content is on its way to. Nobody comes for it if the backward is given up: it must stay here until
-    compute is ordered behind the copy, or the allocator would hand out memory that is still being written."""
-    back: Ticket = DONE
-    """The copy to the target."""
+    """The device tensor that the content is being copied to. An abandoned backward pass never asks for it, so the
+    reference stays here until compute is ordered after the copy: the allocator would otherwise reuse memory that is
+    still being written."""
+    copy_back: Ticket = DONE
 
-    def arrived(self) -> torch.Tensor | None:
-        """What the content came back to, if it did. Compute must not use that memory before the copy has been made."""
+    def take_target(self) -> torch.Tensor | None:
+        """The device tensor, if a copy back was started; compute is then ordered after that copy."""
         target, self.target = self.target, None
         if target is not None:
-            self.back.order()
+            self.copy_back.order()
         return target
 
 
 @dataclass(eq=False)
-class Parked:
+class OffloadedTensor:
     """One tensor in host memory."""
 
-    host: torch.Tensor
+    values: torch.Tensor
     device: torch.device
-    loan: _Loan
-    previous: Callable[[], Parked | None]
-    """Parked before this one by the same micro-batch: needed after it in the backward."""
-    taken: bool = False
+    buffer: _OffloadBuffer
+    previous: Callable[[], OffloadedTensor | None]
+    """The one offloaded before it by the same micro-batch, which the backward pass needs next."""
+    restored: bool = False
 
 
 class Activations:
-    """Parks tensors and brings them back. Buffers of tensors that nobody comes back for are used again."""
+    """Offloads tensors to host memory and restores them. A buffer is reused once its tensor is no longer referenced."""
 
     def __init__(self, link: Link, memory: HostMemory) -> None:
         self._link = link
         self._memory = memory
-        self._free: list[_Loan] = []
-        self._leaving: deque[tuple[Ticket, torch.Tensor]] = deque()
+        self._free: list[_OffloadBuffer] = []
+        self._in_flight: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._latest = threading.local()
         self._lock = threading.RLock()
         """Several threads may run the model."""
 
-    def park(self, tensor: torch.Tensor) -> Parked:
-        """Send a tensor out; the caller drops its own reference."""
+    def offload(self, tensor: torch.Tensor) -> OffloadedTensor:
+        """Start the copy to host memory; the caller drops its own reference."""
         tensor = tensor.detach().contiguous()
         with self._lock:
-            loan = self._borrow(tensor.nbytes)
-            host = loan.buffer.bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            parked = Parked(host, tensor.device, loan, getattr(self._latest, "parked", lambda: None))
-            weakref.finalize(parked, self._free.append, loan)
-            # The copy that last brought this buffer's content back must have read it.
-            copies = [(host, tensor, loan.buffer.pinned)]
-            self._link.copy("d2h", "park", copies, writes=[loan.order], label="activation")
-            # The device memory is free when the copy has been made, not before; waiting here keeps it bounded.
-            self._leaving.append((loan.order.written, tensor))
-            while len(self._leaving) > IN_FLIGHT:
-                self._leaving.popleft()[0].wait()
-            self._latest.parked = weakref.ref(parked)
-            return parked
+            buffer = self._allocate(tensor.nbytes)
+            values = buffer.host.bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            offloaded = OffloadedTensor(values, tensor.device, buffer, getattr(self._latest, "tensor", lambda: None))
+            weakref.finalize(offloaded, self._free.append, buffer)
+            # The copy that last read this buffer must be done.
+            copies = [(values, tensor, buffer.host.pinned)]
+            self._link.copy("d2h", "offload", copies, writes=[buffer.order], label="activation")
+            # Device memory is freed only when the copy is done; waiting here bounds it.
+            self._in_flight.append((buffer.order.written, tensor))
+            while len(self._in_flight) > MAX_COPIES_IN_FLIGHT:
+                self._in_flight.popleft()[0].wait()
+            self._latest.tensor = weakref.ref(offloaded)
+            return offloaded
 
-    def take(self, parked: Parked) -> torch.Tensor:
-        """Bring a tensor back, and start the one that will be needed after it."""
+    def restore(self, offloaded: OffloadedTensor) -> torch.Tensor:
+        """The tensor on the device; also starts the copy of the one that is needed next."""
         with self._lock:
-            self._bring(parked)
-            previous = parked.previous()
-            if previous is not None and not previous.taken:
-                self._bring(previous)
-            target = parked.loan.arrived()
+            self._start_copy_back(offloaded)
+            previous = offloaded.previous()
+            if previous is not None and not previous.restored:
+                self._start_copy_back(previous)
+            target = offloaded.buffer.take_target()
             assert target is not None
-            parked.taken = True
+            offloaded.restored = True
             return target
 
-    def forget(self) -> None:
-        """Let go of what was on its way to a backward that was given up."""
+    def drop_all(self) -> None:
+        """Drop device tensors that were being restored for an abandoned backward pass."""
         with self._lock:
-            for loan in self._free:
-                loan.arrived()
+            for buffer in self._free:
+                buffer.take_target()
 
-    def _borrow(self, nbytes: int) -> _Loan:
-        """The smallest free buffer that is large enough; else a new one in place of the largest that is not."""
-        fitting = [loan for loan in self._free if loan.buffer.nbytes >= nbytes]
+    def _allocate(self, nbytes: int) -> _OffloadBuffer:
+        """The smallest free buffer that is large enough, or a new one that replaces the largest free one."""
+        fitting = [buffer for buffer in self._free if buffer.host.nbytes >= nbytes]
         if fitting:
-            loan = min(fitting, key=lambda loan: loan.buffer.nbytes)
-            self._free.remove(loan)
-            loan.arrived()
-            return loan
+            buffer = min(fitting, key=lambda buffer: buffer.host.nbytes)
+            self._free.remove(buffer)
+            buffer.take_target()
+            return buffer
         if self._free:
-            small = max(self._free, key=lambda loan: loan.buffer.nbytes)
+            small = max(self._free, key=lambda buffer: buffer.host.nbytes)
             self._free.remove(small)
             small.order.until_writable()
-            self._memory.free(small.buffer)
-        return _Loan(self._memory.allocate(nbytes, transferred=True), Order("parked"))
+            self._memory.free(small.host)
+        return _OffloadBuffer(self._memory.allocate(nbytes, transferred=True), Order("offloaded"))
 
-    def _bring(self, parked: Parked) -> None:
-        host, loan = parked.host, parked.loan
-        if loan.target is not None or parked.taken:
+    def _start_copy_back(self, offloaded: OffloadedTensor) -> None:
+        values, buffer = offloaded.values, offloaded.buffer
+        if buffer.target is not None or offloaded.restored:
             return
-        loan.target = target = torch.empty_like(host, device=parked.device)
-        # The allocator may have given this memory to work that is still running.
+        buffer.target = target = torch.empty_like(values, device=offloaded.device)
+        # The allocator may have given out memory that running work still uses.
         after = [Wait("compute", self._link.lanes.mark())]
-        copies = [(target, host, loan.buffer.pinned)]
-        loan.back = self._link.copy("h2d", "unpark", copies, reads=[loan.order], after=after, label="activation")
+        copies = [(target, values, buffer.host.pinned)]
+        buffer.copy_back = self._link.copy(
+            "h2d", "restore", copies, reads=[buffer.order], after=after, label="activation"
+        )

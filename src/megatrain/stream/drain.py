@@ -21,13 +21,13 @@ from megatrain.store.ticket import Order
 from megatrain.stream.add import add_each
 from megatrain.stream.lanes import Work
 from megatrain.stream.norm import square_sum
-from megatrain.stream.rings import DeviceRoom, HostRoom, Rings
+from megatrain.stream.rings import DeviceBuffers, HostBuffers, Rings
 from megatrain.stream.transfer import Link
 
 Gradients = Mapping[int, torch.Tensor]
 
 
-class GradSlot(DeviceRoom):
+class GradSlot(DeviceBuffers):
     """Where the gradients of some slabs pass the device, and the sum of squares of one beside it."""
 
     def __init__(self, members: Sequence[Slab], link: Link) -> None:
@@ -57,7 +57,7 @@ class Drain:
     def __init__(self, slabs: Sequence[Slab], slots: int, link: Link) -> None:
         self.link, self._lanes = link, link.lanes
         self._slabs = slabs
-        self._staging = [HostRoom("staging"), HostRoom("staging")]
+        self._staging = [HostBuffers("staging"), HostBuffers("staging")]
         # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others. What
         # is updated on the device is summed there as well, and passes none.
         self.rings = {

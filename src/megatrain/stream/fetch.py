@@ -19,11 +19,11 @@ import torch
 from megatrain.geometry import by_size, weight_slots
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Order, Ticket
-from megatrain.stream.rings import DeviceRoom
+from megatrain.stream.rings import DeviceBuffers
 from megatrain.stream.transfer import Link
 
 
-class Slot(DeviceRoom):
+class Slot(DeviceBuffers):
     """A device buffer that slabs land in."""
 
     def __init__(self, nbytes: int, link: Link) -> None:

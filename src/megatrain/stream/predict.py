@@ -23,7 +23,7 @@ class Predictor:
         self._after[self._last] = use
         self._last = (self._last[1], use)
 
-    def expect(self, uses: Sequence[Hashable]) -> None:
+    def assume(self, uses: Sequence[Hashable]) -> None:
         """Note uses as if they had happened."""
         for use in uses:
             self.record(use)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megatrain.geometry import PASSING, by_size
+from megatrain.geometry import STAGING_SLOTS, by_size
 from megatrain.store.memory import Buffer, Memory
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
@@ -18,7 +18,7 @@ from megatrain.stream.transfer import Link
 Slot = TypeVar("Slot")
 
 
-class DeviceRoom:
+class DeviceBuffers:
     """Bytes on the device, taken when they are needed, and again when more are."""
 
     def __init__(self, name: str, link: Link) -> None:
@@ -39,7 +39,7 @@ class DeviceRoom:
         self.bytes = self.bytes.new_empty(0)
 
 
-class HostRoom:
+class HostBuffers:
     """The same in host memory."""
 
     def __init__(self, name: str) -> None:
@@ -66,7 +66,7 @@ class Rings(Generic[Slot]):
         self,
         slabs: Iterable[Slab],
         make: Callable[[Sequence[Slab]], Slot],
-        slots: Callable[[int], int] = lambda slabs: min(PASSING, slabs),
+        slots: Callable[[int], int] = lambda slabs: min(STAGING_SLOTS, slabs),
         size: Callable[[Slab], int] = lambda slab: slab.layout.nbytes,
     ) -> None:
         self.all: list[Slot] = []

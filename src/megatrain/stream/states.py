@@ -16,33 +16,33 @@ from megatrain.store.memory import Buffer
 from megatrain.store.moments import Moment
 from megatrain.store.slab import Slab, Span
 from megatrain.stream.fetch import Fetcher, Slot
-from megatrain.stream.rings import DeviceRoom, Rings
+from megatrain.stream.rings import DeviceBuffers, Rings
 from megatrain.stream.transfer import Link
 
 ALIGNED = 256
 """Bytes: each role starts on a multiple of it in its slot."""
 
 
-class _Room(DeviceRoom):
+class _StateSlot(DeviceBuffers):
     """For the states of one slab of a ring."""
 
     def __init__(self, members: Sequence[Slab], link: Link) -> None:
         super().__init__("state slot", link)
         self._members = members
 
-    def take_largest(self) -> torch.Tensor:
+    def take_for_largest(self) -> torch.Tensor:
         return self.take(max(_size(slab) for slab in self._members))
 
 
-class Visit(Span):
+class StagedStates(Span):
     """A slab's weight and states on the device, for one update there."""
 
-    def __init__(self, slab: Slab, held: Slot, room: _Room) -> None:
+    def __init__(self, slab: Slab, held: Slot, slot: _StateSlot) -> None:
         super().__init__(slab, (), ("weight", "states"))
-        self.held, self.room = held, room
+        self.held, self.slot = held, slot
         self.home = slab.open(writes=("weight", "states"))
-        self.writes = [held.order, room.order]
-        taken, at = room.take_largest(), 0
+        self.writes = [held.order, slot.order]
+        taken, at = slot.take_for_largest(), 0
         self.copies: list[tuple[torch.Tensor, Buffer]] = []
         """Of its states, in their order, and where they live."""
         for buffer in slab.state_buffers():
@@ -69,57 +69,59 @@ class StateStream:
 
     def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, link: Link) -> None:
         self._fetcher, self._link = fetcher, link
-        self._updated: list[Visit] = []
+        self._updated: list[StagedStates] = []
         """Whose weights have not been sent home yet."""
-        visiting = [slab for slab in slabs if slab.visits and slab.trains]
-        self.rings = Rings(visiting, lambda members: _Room(members, link))
+        streamed = [slab for slab in slabs if slab.streams_states and slab.trains]
+        self.rings = Rings(streamed, lambda members: _StateSlot(members, link))
 
-    def make_room(self, slab: Slab) -> None:
-        """Take what `open` needs. It may not be there, so this comes before anything of a step is submitted."""
-        for room in self.rings.of(slab) if slab.visits else ():
-            room.take_largest()
+    def allocate(self, slab: Slab) -> None:
+        """Take what `stage` needs. It may not be there, so this comes before anything of a step is submitted."""
+        for slot in self.rings.of(slab) if slab.streams_states else ():
+            slot.take_for_largest()
 
     def stop_holding(self, slabs: Iterable[Slab]) -> None:
         """Give back the room of slabs that the CPU updates from now on."""
         self.send_weights()
         for slab in slabs:
-            for room in self.rings.of(slab):
-                room.give_back()
+            for slot in self.rings.of(slab):
+                slot.give_back()
 
-    def open(self, slab: Slab) -> Visit | None:
+    def stage(self, slab: Slab) -> StagedStates | None:
         """Weight and states on the device, submitted; None if they are updated where they live. Call with the
         fetcher's lock held."""
-        if not slab.visits or not self.rings.of(slab):
+        if not slab.streams_states or not self.rings.of(slab):
             return None
         slab.require_owner()
         held = self._fetcher.held_slot(slab)
         if held is None:
             return None
-        visit = Visit(slab, held, self.rings.next(slab))
+        staged = StagedStates(slab, held, self.rings.next(slab))
         home = slab.open(reads=("states",))
-        copies = [(copy, buffer.bytes, buffer.pinned) for copy, buffer in visit.copies]
-        self._link.copy("states_in", "bring", copies, reads=home.reads, writes=[visit.room.order], label=slab.name)
+        copies = [(copy, buffer.bytes, buffer.pinned) for copy, buffer in staged.copies]
+        self._link.copy(
+            "states_in", "fetch states", copies, reads=home.reads, writes=[staged.slot.order], label=slab.name
+        )
         self._link.counters.bytes_h2d += _size(slab)
-        return visit
+        return staged
 
-    def close(self, visit: Visit) -> None:
+    def send_back(self, staged: StagedStates) -> None:
         """The update has been submitted: its states go home after it."""
-        slab = visit.slab
-        visit.held.version = slab.version
+        slab = staged.slab
+        staged.held.version = slab.version
         home = slab.open(writes=("states",))
-        copies = [(buffer.bytes, copy, buffer.pinned) for copy, buffer in visit.copies]
-        reads = [visit.room.order]
+        copies = [(buffer.bytes, copy, buffer.pinned) for copy, buffer in staged.copies]
+        reads = [staged.slot.order]
         self._link.copy("states_out", "send states", copies, reads=reads, writes=home.writes, label=slab.name)
         self._link.counters.bytes_d2h += _size(slab)
-        self._updated.append(visit)
+        self._updated.append(staged)
 
     def send_weights(self) -> None:
         """The weights of all updates since the last call go home."""
         updated, self._updated = self._updated, []
-        for visit in updated:
-            slab, reads = visit.slab, [visit.held.order]
+        for staged in updated:
+            slab, reads = staged.slab, [staged.held.order]
             home = slab.open(writes=("weight",))
-            copies = [(home.weight, visit.weight, home.pinned)]
+            copies = [(home.weight, staged.weight, home.pinned)]
             self._link.copy("states_out", "send weight", copies, reads=reads, writes=home.writes, label=slab.name)
             self._link.counters.bytes_d2h += slab.layout.nbytes
 

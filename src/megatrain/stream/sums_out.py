@@ -13,7 +13,7 @@ import torch
 
 from megatrain.store.gradient import Snapshot
 from megatrain.store.slab import Slab
-from megatrain.stream.rings import DeviceRoom, HostRoom, Rings
+from megatrain.stream.rings import DeviceBuffers, HostBuffers, Rings
 from megatrain.stream.transfer import Link
 
 
@@ -22,8 +22,8 @@ class _Buffers:
 
     def __init__(self, nbytes: int, link: Link) -> None:
         self._nbytes = nbytes
-        self.slot = DeviceRoom("rounded", link)
-        self.home = HostRoom("sum buffer")
+        self.slot = DeviceBuffers("rounded", link)
+        self.home = HostBuffers("sum buffer")
 
     def take(self, slab: Slab, gradient: Snapshot) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
         """Where it goes in RAM, whether that is pinned, and where it is rounded before; what is in the gradient dtype
@@ -44,7 +44,7 @@ class SumsOut:
             streamed, lambda members: _Buffers(members[0].owned.nbytes, link), size=lambda slab: slab.owned.nbytes
         )
 
-    def make_room(self, slab: Slab, gradient: Snapshot) -> None:
+    def allocate(self, slab: Slab, gradient: Snapshot) -> None:
         """Take what `send` needs. It may not be there, so this comes before anything of a step is submitted."""
         for buffers in self.rings.of(slab) if slab.held_sum else ():
             buffers.take(slab, gradient)

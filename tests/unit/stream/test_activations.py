@@ -1,4 +1,4 @@
-"""Parked inputs: what a backward that is given up leaves on its way is not handed out while it is being written."""
+"""Offloaded inputs: memory of an abandoned backward pass is not reused while a copy still writes to it."""
 
 import gc
 import weakref
@@ -50,18 +50,18 @@ def made():
 def test_they_come_back_as_they_left():
     activations, lane = made()
     tensors = [torch.randn(4, 8) for _ in range(3)]
-    parked = [activations.park(tensor.clone()) for tensor in tensors]
-    for tensor, one in zip(tensors[::-1], parked[::-1], strict=True):
-        assert torch.equal(activations.take(one), tensor)
+    offloaded = [activations.offload(tensor.clone()) for tensor in tensors]
+    for tensor, one in zip(tensors[::-1], offloaded[::-1], strict=True):
+        assert torch.equal(activations.restore(one), tensor)
     assert lane.seen == ["ordered"] * 3
 
 
 def given_up(activations):
     """A backward that took the last input, and was given up with the one before it on its way; where that goes."""
-    parked = [activations.park(torch.randn(4, 8)) for _ in range(3)]
-    activations.take(parked[2])
-    target = weakref.ref(parked[1].loan.target)
-    del parked
+    offloaded = [activations.offload(torch.randn(4, 8)) for _ in range(3)]
+    activations.restore(offloaded[2])
+    target = weakref.ref(offloaded[1].buffer.target)
+    del offloaded
     gc.collect()
     return target
 
@@ -71,7 +71,7 @@ def test_memory_under_a_copy_is_kept_until_compute_is_behind_it():
     target = given_up(activations)
     assert target() is not None, "the copy may still write it"
     assert lane.seen == ["ordered"]
-    activations.forget()
+    activations.drop_all()
     assert target() is None
     assert lane.seen == ["ordered"] * 2
 
@@ -79,21 +79,21 @@ def test_memory_under_a_copy_is_kept_until_compute_is_behind_it():
 def test_the_next_forward_may_use_the_buffer_again():
     activations, lane = made()
     target = given_up(activations)
-    again = [activations.park(torch.full((4, 8), float(value))) for value in range(3)]
+    again = [activations.offload(torch.full((4, 8), float(value))) for value in range(3)]
     assert target() is None
     assert "ordered" in lane.seen[1:]
-    assert [activations.take(one)[0, 0].item() for one in again[::-1]] == [2.0, 1.0, 0.0]
+    assert [activations.restore(one)[0, 0].item() for one in again[::-1]] == [2.0, 1.0, 0.0]
 
 
 def test_a_copy_that_failed_is_said_once():
     activations, _ = made()
     given_up(activations)
-    failing = [loan for loan in activations._free if loan.target is not None]
-    failing[0].back = Failed()
+    failing = [buffer for buffer in activations._free if buffer.target is not None]
+    failing[0].copy_back = Failed()
     with pytest.raises(RuntimeError, match="the link is gone"):
-        activations.forget()
-    activations.forget()
-    assert all(loan.target is None for loan in activations._free)
+        activations.drop_all()
+    activations.drop_all()
+    assert all(buffer.target is None for buffer in activations._free)
 
 
 class Failed(Late):

@@ -60,13 +60,13 @@ def test_uses_that_repeat_are_one():
 
 def test_all_that_follows_is_known():
     predictor = Predictor()
-    predictor.expect([*range(40)])
+    predictor.assume([*range(40)])
     predictor.record(BOUNDARY)
-    predictor.expect([0, 1])
+    predictor.assume([0, 1])
     assert [*predictor.upcoming()] == [*range(2, 40)]
 
 
 def test_a_circle_ends():
     predictor = Predictor()
-    predictor.expect([1, 2, 3] * 3)
+    predictor.assume([1, 2, 3] * 3)
     assert [*predictor.upcoming()] == [1, 2, 3]

@@ -11,7 +11,7 @@ from tests.tiny import Stack, backward, differences, engine_of, roles
 
 import megatrain as mt
 from megatrain.errors import SettingsError
-from megatrain.geometry import PASSING
+from megatrain.geometry import STAGING_SLOTS
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_updates_on_the_cpu(precision: str, clip: float | 
     assert differences(*found) == []
 
 
-def test_only_those_that_are_named_visit() -> None:
+def test_only_named_blocks_stream_their_states() -> None:
     model = Stack(5)
     engine = engine_of(model, precision="bf16", **HELD, streamed_states=("layers.[13]",))
     seen = jobs_of(engine)
@@ -86,10 +86,10 @@ def test_the_device_has_room_for_a_few() -> None:
     model = Stack(8)
     engine = engine_of(model, precision="bf16", **VISITS)
     train(engine, model, steps=2)
-    rooms = engine.memory_limit.held_state._states.rings.all
-    assert len(engine.slabs) > len(rooms) == PASSING
+    slots = engine.memory_limit.held_state._states.rings.all
+    assert len(engine.slabs) > len(slots) == STAGING_SLOTS
     state = max(sum(b.nbytes for b in slab.state_buffers()) for slab in engine.slabs)
-    assert all(state <= room.bytes.numel() <= 2 * state + 4096 for room in rooms)
+    assert all(state <= slot.bytes.numel() <= 2 * state + 4096 for slot in slots)
 
 
 def test_a_weight_that_somebody_reads_is_updated_on_the_cpu() -> None:
@@ -114,7 +114,7 @@ def test_a_weight_that_somebody_reads_is_updated_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("missing", ["held_weights", "held_gradients"])
-def test_what_visits_must_be_held(missing: str) -> None:
+def test_streamed_states_need_held_weights_and_sums(missing: str) -> None:
     with pytest.raises(SettingsError, match="name it in held_weights and held_gradients too"):
         engine_of(Stack(2), **{name: value for name, value in VISITS.items() if name != missing})
 
@@ -154,7 +154,7 @@ def test_the_first_copy_into_a_slot_comes_after_compute() -> None:
 
     lanes["states_in"].submit = submit  # type: ignore[method-assign]
     train(engine, model, steps=1)
-    assert all("state slot read" in names for names in waits[:PASSING])
+    assert all("state slot read" in names for names in waits[:STAGING_SLOTS])
 
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
