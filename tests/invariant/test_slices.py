@@ -77,7 +77,7 @@ def gather(ours: list[Slab], theirs: list[Slab]) -> None:
         for source, target in ((mine, other), (other, mine)):
             source.settle()
             target.overwrite()
-            source.owned.within(target.weight).copy_(source.owned.within(source.weight))
+            source.owned.slice_flat(target.weight).copy_(source.owned.slice_flat(source.weight))
 
 
 def states(slab: Slab, index: int) -> dict[str, torch.Tensor]:

@@ -241,7 +241,7 @@ def plain_run() -> Any:
 
 @pytest.mark.parametrize("first", range(0, SAMPLES, CHUNK))
 def test_combinations_under_random_delays(first: int, plain_run: Any):
-    # Tried: `arrived.order()` taken out of WindowSums._resume, and `parked.arrived.order()` out of Activations.take,
+    # Tried: `order_compute` taken out of WindowSums._resume, and `order_stream` out of Activations.restore,
     # fail within the first dozen.
     for seed in range(first, first + CHUNK):
         chosen = sample(seed)

@@ -413,8 +413,8 @@ def tampered(missing: Missing, seed: int, seen: set[tuple[str, str, str]] | None
 
         lane.submit = hasty
 
-    order = lanes.order
-    lanes.order = lambda waits: order(left("compute", "", list(waits)))  # type: ignore[method-assign]
+    order = lanes.order_compute
+    lanes.order_compute = lambda waits: order(left("compute", "", list(waits)))  # type: ignore[method-assign]
     for name, lane in lanes._by_name.items():
         tamper(name, lane)
     slow: Any = lanes[missing.slow]

@@ -241,7 +241,7 @@ class Engine:
     def close(self) -> None:
         """Finish pending updates and stop. Weights stay readable; running the model needs a new engine."""
         try:
-            if not self.closed and self._memory.owner.here:
+            if not self.closed and self._memory.owner.is_current:
                 self.synchronize()
         finally:
             self._attached.close()

@@ -52,7 +52,7 @@ class Undo:
         After a Ctrl-C it may be called again.
         """
         failed: Exception | None = None
-        while self._entries and (self._owner is None or self._owner.here):
+        while self._entries and (self._owner is None or self._owner.is_current):
             entry = self._entries[-1]
             try:
                 entry()

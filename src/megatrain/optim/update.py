@@ -61,7 +61,7 @@ Kernel = Callable[[Operands], None]
 def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel) -> None:
     """One step for the parameters that have a gradient and a group; the others are left untouched."""
     slab, residual = state.slab, state.residual
-    weight, segments = slab.owned.within(state.weight), slab.owned.segments
+    weight, segments = slab.owned.slice_flat(state.weight), slab.owned.segments
 
     def kind(index: int) -> tuple[Any, ...]:
         return rules[index], slab.steps[index], *(moment.formats[index] for moment in slab.moments.values())

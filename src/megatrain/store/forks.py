@@ -19,7 +19,7 @@ from megatrain.telemetry.notices import warn
 
 _orders: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
 """Of memory that lanes read and write."""
-_of_the_parent: list[Ticket] = []
+_parent_tickets: list[Ticket] = []
 """In a child: tickets may hold CUDA events, and CUDA ends a process that destroys those of another."""
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
 """Memory that is there, with address and size."""
@@ -32,12 +32,12 @@ class Owner:
         self.pid = os.getpid()
 
     @property
-    def here(self) -> bool:
+    def is_current(self) -> bool:
         return os.getpid() == self.pid
 
     def require(self, doing: str) -> None:
         """Raise in a forked child."""
-        if not self.here:
+        if not self.is_current:
             raise ForkedProcess(
                 f"this process ({os.getpid()}) was forked from the one that made the engine: it can read the weights, "
                 f"but only process {self.pid} can {doing}; do it there, or start the child with the 'spawn' method and "
@@ -51,7 +51,7 @@ def protect(memory: mmap.mmap, address: int, nbytes: int) -> None:
     _mapped[memory] = (address, nbytes)
 
 
-def settle_before(order: Order) -> Order:
+def wait_before_fork(order: Order) -> Order:
     """Let every fork wait for the work on this memory."""
     _register()
     _orders[id(order)] = order
@@ -61,10 +61,10 @@ def settle_before(order: Order) -> Order:
 @cache
 def _register() -> None:
     native.prepare_protect()
-    os.register_at_fork(before=_before, after_in_child=_in_child)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
-def _before() -> None:
+def _before_fork() -> None:
     for reference in _orders.valuerefs():
         # Work that failed is raised where it is looked for next, in the parent.
         with suppress(MegaTrainError):
@@ -72,11 +72,11 @@ def _before() -> None:
                 order.until_writable()
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     for reference in _orders.valuerefs():
         if (order := reference()) is not None:
             # Lanes are the parent's, who does what was submitted.
-            _of_the_parent.extend(order.forget())
+            _parent_tickets.extend(order.reset())
     for address, nbytes in list(_mapped.values()):
         try:
             native.protect(address, nbytes)

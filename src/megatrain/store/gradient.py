@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.geometry import TIERS
-from megatrain.store.forks import Owner, settle_before
+from megatrain.store.forks import Owner, wait_before_fork
 from megatrain.store.layout import Layout
 from megatrain.store.memory import Buffer, Homes
 from megatrain.store.ticket import Order
@@ -73,7 +73,7 @@ class Part:
         """Whether it is one gradient or a rounded sum: values of the gradient dtype, whichever buffer they are in."""
         self.square_sum: Tensor | None = None
         """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
-        self.order = settle_before(Order("gradient"))
+        self.order = wait_before_fork(Order("gradient"))
 
     @property
     def landing(self) -> Buffer:

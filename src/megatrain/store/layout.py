@@ -22,21 +22,21 @@ class Segment:
     """Of the whole parameter."""
     offset: int
     numel: int
-    first: int = 0
+    owned_start: int = 0
     """The parameter's element that lies at `offset`."""
-    here: torch.Size = field(init=False)
+    owned_shape: torch.Size = field(init=False)
     """The shape of what lies here: the parameter's, or a flat one of a part of it."""
     strides: tuple[int, ...] = field(init=False)
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
-        here = self.shape if self.whole else torch.Size([self.numel])
+        owned_shape = self.shape if self.complete else torch.Size([self.numel])
         object.__setattr__(self, "end", self.offset + self.numel)
-        object.__setattr__(self, "here", here)
-        object.__setattr__(self, "strides", torch.empty(here, device="meta").stride())
+        object.__setattr__(self, "owned_shape", owned_shape)
+        object.__setattr__(self, "strides", torch.empty(owned_shape, device="meta").stride())
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return self.numel == self.shape.numel()
 
 
@@ -57,32 +57,32 @@ class Layout:
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter in a flat tensor of this layout."""
         segment = self.segments[index]
-        return flat.as_strided(segment.here, segment.strides, flat.storage_offset() + segment.offset)
+        return flat.as_strided(segment.owned_shape, segment.strides, flat.storage_offset() + segment.offset)
 
-    def cut(self, begin: int, end: int) -> Layout:
+    def slice(self, begin: int, end: int) -> Layout:
         """The elements [begin, end) of the slab. Parameters outside of them have no elements there."""
         assert begin % ALIGN_ELEMENTS == end % ALIGN_ELEMENTS == 0, "slices begin and end where blocks of moments do"
 
         def part(segment: Segment) -> Segment:
             start, stop = (min(max(at, begin), end) for at in (segment.offset, segment.end))
-            first = segment.first + start - segment.offset if start < stop else 0
-            return Segment(segment.name, segment.shape, start - begin, stop - start, first)
+            owned_start = segment.owned_start + start - segment.offset if start < stop else 0
+            return Segment(segment.name, segment.shape, start - begin, stop - start, owned_start)
 
         return Layout(self.dtype, tuple(map(part, self.segments)), end - begin, begin)
 
-    def within(self, flat: torch.Tensor) -> torch.Tensor:
+    def slice_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """What of a flat tensor as long as the slab lies in this layout."""
         return flat[self.begin : self.begin + self.numel]
 
-    def pick(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def slice_values(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """What of whole parameters, by segment, lies in this layout."""
         found = {}
         for index, tensor in values.items():
             segment = self.segments[index]
-            if segment.whole:
+            if segment.complete:
                 found[index] = tensor
             elif segment.numel:
-                found[index] = tensor.reshape(-1)[segment.first : segment.first + segment.numel]
+                found[index] = tensor.reshape(-1)[segment.owned_start : segment.owned_start + segment.numel]
         return found
 
     def runs(self, indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -66,7 +66,9 @@ class Moment:
 
     def read(self, index: int) -> torch.Tensor:
         """One parameter's values, in FP32 (a copy)."""
-        return self._decoded(index, self.stored(index)).to("cpu", copy=True).view(self.layout.segments[index].here)
+        return (
+            self._decoded(index, self.stored(index)).to("cpu", copy=True).view(self.layout.segments[index].owned_shape)
+        )
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """Replace one parameter's values, rounded to nearest."""
@@ -85,7 +87,7 @@ class Moment:
         suffix = "" if piece.format is FP32 else f".{piece.format.name}"
         if piece.scales is not None:
             return {suffix: piece.payload, f"{suffix}.scale": piece.scales}
-        return {suffix: piece.payload.view(piece.format.dtype).view(self.layout.segments[index].here)}
+        return {suffix: piece.payload.view(piece.format.dtype).view(self.layout.segments[index].owned_shape)}
 
     def restore(self, index: int, given: Mapping[str, torch.Tensor]) -> bool:
         """Take over what `stored` gave in any format (nothing: zeros); False if it had to be rounded to this one."""

@@ -112,5 +112,5 @@ class HostMemory:
 
 def _unregister(address: int, owner: forks.Owner) -> None:
     # A forked child ends with the same objects, and CUDA is its parent's.
-    if owner.here:
+    if owner.is_current:
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -46,7 +46,7 @@ class Slab:
         a master, which updates round stochastically."""
         self.trains = trains
         """Whether its parameters required grad when the model was attached."""
-        self.owned = layout if owned is None else layout.cut(*owned)
+        self.owned = layout if owned is None else layout.slice(*owned)
         """The part of the slab whose states and gradient sum lie here, and which is updated here: all of it, unless
         others have the rest."""
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
@@ -65,7 +65,7 @@ class Slab:
         """Whether several calls use it (a tied embedding): its parts must stay FP32 sums until they are merged."""
         self.version = 0
         """Grows with every change of the weight; a slot that holds an older version is stale."""
-        self.orders = {role: forks.settle_before(Order(role)) for role in ("weight", "states")}
+        self.orders = {role: forks.wait_before_fork(Order(role)) for role in ("weight", "states")}
 
     def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
         """What `allocate_states` will take beside what is there already."""
@@ -103,8 +103,8 @@ class Slab:
                 if self.residual is None and low.any():
                     self._allocate_residual()
                 if self.residual is not None:
-                    low = low[max(0, owned.first - start) : max(0, owned.first + owned.numel - start)]
-                    at = owned.offset + max(0, start - owned.first)
+                    low = low[max(0, owned.owned_start - start) : max(0, owned.owned_start + owned.numel - start)]
+                    at = owned.offset + max(0, start - owned.owned_start)
                     self.residual[at : at + len(low)].copy_(low)
         else:
             weight.copy_(values)

@@ -27,7 +27,7 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Block the calling thread until the work is finished; raise if it failed."""
 
-    def order(self) -> None:
+    def order_stream(self) -> None:
         """Order the caller's device stream after the work, without blocking the thread if that is possible."""
 
 
@@ -38,7 +38,7 @@ class _Done:
     def wait(self) -> None:
         return None
 
-    def order(self) -> None:
+    def order_stream(self) -> None:
         return None
 
 
@@ -86,8 +86,8 @@ class Order:
         for wait in self.before_writing():
             wait.ticket.wait()
 
-    def forget(self) -> list[Ticket]:
+    def reset(self) -> list[Ticket]:
         """In a forked child: what was submitted is the parent's. The tickets that there were."""
-        had = [self.written, *self._readers.values()]
+        tickets = [self.written, *self._readers.values()]
         self.write(DONE)
-        return had
+        return tickets

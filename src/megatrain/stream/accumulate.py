@@ -137,7 +137,7 @@ class WindowSums:
         if slot is None:
             return _Sum(part, not part.present)
         # The copy that last drained this slot must have read it before compute writes it again.
-        self._drain.link.lanes.order(slot.order.before_writing())
+        self._drain.link.lanes.order_compute(slot.order.before_writing())
         entry = _Passing(part, not part.present, slot, *slot.sum_view(slab), {*part.present})
         entry.total.zero_()
         if part.present:
@@ -148,7 +148,7 @@ class WindowSums:
         """Bring back what has been summed up."""
         part, link = entry.part, self._drain.link
         source = part.sum_buffer if part.summed else part.landing
-        target = slab.owned.within(entry.total if part.summed else entry.rounded)
+        target = slab.owned.slice_flat(entry.total if part.summed else entry.rounded)
         link.copy(
             "h2d",
             "resume",
@@ -159,9 +159,9 @@ class WindowSums:
             after=[Wait("compute", link.lanes.mark())],
             label=slab.name,
         )
-        link.lanes.order(entry.slot.order.before_reading())
+        link.lanes.order_compute(entry.slot.order.before_reading())
         if not part.summed:
-            slab.owned.within(entry.total).copy_(target)
+            slab.owned.slice_flat(entry.total).copy_(target)
 
     def _send(self, key: _Key) -> None:
         slab, entry = key[0], self._open.pop(key)

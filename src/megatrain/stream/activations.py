@@ -38,7 +38,7 @@ class _OffloadBuffer:
         """The device tensor, if a copy back was started; compute is then ordered after that copy."""
         target, self.target = self.target, None
         if target is not None:
-            self.copy_back.order()
+            self.copy_back.order_stream()
         return target
 
 

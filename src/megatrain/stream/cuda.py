@@ -43,7 +43,7 @@ class DeviceTicket(HostTicket):
         else:
             self.event.synchronize()
 
-    def order(self) -> None:
+    def order_stream(self) -> None:
         super().wait()
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
@@ -69,7 +69,7 @@ class _Marked:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def order(self) -> None:
+    def order_stream(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
@@ -91,7 +91,7 @@ class StreamLane(ThreadLane):
             for _, earlier in after:
                 # A stream waits for another by itself; for work in a thread, this thread waits, and the time is kept.
                 with self.timeline.waiting(self.name, earlier.lane):
-                    earlier.order()
+                    earlier.order_stream()
             with self.timeline.device_span(self.name, ticket.label):
                 work()
             ticket.event.record()

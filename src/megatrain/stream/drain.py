@@ -107,7 +107,7 @@ class Drain:
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
         # The update, or what takes the sum to it, may still read what the step before left there.
         with self._lanes.compute(writes=part.order), torch.no_grad():
-            add_each(slab.owned, part.accumulator(gradients.keys()), slab.owned.pick(rounded), part.present)
+            add_each(slab.owned, part.accumulator(gradients.keys()), slab.owned.slice_values(rounded), part.present)
         part.present.update(gradients)
         part.square_sum = None
 
@@ -120,7 +120,7 @@ class Drain:
         """The whole gradient of the step so far, in the gradient dtype: into the part's buffer, with its norm."""
         slab.require_owner()
         part.clear()
-        flat = slab.owned.within(flat)
+        flat = slab.owned.slice_flat(flat)
         slot.square_sum.copy_(square_sum(flat))
         norm = torch.zeros((), dtype=torch.float64, pin_memory=self.link.device.type == "cuda")
         self._send("land", slab, slot, flat, part.landing, part.order, norm)
@@ -129,7 +129,7 @@ class Drain:
     def land_sum(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> None:
         """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
         slab.require_owner()
-        self._send("land sum", slab, slot, slab.owned.within(flat), part.sum_buffer, part.order)
+        self._send("land sum", slab, slot, slab.owned.slice_flat(flat), part.sum_buffer, part.order)
         part.now_sum()
 
     def merge(self, gradient: Gradient) -> None:
@@ -159,7 +159,7 @@ class Drain:
         buffer = staging.take(slab.owned.nbytes, slab.homes.sums)
         arrived = buffer.bytes[: slab.owned.nbytes].view(slab.owned.dtype)
         add = _adding(slab.owned, part, [(arrived, indices)])
-        self._send("stage", slab, slot, slab.owned.within(flat), buffer, staging.order)
+        self._send("stage", slab, slot, slab.owned.slice_flat(flat), buffer, staging.order)
         self._lanes.submit("update", "add", add, reads=[staging.order], writes=[part.order], label=slab.name)
         part.now_sum()
 

@@ -149,7 +149,7 @@ class Fetcher:
                 lease.views[slab.index] = span.weight
             # Compute must not read a slot before its copy is there, nor a resident slab before its update is done.
             for order in lease.read:
-                self._lanes.order(order.before_reading())
+                self._lanes.order_compute(order.before_reading())
             return lease
         except BaseException:
             self._unpin(lease)

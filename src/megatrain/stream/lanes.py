@@ -99,18 +99,18 @@ class Lanes:
     @contextmanager
     def compute(self, writes: Order) -> Iterator[None]:
         """What compute is given inside comes after everybody that it conflicts with, and others after it."""
-        self.order(writes.before_writing())
+        self.order_compute(writes.before_writing())
         try:
             yield
         finally:
             writes.write(self.mark())
 
-    def order(self, waits: Iterable[Wait]) -> None:
+    def order_compute(self, waits: Iterable[Wait]) -> None:
         """Let compute come after the given work."""
         for wait in waits:
             if not wait.ticket.done:
                 with self.timeline.waiting("compute", wait.ticket.lane):
-                    wait.ticket.order()
+                    wait.ticket.order_stream()
 
     def mark(self) -> Ticket:
         """A ticket for everything compute has been given so far; on the CPU it is finished."""
@@ -169,7 +169,7 @@ class HostTicket:
         if self._error is not None:
             raise self._error
 
-    def order(self) -> None:
+    def order_stream(self) -> None:
         self.wait()
 
     def finish(self, error: LaneFailed | None = None) -> None:

@@ -82,7 +82,7 @@ def test_marks_are_of_the_engines_device(monkeypatch: Any) -> None:
     lanes = cuda.CudaLanes.__new__(cuda.CudaLanes)
     lanes.device = torch.device("cuda", 1)  # type: ignore[attr-defined]
     mark = lanes.mark()
-    mark.order()
+    mark.order_stream()
     assert all(stream is not None and stream.device is not None for _, stream in events), events
 
 

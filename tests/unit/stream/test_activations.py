@@ -27,7 +27,7 @@ class Late:
     def wait(self):
         self._lane.seen.append("waited")
 
-    def order(self):
+    def order_stream(self):
         self._lane.seen.append("ordered")
 
 
@@ -100,5 +100,5 @@ class Failed(Late):
     def __init__(self):
         pass
 
-    def order(self):
+    def order_stream(self):
         raise RuntimeError("the link is gone")

@@ -52,7 +52,7 @@ def test_work_comes_after_what_it_waits_for(lanes):
     for number in range(30):
         lane = (lanes["h2d"], lanes["d2h"], lanes["update"])[number % 3]
         ticket = lane.submit(lambda number=number: seen.append(number), after=(Wait("it", ticket),))
-    ticket.order()
+    ticket.order_stream()
     assert seen == list(range(30))
 
 
@@ -73,7 +73,7 @@ def test_the_caller_does_not_wait(threads):
 
 def test_a_mark_is_finished_on_the_cpu(lanes):
     lanes.mark().wait()
-    lanes.mark().order()
+    lanes.mark().order_stream()
 
 
 def test_sync_failures_are_raised_where_they_happen():
@@ -90,7 +90,7 @@ def test_a_failure_is_raised_by_its_ticket_with_the_cause(threads):
         ticket.wait()
     assert caught.value.__cause__ is cause
     with pytest.raises(LaneFailed):
-        ticket.order()
+        ticket.order_stream()
 
 
 def test_check_raises_a_failure_once(threads):
