@@ -1,20 +1,45 @@
-"""The entry point: registers the commands, prints our own errors as one sentence.
+"""The entry point: registers the commands, and prints MegaTrain's own errors as one sentence.
 
-What a command needs is imported when it runs, so `megatrain --help` does not wait for torch.
+A command imports what it needs when it runs, so `megatrain --help` does not wait for torch.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from megatrain._version import __version__
-from megatrain.errors import MegaTrainError
+from megatrain.cli.doctor import doctor
+from megatrain.cli.plan import plan
+from megatrain.cli.probe import probe
+from megatrain.errors import MegaTrainError, NotEnoughMemory, SettingsError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+FAILED, WRONG_USAGE, REFUSED = 1, 2, 3
+"""Exit codes. An argument that cannot be used is wrong usage; what does not fit in memory is refused."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MegaTrainError as error:
+            typer.echo(f"megatrain: {error}", err=True)
+            refused, misused = isinstance(error, NotEnoughMemory), isinstance(error, SettingsError)
+            raise typer.Exit(REFUSED if refused else WRONG_USAGE if misused else FAILED) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes leave long options no room in a narrow terminal
+)
+for command in (plan, probe, doctor):
+    app.command()(command)
 
 
 def _print_version(asked: bool) -> None:
@@ -49,8 +74,4 @@ def demo(
 
 
 def main() -> None:
-    try:
-        app()
-    except MegaTrainError as error:
-        typer.echo(f"megatrain: {error}", err=True)
-        sys.exit(1)
+    app()

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from megatrain import geometry, process
-from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory
+from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory, SettingsError
 from megatrain.hardware import cgroups
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
 from megatrain.telemetry.notices import announce, warn
@@ -37,7 +37,10 @@ def choose_device(asked: str | None) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         announce("no CUDA GPU was found: training on the CPU")
         return torch.device("cpu")
-    device = torch.device(asked)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise SettingsError(f"device must be 'cuda', 'cuda:N', 'cpu' or None, not {asked!r}.") from error
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():

@@ -72,6 +72,8 @@ def probe(
     before: _Known = (None, {}) if refresh or file is None else _known(file, facts)
     found, disks = before[0], dict(before[1])
     unknown = [folder for folder in directories if _key(folder) not in disks]
+    if found is None or unknown:
+        announce("measuring this machine, which takes up to 20 s")
     for folder in unknown:
         disks[_key(folder)] = _measure_disk(folder, min(SECONDS["disk"], DISKS_SECONDS / 2 / len(unknown)))
     machine = found or _measure(chosen)

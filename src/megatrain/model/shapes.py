@@ -142,16 +142,47 @@ def describe(source: Any) -> ModelShape:
         return source
     if isinstance(source, torch.nn.Module):
         return _describe(source, config_of(source))
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import PretrainedConfig
 
     if isinstance(source, str | os.PathLike):
-        try:
-            source = AutoConfig.from_pretrained(os.fspath(source))
-        except (OSError, ValueError) as error:
-            raise SettingsError(f"no config was found for {os.fspath(source)!r}: {error}") from error
+        source = _read(os.fspath(source))
     if not isinstance(source, PretrainedConfig):
         raise SettingsError(f"a plan needs a model, a transformers config or a name, not {type(source).__name__}.")
     return _describe(skeleton(source), source)
+
+
+def _read(name: str) -> Any:
+    """The config of a model by its name, its directory or the path of its config.json; weights are not read."""
+    from transformers import AutoConfig
+
+    path = os.path.expanduser(name)
+    if not os.path.exists(path):
+        path = name
+        if name.endswith(".json") or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+            raise SettingsError(
+                f"there is no file or directory {name!r}; pass a directory with a config.json, the config.json itself, "
+                "or the name of a model."
+            )
+    elif os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+        raise SettingsError(f"the directory {name!r} has no config.json; pass the directory of a saved model.")
+    try:
+        # False: transformers would ask on stdout whether it may run the model's own code.
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        # Whatever the hub makes of a name, or a config class of a field that is wrong.
+        if "trust_remote_code" in str(error):
+            raise SettingsError(
+                f"{name!r} needs Python code from its own repository, which a plan does not run; build the model with "
+                "trust_remote_code=True and pass it to megatrain.plan in Python."
+            ) from error
+        said = str(error).strip() or type(error).__name__
+        if os.path.exists(path):
+            paragraph = " ".join(said.split("\n\n")[0].split()).rstrip(".")
+            raise SettingsError(f"the config of {name!r} cannot be used: {paragraph}.") from error
+        raise SettingsError(
+            f"no config was found for {name!r}: it is neither a file nor a directory here, and as a name of a model: "
+            f"{said.splitlines()[0].rstrip('.')}; pass a directory with a config.json."
+        ) from error
 
 
 def _describe(model: torch.nn.Module, config: Any) -> ModelShape:

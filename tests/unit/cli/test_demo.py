@@ -123,7 +123,7 @@ def test_bad_precision_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(sys, "argv", ["megatrain", "demo", "--precision", "fp8"])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert end.value.code == 1
+    assert end.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("megatrain: precision must be one of")
     assert error.count("\n") == 1

@@ -152,7 +152,7 @@ def test_windows_are_those_of_the_layers_that_attend():
 def test_what_is_neither_is_refused():
     with pytest.raises(SettingsError, match="int"):
         describe(7)
-    with pytest.raises(SettingsError, match="no config"):
+    with pytest.raises(SettingsError, match="no file or directory"):
         describe("/nowhere/at/all")
     config = AutoConfig.for_model("llama")
     config.hidden_act = "none of these"

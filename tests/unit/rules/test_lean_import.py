@@ -41,11 +41,30 @@ torch = sys.modules.get("torch")
 assert torch is None or not torch.cuda.is_initialized(), "import megatrain initialised CUDA"
 """
 
+HELP = """
+import contextlib, io, sys
+from megatrain.cli.main import app
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    app([*sys.argv[1:], "--help"], standalone_mode=False)
+assert "Usage" in printed.getvalue()
+heavy = [name for name in ("torch", "transformers", "numpy", "psutil", "triton") if name in sys.modules]
+assert not heavy, f"--help imported {heavy}"
+"""
+
 
 def test_import_is_lean():
+    run_alone(IMPORT_AND_REPORT)
+
+
+@pytest.mark.parametrize("command", ["", "plan", "probe", "doctor", "demo"])
+def test_help_is_lean(command):
+    run_alone(HELP, *command.split())
+
+
+def run_alone(code, *arguments):
     source = str(Path(megatrain.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_AND_REPORT],
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": source},
