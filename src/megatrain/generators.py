@@ -32,12 +32,12 @@ class Generators:
     numpy: dict[str, Any]
 
     @classmethod
-    def now(cls, device: torch.device) -> Generators:
+    def capture(cls, device: torch.device) -> Generators:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), cuda, _python(), _numpy())
 
     @property
-    def of_device(self) -> torch.Tensor:
+    def device_state(self) -> torch.Tensor:
         """The generator that operations on the device draw from."""
         return self.cpu if self.cuda is None else self.cuda
 
@@ -62,9 +62,9 @@ class Generators:
 
 
 @contextmanager
-def untouched(device: torch.device) -> Iterator[None]:
+def preserved(device: torch.device) -> Iterator[None]:
     """What is drawn inside is drawn again afterwards."""
-    before = Generators.now(device)
+    before = Generators.capture(device)
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def _python() -> tuple[int, bytes, float | None]:
     return version, _WORDS.pack(*words), gauss
 
 
-_last: tuple[bytes, dict[str, Any]] | None = None
+_numpy_cache: tuple[bytes, dict[str, Any]] | None = None
 """Of NumPy's generator: its bytes, and the state that it told then."""
 
 
@@ -95,22 +95,22 @@ def _numpy() -> dict[str, Any]:
     NumPy takes 40 µs to tell it, more than everything else a block's forward asks for: as long as the bytes of the
     generator are those of the last time, so is the answer.
     """
-    global _last
-    found, last = _numpy_bytes(), _last
+    global _numpy_cache
+    found, last = _numpy_bytes(), _numpy_cache
     # A second normal number kept for later lies elsewhere: using it up would not show.
     if last is not None and found and found == last[0] and not last[1]["has_gauss"]:
         return last[1]
     state: dict[str, Any] = numpy.random.get_state(legacy=False)
     # Another thread may have drawn in between.
-    _last = (found, state) if _numpy_bytes() == found else None
+    _numpy_cache = (found, state) if _numpy_bytes() == found else None
     return state
 
 
 def _set_numpy(state: dict[str, Any]) -> None:
-    global _last
+    global _numpy_cache
     if _numpy() is not state:
         numpy.random.set_state(state)
-        _last = (_numpy_bytes(), state)
+        _numpy_cache = (_numpy_bytes(), state)
 
 
 def _numpy_bytes() -> bytes:

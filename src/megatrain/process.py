@@ -32,16 +32,16 @@ SWITCH_INTERVAL = 1e-4
 and each holds it for microseconds: waiting 5 ms (Python's default) for another to let go makes steps of a small model
 longer (docs/log.md)."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-_lock = threading.RLock()
 
 
-def _forked() -> None:
-    """A thread that holds the lock is not in the child."""
-    global _lock
-    _lock = threading.RLock()
+def fork_safe_lock() -> Callable[[], threading.RLock]:
+    """A function that returns the lock of this process. A forked child has a new one, which no thread holds."""
+    locks = [threading.RLock()]
+    os.register_at_fork(after_in_child=lambda: locks.__setitem__(0, threading.RLock()))
+    return lambda: locks[0]
 
 
-os.register_at_fork(after_in_child=_forked)
+_lock = fork_safe_lock()
 
 
 @dataclass
@@ -63,12 +63,12 @@ class ProcessSetting(Generic[Value, Request]):
         return self._set[0] if self._set is not None and self.same(now, self._set[1]) else now
 
     def request(self, owner: Hashable, request: Request) -> None:
-        with _lock:
+        with _lock():
             self._requests[owner] = request
             self._apply()
 
     def release(self, owner: Hashable) -> None:
-        with _lock:
+        with _lock():
             if owner in self._requests:
                 del self._requests[owner]
                 self._apply()

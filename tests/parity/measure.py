@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.model import hooks
+from megatrain.model import transformers_api
 from megatrain.model.blocks import find_blocks
 
 from . import compare
@@ -65,7 +65,7 @@ class Parity:
 
 def measure(model: nn.Module, batches: Sequence[Batch], **settings: Any) -> Parity:
     """Train a plain copy and the adopted model, one step per batch, and compare. `settings` are the engine's."""
-    found = find_blocks(model, hooks.load())
+    found = find_blocks(model, transformers_api.load())
     plain = deepcopy(model)
     windows = [[batch] for batch in batches]
     reference = compare.train(plain, compare.torch_adamw(plain, eps=EPS), windows)

@@ -45,7 +45,7 @@ def test_numbers_come_again(kind: str, before: int) -> None:
     generators.seed(before)
     for _ in range(before):
         DRAWS[kind]()
-    state = Generators.now(CPU)
+    state = Generators.capture(CPU)
     first = everything()
     assert everything() != first
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_a_single_draw_is_noticed(kind: str) -> None:
     generators.seed(1)
     states, found = [], []
     for _ in range(5):
-        states.append(Generators.now(CPU))
+        states.append(Generators.capture(CPU))
         found.append(DRAWS[kind]())
     for state, expected in reversed(list(zip(states, found, strict=True))):
         state.restore()
@@ -83,23 +83,23 @@ def test_as_long_as_nobody_draws_numpy_is_asked_once(monkeypatch: pytest.MonkeyP
     asked = []
     tell = numpy.random.get_state
     monkeypatch.setattr(numpy.random, "get_state", lambda **kwargs: asked.append(1) or tell(**kwargs))
-    first = Generators.now(CPU)
-    assert all(Generators.now(CPU).numpy is first.numpy for _ in range(5))
+    first = Generators.capture(CPU)
+    assert all(Generators.capture(CPU).numpy is first.numpy for _ in range(5))
     assert len(asked) == 1
     numpy.random.rand()
-    second = Generators.now(CPU)
+    second = Generators.capture(CPU)
     first.restore()
-    assert Generators.now(CPU).numpy is first.numpy
+    assert Generators.capture(CPU).numpy is first.numpy
     second.restore()
-    assert Generators.now(CPU).numpy is second.numpy
+    assert Generators.capture(CPU).numpy is second.numpy
     assert len(asked) == 2
 
 
 @pytest.mark.parametrize("make", [numpy.random.PCG64, numpy.random.MT19937])
 def test_another_generator_in_numpy(make: Any) -> None:
-    Generators.now(CPU)
+    Generators.capture(CPU)
     mtrand.set_bit_generator(make(5))
-    state = Generators.now(CPU)
+    state = Generators.capture(CPU)
     first = numpy.random.rand(3).tolist()
     state.restore()
     assert numpy.random.rand(3).tolist() == first

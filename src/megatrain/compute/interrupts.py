@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 
-class Deferred:
+class DeferInterrupts:
     """Inside, a first Ctrl-C waits until the end; a second one is raised at once, in case the section does not end."""
 
     def __init__(self) -> None:

@@ -183,8 +183,8 @@ class _Call:
             return True
         if self.interleaved:
             return False
-        now = Generators.now(self.runtime.device).of_device
-        return any(torch.equal(now, other.of_device) for other in (self.generators_after, self.ambient.generators))
+        now = Generators.capture(self.runtime.device).device_state
+        return any(torch.equal(now, other.device_state) for other in (self.generators_after, self.ambient.generators))
 
     def check_unchanged(self) -> None:
         """Raise if the gradient would be that of another function than the forward computed."""
@@ -233,7 +233,7 @@ class _BlockNode(torch.autograd.Function):
             )
             with keeping as call.buffers:
                 made, call.result = forward() if rebinder is None else rebinder.run(forward)
-            now = Generators.now(call.runtime.device)
+            now = Generators.capture(call.runtime.device)
             call.generators_after = None if now.same(call.ambient.generators) else now
             call.interleaved = not multithreaded and call.use.multithreaded()
             if rebinder is not None and call.generators_after is not None:

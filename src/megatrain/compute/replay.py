@@ -25,7 +25,7 @@ class AmbientState:
         """The present state; `generators` if where they stand is not of interest."""
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-        generators = Generators.now(device) if generators is None else generators
+        generators = Generators.capture(device) if generators is None else generators
         return cls(generators, device, autocast, torch.is_autocast_cache_enabled())
 
     @property

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from megatrain import generators
-from megatrain.compute.interrupts import Deferred
+from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.compute.replay import AmbientState
 from megatrain.errors import WindowAborted
 from megatrain.generators import Generators
@@ -69,7 +69,7 @@ class _Baton:
             self.positions[number] = (max(furthest, position), blocks + 1)
             self._choose_next()
             # In here nobody else draws yet.
-            drawn = Generators.now(self._device) if self._turn != number else None
+            drawn = Generators.capture(self._device) if self._turn != number else None
         self.wait(number)
         if drawn is not None:
             drawn.restore()
@@ -179,9 +179,9 @@ class WindowThreads:
             thread.start()
             self._workers.append((thread, jobs))
         started = False
-        with generators.untouched(self._device):
+        with generators.preserved(self._device):
             try:
-                with Deferred():
+                with DeferInterrupts():
                     for number, (_, jobs) in enumerate(self._workers[: len(tasks)]):
                         jobs.put(partial(contextvars.copy_context().run, body, number))
                     started = True

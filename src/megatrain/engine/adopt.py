@@ -23,7 +23,7 @@ from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
 from megatrain.model.blocks import BlockSpec
 from megatrain.model.dtypes import Dtypes, natural_precision
-from megatrain.model.hooks import Hooks
+from megatrain.model.transformers_api import TransformersApi
 from megatrain.store.export import ExportTensor, exported
 from megatrain.store.layout import lay_out
 from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
@@ -225,7 +225,9 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
     return getattr(model, _ENGINE_ATTRIBUTE, None)
 
 
-def patch_model(engine: Engine, hooks: Hooks, start_forward: Callable[[Any], None], undo: Undo) -> None:
+def patch_model(
+    engine: Engine, transformers_api: TransformersApi, start_forward: Callable[[Any], None], undo: Undo
+) -> None:
     """Instance attributes and one hook of the root module; from here on the model knows its engine."""
     model: Any = engine.model
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -235,7 +237,7 @@ def patch_model(engine: Engine, hooks: Hooks, start_forward: Callable[[Any], Non
         start_forward((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), (args, kwargs))
         if takes_cache and torch.is_grad_enabled():
-            hooks.refuse_cache(module.training, kwargs)
+            transformers_api.refuse_cache(module.training, kwargs)
             kwargs["use_cache"] = False
         return args, kwargs
 

@@ -16,7 +16,7 @@ import torch
 from megatrain import process
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.head import Head
-from megatrain.compute.interrupts import Deferred
+from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.engine.adopt import Adoption, disable_checkpointing, patch_model
 from megatrain.engine.headroom import Headroom
 from megatrain.engine.memory_limit import HeldState, MemoryLimit, Policies
@@ -27,7 +27,7 @@ from megatrain.errors import EngineClosed
 from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
 from megatrain.model.blocks import BlockSpec
-from megatrain.model.hooks import Hooks, can_be_lazy, output_of, uses
+from megatrain.model.transformers_api import TransformersApi, can_chunk_loss, output_embedding, uses_causal_loss
 from megatrain.optim.schedule import Updates
 from megatrain.store.forks import Owner
 from megatrain.store.slab import Slab
@@ -51,9 +51,11 @@ CLOSE_TIMEOUT = 3.0
 class Attachment:
     """The parts of one engine."""
 
-    def __init__(self, engine: Engine, found: list[BlockSpec], saved: dict[str, torch.dtype], hooks: Hooks) -> None:
+    def __init__(
+        self, engine: Engine, found: list[BlockSpec], saved: dict[str, torch.dtype], transformers_api: TransformersApi
+    ) -> None:
         self.model, self.device, self.settings = engine.model, engine.device, engine.settings
-        self.engine, self.found, self.saved, self.hooks = engine, found, saved, hooks
+        self.engine, self.found, self.saved, self.transformers_api = engine, found, saved, transformers_api
         self.closed = False
         self.on_close, self.on_release = Undo(Owner()), Undo()
         try:
@@ -61,7 +63,7 @@ class Attachment:
                 step(self)
             self.adoption.commit()
         except BaseException:
-            with Deferred():
+            with DeferInterrupts():
                 try:
                     self.close(CLOSE_TIMEOUT)
                 finally:
@@ -91,7 +93,7 @@ class Attachment:
     def start_lanes(self) -> None:
         """Lanes and their threads."""
         on_close = self.on_close
-        with Deferred():
+        with DeferInterrupts():
             self.lanes = lanes = cuda.choose(self.settings.debug.lanes, self.device)
             on_close.add(lambda: lanes.close(patience=on_close.timeout))
         if not isinstance(self.lanes, SyncLanes):
@@ -137,7 +139,7 @@ class Attachment:
             drain=drain,
             updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, counters),
             activations=Activations(link, self.placement.ram),
-            hooks=self.hooks,
+            transformers_api=self.transformers_api,
             memory_limit=self.memory_limit,
             ram_monitor=ram_monitor,
             check_open=self.check_open,
@@ -161,8 +163,8 @@ class Attachment:
 
     def chunk_head(self) -> None:
         """Logits wait for the loss if the model is a causal LM whose loss is transformers' own."""
-        model, loss, chunk = self.model, self.hooks.causal_loss, self.settings.head_chunk
-        module: Any = output_of(model) if chunk != 0 and can_be_lazy(model, loss) else None
+        model, loss, chunk = self.model, self.transformers_api.causal_loss, self.settings.head_chunk
+        module: Any = output_embedding(model) if chunk != 0 and can_chunk_loss(model, loss) else None
         block = next((block for block in self.adoption.blocks if block.module is module), None)
         if block is None:
             if chunk:
@@ -172,17 +174,17 @@ class Attachment:
         fused = fuses_loss(self.settings.compile, self.device.type == "cuda")
         self.step.head = Head(self.step, block, loss, features, chunk or chunk_tokens(features, fused), fused)
         # The module whose forward calls the loss function: under adapters it is inside the one the user holds.
-        owner = [inner for inner in model.modules() if uses(inner, module, loss)][-1]
+        owner = [inner for inner in model.modules() if uses_causal_loss(inner, module, loss)][-1]
         self.on_release.patch(owner, "_loss_function", self.step.head.loss, keep_user_value=True)
 
     def connect_model(self) -> None:
         """What users call on the model, which knows its engine from here on; and the engine knows its parts."""
         engine = self.engine
-        with Deferred():
+        with DeferInterrupts():
             engine._set_parts(self)
             # Nothing in that list refers to the engine, which must not be kept alive.
             weakref.finalize(engine, _close_at_exit, self.on_close)
-            patch_model(engine, self.hooks, self._start_forward, self.on_release)
+            patch_model(engine, self.transformers_api, self._start_forward, self.on_release)
         announce_attached(engine)
 
     # ---- what the parts call

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import MegaTrainError
 from megatrain.geometry import CHUNK_ELEMENTS
 from megatrain.hardware.ram_monitor import RamMonitor
-from megatrain.model.hooks import config_of
 from megatrain.model.shapes import describe
+from megatrain.model.transformers_api import config_of
 from megatrain.planner.decision import Decision
 from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 import torch
 
 from megatrain import process
-from megatrain.compute.interrupts import Deferred
+from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import cuda_bytes
@@ -78,7 +78,7 @@ class HeldState:
 
     def stop_holding(self) -> None:
         """Weights and sums stream from now on; gradients that there are now are dropped."""
-        with self._fetcher.lock, Deferred():
+        with self._fetcher.lock, DeferInterrupts():
             sums = [slab for slab in self._slabs if slab.held_sum]
             for slab in sums:
                 slab.grad.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 
 import torch
@@ -13,9 +12,10 @@ from megatrain import files
 from megatrain.checkpoint import finite, manifest, replace, space, states, weights
 from megatrain.errors import CheckpointError
 from megatrain.optim.optimizer import Optimizer
+from megatrain.process import fork_safe_lock
 from megatrain.telemetry.notices import announce, warn
 
-_one_at_a_time = threading.RLock()
+_save_lock = fork_safe_lock()
 """Two threads that save into one directory would write into each other's files."""
 
 
@@ -29,7 +29,7 @@ def save(
     """At every moment the directory, or what `replace.find` finds for it, holds a whole save: the old one or this."""
     stopwatch = files.Stopwatch()
     try:
-        with _one_at_a_time, replace.replacing(directory) as replacement:
+        with _save_lock(), replace.replacing(directory) as replacement:
             space.require(replacement.fresh, space.needed(model, host_state(), optimizer))
             weights.save_model(model, host_state, replacement.fresh)
             if optimizer is not None:
@@ -51,15 +51,6 @@ def save(
             f"{directory} could not be saved: {fault.rstrip('.')}; what it held before is as it was."
         ) from error
     announce(stopwatch.report(replacement.target.name, nbytes))
-
-
-def _forked() -> None:
-    """A thread that was saving is not in the child, and would never give the lock back."""
-    global _one_at_a_time
-    _one_at_a_time = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: Optimizer | None) -> None:

@@ -23,9 +23,9 @@ from megatrain.geometry import MOST_MICRO_BATCHES
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.ram_monitor import RamMonitor
-from megatrain.model import hooks as transformers_hooks
+from megatrain.model import transformers_api
 from megatrain.model.blocks import find_blocks
-from megatrain.model.hooks import config_of
+from megatrain.model.transformers_api import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.settings import Settings
 from megatrain.store.export import exported
@@ -48,18 +48,18 @@ class Engine:
         self.defaults = settings_module.current()
         self.settings: Settings = apply_plan(self.defaults.override(**overrides))
         inventory.refuse_distributed()
-        hooks = transformers_hooks.load()
+        api = transformers_api.load()
         self.model = model
         self.device = inventory.choose_device(self.settings.device)
         saved = self._displace_closed()
-        found = find_blocks(model, hooks)
+        found = find_blocks(model, api)
         if all(item.loose for item in found):
             self.settings = place_one_block(self.settings, self.device, model)
         announce_unavailable(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
         self.counters = Counters()
         self._told_window = False
-        Attachment(self, found, saved, hooks)
+        Attachment(self, found, saved, api)
 
     def _set_parts(self, parts: Attachment) -> None:
         self._attached = parts

@@ -35,14 +35,14 @@ import torch
 from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.head import Head
-from megatrain.compute.interrupts import Deferred
+from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.compute.node import CallInfo
 from megatrain.compute.window import OUTSIDE_WINDOW, WindowThreads, wait_for_turn
 from megatrain.engine.calls import CallTracker
 from megatrain.engine.memory_limit import MemoryLimit
 from megatrain.errors import UnsupportedCall
 from megatrain.hardware.ram_monitor import RamMonitor
-from megatrain.model.hooks import Hooks
+from megatrain.model.transformers_api import TransformersApi
 from megatrain.optim.schedule import Outcome, RuleTable, Updates
 from megatrain.store.gradient import OUTSIDE_BLOCKS, CallId
 from megatrain.store.parameter import StoreTensor
@@ -69,7 +69,7 @@ class Step:
     drain: Drain
     updates: Updates
     activations: Activations
-    hooks: Hooks
+    transformers_api: TransformersApi
     memory_limit: MemoryLimit
     ram_monitor: RamMonitor
     check_open: Callable[[], None]
@@ -114,8 +114,8 @@ class Step:
         if not materialize and self.head is not None and self.head.can_defer(block, args, kwargs):
             return self.head.logits(args[0], partial(self.forward, block, args, kwargs, materialize=True))
         if torch.is_grad_enabled():
-            args, kwargs = self.hooks.without_cache(args, kwargs)
-        return node.run(self, block, args, kwargs, self.hooks.active())
+            args, kwargs = self.transformers_api.without_cache(args, kwargs)
+        return node.run(self, block, args, kwargs, self.transformers_api.active_capture())
 
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
@@ -149,7 +149,7 @@ class Step:
         """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
         if slab.grad.scale != 1.0:
             slab.grad.writable()  # what was clipped before stays clipped, and this one is not
-        with self._lock, Deferred():
+        with self._lock, DeferInterrupts():
             self.window_threads.check()
             if self._window_sums is not None and self.window_threads.current() == OUTSIDE_WINDOW:
                 raise UnsupportedCall(
@@ -163,7 +163,7 @@ class Step:
 
     def backward_done(self, block: Block) -> None:
         """One backward through a block has given all its gradients."""
-        with self._lock, Deferred() if self.updates.early else nullcontext():
+        with self._lock, DeferInterrupts() if self.updates.early else nullcontext():
             self._calls.backward_done(block)
             if block.index == 0:
                 # The host is ahead of the device here; between steps it is not.
@@ -210,7 +210,7 @@ class Step:
         self._window_sums = sums = WindowSums(self.drain, full_step, self.window_threads, self._gradient_complete)
         try:
             results = self.window_threads.run([partial(self._run_task, task) for task in tasks], seeds, sums.left)
-            with self._lock, Deferred():
+            with self._lock, DeferInterrupts():
                 sums.close()
         except BaseException:
             # Some sums have left already, some replaced what was there: only none at all is a clean state.
@@ -233,7 +233,7 @@ class Step:
         self._calls.mark_training_thread()
         with self._lock:
             self.fetcher.until_left()
-            with Deferred():
+            with DeferInterrupts():
                 order = self._slabs_in_forward_order()
                 outcome = self._release_updates(rules, max_norm, order, owner)
                 self._forward_order = {}
@@ -285,7 +285,7 @@ class Step:
         return self.slabs[parameter.slab.index] is parameter.slab
 
     def zero_grad(self) -> None:
-        with self._lock, Deferred():
+        with self._lock, DeferInterrupts():
             self.updates.abandon()
             self._calls.discard_pending()
             for slab in self.slabs:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from megatrain.errors import DataError
-from megatrain.model.hooks import config_of
+from megatrain.model.transformers_api import config_of
 
 log = logging.getLogger(__name__)
 

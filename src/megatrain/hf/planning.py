@@ -179,7 +179,7 @@ def sampled(trainer: Any, most: int) -> Iterator[tuple[list[Any], Collate]]:
         elif isinstance(value, numpy.random.Generator):
             own.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
     try:
-        with generators.untouched(torch.device("cpu")):
+        with generators.preserved(torch.device("cpu")):
             if type(dataset).__module__.split(".")[0] == "datasets":
                 dataset = trainer._remove_unused_columns(dataset, description="training")
             else:

@@ -29,7 +29,7 @@ def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callabl
     clean = not any(slab.grad.present for slab in engine.slabs)
     versions = [slab.version for slab in engine.slabs]
     buffers = [(name, buffer, buffer._version) for name, buffer in engine.model.named_buffers()]
-    drawn = Generators.now(engine.device)
+    drawn = Generators.capture(engine.device)
 
     def obstacle() -> str | None:
         """Why the step cannot be taken back; None: it can."""

@@ -34,8 +34,8 @@ from megatrain.hf.planning import plan_of
 from megatrain.hf.progress import Pace
 from megatrain.hf.recovery import RamStop
 from megatrain.hf.sigterm import Termination
-from megatrain.model import hooks
-from megatrain.model.blocks import layered
+from megatrain.model import transformers_api
+from megatrain.model.blocks import layered_blocks
 from megatrain.optim.optimizer import Optimizer
 from megatrain.settings import CHANGE_RESULTS, Settings
 from megatrain.telemetry.notices import announce, warn
@@ -151,7 +151,7 @@ class MegaMixin(MicroBatches, Checkpoints):
                 "set use_cpu=True there, or leave device out."
             )
         # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
-        streams = self.args.bf16 and bool(layered(self.model, hooks.load()))
+        streams = self.args.bf16 and bool(layered_blocks(self.model, transformers_api.load()))
         if streams and asked.precision == "fp32":
             raise SettingsError(
                 "megatrain.init asked for precision='fp32', but TrainingArguments has bf16=True; set bf16=False there, "

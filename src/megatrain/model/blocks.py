@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.errors import NothingToStream, UnsupportedModel
-from megatrain.model.hooks import Hooks
+from megatrain.model.transformers_api import TransformersApi
 
 Named = tuple[str, torch.nn.Module]
 
@@ -44,24 +44,26 @@ class BlockSpec:
         return list(self.module.named_parameters(remove_duplicate=False))
 
 
-def find_blocks(model: torch.nn.Module, hooks: Hooks) -> list[BlockSpec]:
+def find_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> list[BlockSpec]:
     """All blocks, in the order in which the model registers them. Every parameter is in one of them."""
     _check_parameters(model)
-    return layered(model, hooks) or [
-        BlockSpec(name, module, loose=True) for name, module in model.named_modules() if _own(module)
+    return layered_blocks(model, transformers_api) or [
+        BlockSpec(name, module, loose=True) for name, module in model.named_modules() if _has_own_parameters(module)
     ]
 
 
-def layered(model: torch.nn.Module, hooks: Hooks) -> list[BlockSpec]:
+def layered_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> list[BlockSpec]:
     """Blocks of a model that has repeated layers, wherever its parameters are; none of another one."""
     modules = list(model.named_modules())
-    marked = _outermost([(n, m) for n, m in modules if isinstance(m, hooks.layer) and _owns(m)])
-    layers = marked + _members(modules, torch.nn.ModuleList, marked) or _members(modules, torch.nn.Sequential, [])
+    marked = _outermost([(n, m) for n, m in modules if isinstance(m, transformers_api.layer) and _has_parameters(m)])
+    layers = marked + _repeated_members(modules, torch.nn.ModuleList, marked) or _repeated_members(
+        modules, torch.nn.Sequential, []
+    )
     blocks = {id(module): BlockSpec(name, module, layer=True) for name, module in layers}
     return list(_walk("", model, blocks, set())) if blocks else []
 
 
-def _members(modules: list[Named], container: type, taken: list[Named]) -> list[Named]:
+def _repeated_members(modules: list[Named], container: type, taken: list[Named]) -> list[Named]:
     """Members of containers that repeat a class, unless they contain or lie in a block that is already taken."""
     inside = {id(part) for _, block in taken for part in block.modules()}
     marked = {id(block) for _, block in taken}
@@ -69,7 +71,9 @@ def _members(modules: list[Named], container: type, taken: list[Named]) -> list[
     for name, module in modules:
         if not isinstance(module, container) or id(module) in inside:
             continue
-        members = [(f"{name}.{key}".lstrip("."), member) for key, member in module.named_children() if _owns(member)]
+        members = [
+            (f"{name}.{key}".lstrip("."), member) for key, member in module.named_children() if _has_parameters(member)
+        ]
         classes = Counter(type(member) for _, member in members)
         found += [
             (key, member)
@@ -93,7 +97,7 @@ def _walk(name: str, module: torch.nn.Module, layers: dict[int, BlockSpec], seen
     if id(module) in layers:
         yield layers[id(module)]
         return
-    if _own(module):
+    if _has_own_parameters(module):
         contains_layers = any(id(part) in layers for part in module.modules())
         yield BlockSpec(name, module, loose=contains_layers)
         if not contains_layers:
@@ -102,12 +106,12 @@ def _walk(name: str, module: torch.nn.Module, layers: dict[int, BlockSpec], seen
         yield from _walk(f"{name}.{key}".lstrip("."), child, layers, seen)
 
 
-def _own(module: torch.nn.Module) -> bool:
+def _has_own_parameters(module: torch.nn.Module) -> bool:
     """Whether it has parameters itself, not only in its submodules."""
     return any(parameter is not None for parameter in module._parameters.values())
 
 
-def _owns(module: torch.nn.Module) -> bool:
+def _has_parameters(module: torch.nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 

@@ -17,13 +17,13 @@ import torch
 
 from megatrain.errors import NothingToStream, SettingsError
 from megatrain.geometry import SMALL, padded
-from megatrain.model import fields, hooks
-from megatrain.model.blocks import BlockSpec, layered
+from megatrain.model import fields, transformers_api
+from megatrain.model.blocks import BlockSpec, layered_blocks
 from megatrain.model.dtypes import Dtypes, natural_precision
-from megatrain.model.hooks import config_of
-from megatrain.model.trace import Traced, trace
+from megatrain.model.trace import TracedLayer, trace
+from megatrain.model.transformers_api import config_of
 
-FORMULA = (
+FORMULA_FAMILIES = (
     "gemma2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"
 )  # fmt: skip
 """Families whose layers the planner's formula was made for, and held to: measured on a GPU, or counted on the CPU."""
@@ -79,7 +79,7 @@ class BlockShape:
     """Whether it has attention that takes a mask, or writes scores."""
     tied: bool
     """Whether it owns, or uses, parameters that several blocks share."""
-    traced: Traced | None = None
+    traced: TracedLayer | None = None
     """What was counted of its activations; None: they follow the planner's formula, or have to."""
 
     @property
@@ -112,7 +112,7 @@ class ModelShape:
     attention: str
     """The attention that transformers chose: "sdpa", "eager"..."""
     logits: str = "chunked"
-    """What training has of them: "none", a "chunked" head's, or all of them "whole" (`hooks.kind_of_logits`)."""
+    """What training has of them: "none", a "chunked" head's, or all of them "whole" (`logits_kind`)."""
     softcap: bool = False
     """Whether they are bounded by a hyperbolic tangent."""
     fp32_logits: bool = False
@@ -148,7 +148,7 @@ def describe(source: Any) -> ModelShape:
         source = _read(os.fspath(source))
     if not isinstance(source, PretrainedConfig):
         raise SettingsError(f"a plan needs a model, a transformers config or a name, not {type(source).__name__}.")
-    return _describe(skeleton(source), source)
+    return _describe(meta_model(source), source)
 
 
 def _read(name: str) -> Any:
@@ -186,8 +186,8 @@ def _read(name: str) -> Any:
 
 
 def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
-    known = hooks.load()
-    found = layered(model, known)
+    known = transformers_api.load()
+    found = layered_blocks(model, known)
     if not found:
         raise NothingToStream(f"{type(model).__name__} has no repeated layers, so there is nothing to plan.")
     text = config.get_text_config() if config is not None else None
@@ -196,11 +196,13 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
     attention = None if built is None else getattr(built.get_text_config(), "_attn_implementation", None)
     skeletal = config is not None and all(parameter.device.type == "meta" for parameter in model.parameters())
     loaded = (getattr(config, "dtype", None) or torch.bfloat16) if skeletal else Dtypes(model).loaded
-    reader = _Reader(model, text, found)
+    reader = _ShapeReader(model, text, found)
     layers = [item for item in found if item.layer]
     traced = _traced(model, [item.name for item in layers])
-    guessed = {type(item.module).__name__ for item in layers if item.name not in traced and not reader.follows(item)}
-    logits, fp32 = hooks.kind_of_logits(model, [item.module for item in found], known.causal_loss)
+    guessed = {
+        type(item.module).__name__ for item in layers if item.name not in traced and not reader.uses_formula(item)
+    }
+    logits, fp32 = transformers_api.logits_kind(model, [item.module for item in found], known.causal_loss)
     return ModelShape(
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
         blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
@@ -215,11 +217,11 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
     )
 
 
-_known: dict[tuple[Any, ...], dict[str, Traced]] = {}
+_trace_cache: dict[tuple[Any, ...], dict[str, TracedLayer]] = {}
 """A class and its config → what was counted: a model is described again by each part that plans with it."""
 
 
-def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, Traced]:
+def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, TracedLayer]:
     """What was counted of layers that the planner's formula was not made for; nothing of other libraries' models."""
     from transformers import PreTrainedModel
 
@@ -227,20 +229,20 @@ def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, Traced]:
         return {}
     config = config_of(model)
     text = config.get_text_config()
-    if text.model_type in FORMULA:
+    if text.model_type in FORMULA_FAMILIES:
         return {}
     chosen = [getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation")]
     try:
         key = type(model), config.to_json_string(), *chosen, *layers
-        if key not in _known:
-            twin = skeleton(config, type(model))
-            _known[key] = trace(twin, layers, bool(getattr(config, "is_encoder_decoder", False)))
+        if key not in _trace_cache:
+            twin = meta_model(config, type(model))
+            _trace_cache[key] = trace(twin, layers, bool(getattr(config, "is_encoder_decoder", False)))
     except (SettingsError, TypeError):
         return {}  # a model that its config alone does not make, or a config that cannot be written
-    return _known[key]
+    return _trace_cache[key]
 
 
-def skeleton(config: Any, cls: Any = None) -> torch.nn.Module:
+def meta_model(config: Any, cls: Any = None) -> torch.nn.Module:
     """The model without weights: of a class, else of that which the config names, else of the one that fits it best."""
     import transformers
 
@@ -280,23 +282,23 @@ def _auto(config: Any) -> Any:
     return next((auto for auto, known in order if type(config) in known), order[0][0])
 
 
-class _Reader:
+class _ShapeReader:
     """Turns modules into block shapes."""
 
     def __init__(self, model: Any, text: Any, found: Sequence[BlockSpec]) -> None:
         self._model, self._text = model, text
         self._dtypes = Dtypes(model)
-        self._head = hooks.output_of(model)
+        self._head = transformers_api.output_embedding(model)
         used = [(item.name, {id(parameter) for _, parameter in item.parameters()}) for item in found]
         self._users = Counter(parameter for _, parameters in used for parameter in parameters)
         self._owners = {parameter: name for name, parameters in reversed(used) for parameter in parameters}
         """The first block that has a parameter."""
 
-    def follows(self, item: BlockSpec) -> bool:
+    def uses_formula(self, item: BlockSpec) -> bool:
         """Whether a layer is of a family that the planner's formula was made for."""
-        return getattr(self._config(item), "model_type", None) in FORMULA
+        return getattr(self._config(item), "model_type", None) in FORMULA_FAMILIES
 
-    def block(self, item: BlockSpec, traced: Traced | None) -> BlockShape:
+    def block(self, item: BlockSpec, traced: TracedLayer | None) -> BlockShape:
         named = [(f"{item.name}.{name}".lstrip("."), parameter) for name, parameter in item.parameters()]
         kind, config = self._kind(item), self._config(item)
         experts, per_token = fields.experts(config, named) if kind == "layer" else (0, 0)
@@ -308,7 +310,7 @@ class _Reader:
         if kind == "layer":
             layer = fields.attention(config, hidden) | fields.norms(item.module, hidden)
             # Repeated modules that are no decoder layers (projections) have no config of their own, and no attention.
-            layer["span"] = fields.span(config, item.name) if _inner(item.module) is not None else 0
+            layer["span"] = fields.span(config, item.name) if _nested_config(item.module) is not None else 0
             layer["attends"] = fields.attends(config, item.name, item.module)
         return BlockShape(
             name=item.label,
@@ -335,7 +337,7 @@ class _Reader:
 
     def _config(self, item: BlockSpec) -> Any:
         """What describes a block: of a layer its own config, else that of the model around it (a vision tower's)."""
-        found, name = _inner(item.module) if item.layer else None, item.name
+        found, name = _nested_config(item.module) if item.layer else None, item.name
         while found is None and name:
             name = name.rpartition(".")[0]
             found = config_of(self._model.get_submodule(name))
@@ -361,6 +363,6 @@ class _Reader:
         )
 
 
-def _inner(module: torch.nn.Module) -> Any:
+def _nested_config(module: torch.nn.Module) -> Any:
     """The first config that a module or a part of it has."""
     return next((config for part in module.modules() if (config := config_of(part)) is not None), None)

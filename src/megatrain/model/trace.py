@@ -23,60 +23,60 @@ from megatrain import generators
 
 LENGTHS = (256, 512, 768)
 """Tokens in a sequence; multiples of the chunks that mixers cut sequences into (64 to 256)."""
-STEPS = (8, 16, 24)
+SHORT_LENGTHS = (8, 16, 24)
 """The same for layers that go through a sequence token by token, which is slow, or whose positions end before that."""
-MOST_ANSWERS = 10_000
+MAX_VALUE_READS = 10_000
 """In one run: a loop that waits for a value would never end."""
-Bytes = tuple[int, int, int]
-"""Of graph, work and forward, as in `Traced`."""
-PAIRS_SHARE = 0.05
+LayerBytes = tuple[int, int, int]
+"""Of graph, work and forward, as in `TracedLayer`."""
+MIN_QUADRATIC_SHARE = 0.05
 """Growth with the square of the length is believed if it is this share of what the longest sequence takes (of shorter
 ones, less in proportion): scores of attention are more by then, and peaks that change places are less."""
 
 
 @dataclass(frozen=True)
-class Grows:
+class SizeFormula:
     """Bytes in BF16, by tokens and by pairs of tokens of a sequence."""
 
     fixed: float
     token: float
     pair: float
 
-    def of(self, tokens: int, length: int) -> float:
+    def at(self, tokens: int, length: int) -> float:
         """With so many tokens, in sequences of this length."""
         return self.fixed + tokens * (self.token + self.pair * length)
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedLayer:
     """A layer as it was counted."""
 
-    graph: Grows
+    graph: SizeFormula
     """What its graph keeps for the backward, its input included, its weights not."""
-    work: Grows
+    work: SizeFormula
     """The most that is there above this, in forward or backward, gradients of weights apart."""
-    forward: Grows
+    forward: SizeFormula
     """Peak of a forward that keeps no graph."""
 
 
-def trace(model: torch.nn.Module, layers: Iterable[str], pairs: bool) -> dict[str, Traced]:
+def trace(model: torch.nn.Module, layers: Iterable[str], encoder_decoder: bool) -> dict[str, TracedLayer]:
     """Layers by name → what was counted, of those that a forward of text reaches; none if it fails.
 
-    `model` is on the meta device; `pairs`: it has an encoder and a decoder.
+    `model` is on the meta device; `encoder_decoder`: it has an encoder and a decoder.
     """
     model.to(torch.bfloat16).train()
     # A model may have been given layers that its config does not have.
     there = dict(model.named_modules())
     named = {name: there[name] for name in layers if name in there}
-    short = _runs(model, named, STEPS[:2], pairs)
+    short = _runs(model, named, SHORT_LENGTHS[:2], encoder_decoder)
     if not short:
         return {}
-    by_token = short[1][1] - short[0][1] > STEPS[1] - STEPS[0]
-    long = [] if by_token else _runs(model, named, LENGTHS, pairs)
-    runs = long or short + _runs(model, named, STEPS[2:], pairs)
-    if len(runs) < len(STEPS):
+    by_token = short[1][1] - short[0][1] > SHORT_LENGTHS[1] - SHORT_LENGTHS[0]
+    long = [] if by_token else _runs(model, named, LENGTHS, encoder_decoder)
+    runs = long or short + _runs(model, named, SHORT_LENGTHS[2:], encoder_decoder)
+    if len(runs) < len(SHORT_LENGTHS):
         return {}
-    lengths = LENGTHS if long else STEPS
+    lengths = LENGTHS if long else SHORT_LENGTHS
     counted = [sizes for sizes, _ in runs]
     return {
         name: _traced(lengths, [sizes[name] for sizes in counted])
@@ -87,31 +87,31 @@ def trace(model: torch.nn.Module, layers: Iterable[str], pairs: bool) -> dict[st
 
 
 def _runs(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], lengths: tuple[int, ...], pairs: bool
-) -> list[tuple[dict[str, Bytes], int]]:
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], lengths: tuple[int, ...], encoder_decoder: bool
+) -> list[tuple[dict[str, LayerBytes], int]]:
     """A run for each length; none if they fail."""
     # Models that leave layers out by chance draw numbers: plans are always the same, and training draws what it would.
     try:
-        with generators.untouched(torch.device("cpu")):
+        with generators.preserved(torch.device("cpu")):
             torch.default_generator.manual_seed(0)  # not the GPU's as well
             random.seed(0)
             numpy.random.seed(0)
-            return [_run(model, layers, length, pairs) for length in lengths]
+            return [_run(model, layers, length, encoder_decoder) for length in lengths]
     except Exception:
         # Whatever a model's code makes of tensors without values; the planner then has its formula.
         return []
 
 
-def _traced(lengths: tuple[int, ...], counted: list[Bytes]) -> Traced:
+def _traced(lengths: tuple[int, ...], counted: list[LayerBytes]) -> TracedLayer:
     graph, work, forward = zip(*counted, strict=True)
-    share = PAIRS_SHARE * lengths[-1] / LENGTHS[-1]
+    share = MIN_QUADRATIC_SHARE * lengths[-1] / LENGTHS[-1]
     kept = _fit(lengths, graph, share)
     # Of a few tokens, a peak that moved looks the same as scores: these are kept too.
     share = share if kept.pair or lengths == LENGTHS else 1.0
-    return Traced(kept, _fit(lengths, work, share), _fit(lengths, forward, share))
+    return TracedLayer(kept, _fit(lengths, work, share), _fit(lengths, forward, share))
 
 
-def _fit(lengths: tuple[int, ...], sizes: Sequence[int], share: float) -> Grows:
+def _fit(lengths: tuple[int, ...], sizes: Sequence[int], share: float) -> SizeFormula:
     """Through three points that are equally far apart; above them, if they are on no such curve."""
     apart, last = lengths[1] - lengths[0], lengths[2]
     pair = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * apart * apart)
@@ -119,14 +119,14 @@ def _fit(lengths: tuple[int, ...], sizes: Sequence[int], share: float) -> Grows:
         pair = 0.0
     one, two = (size - pair * length * length for size, length in zip(sizes[1:], lengths[1:], strict=True))
     token = max(0.0, (two - one) / apart)
-    return Grows(max(0.0, two - token * last), token, pair)
+    return SizeFormula(max(0.0, two - token * last), token, pair)
 
 
 def _run(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], length: int, pairs: bool
-) -> tuple[dict[str, Bytes], int]:
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], length: int, encoder_decoder: bool
+) -> tuple[dict[str, LayerBytes], int]:
     """One forward: what was counted of each layer that is called, and how many operations that took."""
-    counted: dict[Any, tuple[Bytes, Any, int]] = {}
+    counted: dict[Any, tuple[LayerBytes, Any, int]] = {}
     # Layers of one class with parameters of the same shapes are alike.
     kinds = {
         name: (type(layer), *((inner, parameter.shape) for inner, parameter in layer.named_parameters()))
@@ -145,8 +145,8 @@ def _run(
         for name, layer in layers.items():
             layer.__dict__["forward"] = partial(standing_in, name, layer.forward)
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-        more = {"decoder_input_ids": ids} if pairs else {}
-        with torch.inference_mode(False), torch.enable_grad(), _Fused():
+        more = {"decoder_input_ids": ids} if encoder_decoder else {}
+        with torch.inference_mode(False), torch.enable_grad(), _FusedAttention():
             model(input_ids=ids, use_cache=False, **more)
     finally:
         for layer in layers.values():
@@ -154,9 +154,9 @@ def _run(
     return {name: counted[kinds[name]][0] for name in called}, sum(operations for _, _, operations in counted.values())
 
 
-def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Bytes, Any, int]:
+def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[LayerBytes, Any, int]:
     """What one call takes, its output, and how many operations it took."""
-    args, kwargs = tree_map(_cut, (args, kwargs))
+    args, kwargs = tree_map(_detach, (args, kwargs))
     inputs = _tensors((args, kwargs))
     weights = list(layer.parameters())
     theirs = {_storage(tensor) for tensor in (*inputs, *weights)}
@@ -174,15 +174,15 @@ def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwarg
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         graph = forward(*args, **kwargs)
     keeps = sum(kept.values())
-    output = tree_map(_cut, graph)
+    output = tree_map(_detach, graph)
     del graph
-    with torch.no_grad(), _Live(theirs) as alone:
+    with torch.no_grad(), _LiveBytes(theirs) as alone:
         forward(*args, **kwargs)
     trains = [weight for weight in weights if weight.requires_grad]
     try:
         # Gradients of weights are the planner's to count: they do not grow with tokens.
         layer.requires_grad_(False)
-        with _Live(theirs) as live:
+        with _LiveBytes(theirs) as live:
             result = [t for t in _tensors(forward(*args, **kwargs)) if t.requires_grad]
             there = live.now
             if result:
@@ -194,7 +194,7 @@ def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwarg
     return (keeps, live.peak - there, alone.peak), output, live.operations
 
 
-def _cut(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     """A tensor apart from the graph that it came from."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
@@ -207,7 +207,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Live(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Bytes of all tensors that came to be, as long as they are there."""
 
     def __init__(self, known: set[int]) -> None:
@@ -232,7 +232,7 @@ class _Live(TorchDispatchMode):
         self.now -= self._sizes.pop(key)[0]
 
 
-class _Fused(TorchFunctionMode):
+class _FusedAttention(TorchFunctionMode):
     """Attention as GPUs have it, and answers where the model asks for values: no token is padding, masks hide none."""
 
     _answers = 0
@@ -241,8 +241,8 @@ class _Fused(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.Tensor.__bool__, torch.Tensor.__contains__) and args[0].is_meta:
             self._answers += 1
-            if self._answers > MOST_ANSWERS:
-                raise RecursionError(f"the model asked for a value {MOST_ANSWERS:,} times")
+            if self._answers > MAX_VALUE_READS:
+                raise RecursionError(f"the model asked for a value {MAX_VALUE_READS:,} times")
             return func is torch.Tensor.__bool__
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))[:3]
@@ -250,11 +250,11 @@ class _Fused(TorchFunctionMode):
             # No kernel spreads heads otherwise: scores are then written out, here too.
             if query.shape[:-2] == key.shape[:-2] or groups:
                 mask = (*args, *[None] * 4)[3] if "attn_mask" not in kwargs else kwargs["attn_mask"]
-                return _Attention.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
+                return _AttentionNode.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionNode(torch.autograd.Function):
     """Keeps queries, keys, values, a mask, its output and a number per query; the backward sums in FP32."""
 
     @staticmethod

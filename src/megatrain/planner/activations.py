@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from megatrain.geometry import chunk_tokens, fuses_loss, round_up
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.model.trace import Grows
+from megatrain.model.trace import SizeFormula
 from megatrain.planner.run import Run
 
 LOGIT_BYTES = 13
@@ -117,12 +117,12 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * more
 
 
-def _traced(block: BlockShape, counted: Grows, run: Run, attention: str, tokens: int, more: int) -> int:
+def _traced(block: BlockShape, counted: SizeFormula, run: Run, attention: str, tokens: int, more: int) -> int:
     """Bytes of so many tokens of a layer that was counted, with `more` per token that it was not counted with."""
     if counted.pair:
         # Scores or a bias of positions, a number per head; where that is given to attention, a mask joins it.
         more = block.heads * run.length * run.itemsize if masked(block, run, attention) else 0
-    return int(counted.of(tokens, run.length) * run.itemsize / 2) + tokens * more
+    return int(counted.at(tokens, run.length) * run.itemsize / 2) + tokens * more
 
 
 def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.compute.interrupts import Deferred
+from megatrain.compute.interrupts import DeferInterrupts
 
 
 def press() -> None:
@@ -16,7 +16,7 @@ def press() -> None:
 def test_the_section_ends_first() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with Deferred():
+        with DeferInterrupts():
             press()
             done.append(True)
     assert done
@@ -26,7 +26,7 @@ def test_the_section_ends_first() -> None:
 def test_a_second_one_is_raised_at_once() -> None:
     """A section that waits for a lane which never ends must not keep Ctrl-C out."""
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with Deferred():
+        with DeferInterrupts():
             press()
             press()
             pytest.fail("it went on")
@@ -35,8 +35,8 @@ def test_a_second_one_is_raised_at_once() -> None:
 def test_sections_inside_sections() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with Deferred():
-            with Deferred():
+        with DeferInterrupts():
+            with DeferInterrupts():
                 press()
             done.append(True)
     assert done
@@ -44,7 +44,7 @@ def test_sections_inside_sections() -> None:
 
 def test_an_error_does_not_hide_it() -> None:
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with Deferred():
+        with DeferInterrupts():
             press()
             raise ValueError
 
@@ -53,10 +53,10 @@ def test_an_error_does_not_hide_it() -> None:
 def test_handlers_of_others(handler: Any) -> None:
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with Deferred():
+        with DeferInterrupts():
             press()
         assert signal.getsignal(signal.SIGINT) is handler
-        with Deferred():
+        with DeferInterrupts():
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "put there inside"
     finally:
@@ -67,7 +67,7 @@ def test_another_thread_leaves_handlers_alone() -> None:
     seen = []
 
     def work() -> None:
-        with Deferred():
+        with DeferInterrupts():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

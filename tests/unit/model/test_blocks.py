@@ -7,7 +7,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import NothingToStream, UnsupportedModel
-from megatrain.model import hooks
+from megatrain.model import transformers_api
 from megatrain.model.blocks import find_blocks
 
 
@@ -36,7 +36,7 @@ def found(model):
 
 
 def find(model):
-    return find_blocks(model, hooks.load())
+    return find_blocks(model, transformers_api.load())
 
 
 def assert_complete(model):

@@ -56,7 +56,7 @@ def on_the_cpu(config, name):
     hook = layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     model(input_ids=torch.randint(0, 256, (1, LENGTH)), use_cache=False)
     hook.remove()
-    args, kwargs = trace.tree_map(trace._cut, calls[0])
+    args, kwargs = trace.tree_map(trace._detach, calls[0])
     weights = list(layer.parameters())
     theirs = {trace._storage(t) for t in (*trace._tensors((args, kwargs)), *weights)}
     kept = {}
@@ -66,7 +66,7 @@ def on_the_cpu(config, name):
             kept[trace._storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 
-    with trace._Live(theirs) as live:
+    with trace._LiveBytes(theirs) as live:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = trace._tensors(layer(*args, **kwargs))[0]
         there = live.now
@@ -107,9 +107,9 @@ def test_a_trace_agrees_with_what_a_gpu_showed():
     config = AutoConfig.for_model(
         "llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, num_attention_heads=32
     )
-    model = shapes.skeleton(config)
-    counted = trace.trace(model, ["model.layers.0", "model.layers.1"], pairs=False)
-    assert counted["model.layers.0"].graph.of(8192, 2048) / 8192 == pytest.approx(194_696, rel=1e-3)
+    model = shapes.meta_model(config)
+    counted = trace.trace(model, ["model.layers.0", "model.layers.1"], encoder_decoder=False)
+    assert counted["model.layers.0"].graph.at(8192, 2048) / 8192 == pytest.approx(194_696, rel=1e-3)
 
 
 def test_other_widths_of_values_keep_no_scores():
@@ -147,7 +147,7 @@ def test_evaluations_are_counted_too():
     assert block.traced.forward.pair == 0
     run = Run(length=LENGTH, evaluation=4096, predictions=False)
     for gpu in (False, True):
-        assert evaluation_bytes(shape, run, shape.attention, gpu) >= block.traced.forward.of(4096, LENGTH) > 0
+        assert evaluation_bytes(shape, run, shape.attention, gpu) >= block.traced.forward.at(4096, LENGTH) > 0
 
 
 def test_scores_that_a_run_asks_for():
@@ -160,7 +160,7 @@ def test_scores_that_a_run_asks_for():
 def test_a_live_model_is_left_as_it_was():
     config = config_of("phi")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    shapes._known.clear()
+    shapes._trace_cache.clear()
     before, random = [p.clone() for p in model.parameters()], torch.get_rng_state()
     assert describe(model).blocks == describe(config).blocks
     assert not model.training
@@ -195,9 +195,9 @@ def test_what_cannot_be_counted_is_named():
     ],
 )
 def test_growth(sizes, expected):
-    grows = trace._fit(trace.LENGTHS, list(sizes), trace.PAIRS_SHARE)
-    assert (grows.fixed, grows.token, grows.pair) == pytest.approx(expected, abs=1e-6)
-    assert grows.of(768, 768) >= sizes[2] - 1e-6
+    formula = trace._fit(trace.LENGTHS, list(sizes), trace.MIN_QUADRATIC_SHARE)
+    assert (formula.fixed, formula.token, formula.pair) == pytest.approx(expected, abs=1e-6)
+    assert formula.at(768, 768) >= sizes[2] - 1e-6
 
 
 def test_random_numbers_are_neither_used_up_nor_decide():
@@ -206,7 +206,7 @@ def test_random_numbers_are_neither_used_up_nor_decide():
     for seed in range(3):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        shapes._known.clear()
+        shapes._trace_cache.clear()
         found.append(describe(config_of("opt", layerdrop=0.5, num_hidden_layers=8)))
         assert torch.equal(torch.get_rng_state(), before)
     assert found[0] == found[1] == found[2]

@@ -14,7 +14,7 @@ import megatrain as mt
 from megatrain.geometry import KINDS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model import shapes
-from megatrain.model.trace import _Live as Live
+from megatrain.model.trace import _LiveBytes as Live
 from megatrain.optim.rules import RULES
 from megatrain.planner import activations
 from megatrain.planner.decision import HELD, RESIDENT, Decision

@@ -18,7 +18,7 @@ OLDEST = "5.17"
 
 
 @dataclass(frozen=True)
-class Hooks:
+class TransformersApi:
     """What was found in the installed transformers."""
 
     layer: type[torch.nn.Module]
@@ -30,10 +30,10 @@ class Hooks:
     causal_loss: Any
     """The loss of causal language models, which the chunked head stands in for."""
 
-    def active(self) -> Capture | None:
+    def active_capture(self) -> OutputCapture | None:
         """What transformers records inside modules in this forward (`output_router_logits`, `output_attentions`...)."""
         outer = self.collector.get()
-        return Capture(self.collector, outer) if outer else None
+        return OutputCapture(self.collector, outer) if outer else None
 
     def without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A block's arguments for training: a live cache would be written again by the recompute, silently."""
@@ -54,9 +54,9 @@ class Hooks:
             )
 
 
-def load() -> Hooks:
+def load() -> TransformersApi:
     """Find the hooks, or say which one is gone."""
-    return Hooks(
+    return TransformersApi(
         layer=_find("transformers.modeling_layers", "GradientCheckpointingLayer"),
         cache=_find("transformers.cache_utils", "Cache"),
         collector=_find("transformers.utils.output_capturing", "_active_collector"),
@@ -86,7 +86,7 @@ def config_of(module: torch.nn.Module) -> Any:
     return config if isinstance(config, PretrainedConfig) else None
 
 
-class Capture:
+class OutputCapture:
     """One forward's collector, as it stood when a block began."""
 
     def __init__(self, collector: Any, outer: dict[str, Any]) -> None:
@@ -114,38 +114,38 @@ class Capture:
 # ---- the head: whether its loss can be taken chunk by chunk, or needs the logits whole
 
 
-def output_of(model: Any) -> Any:
+def output_embedding(model: Any) -> Any:
     """The module that makes logits, or None."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def can_be_lazy(model: Any, causal_loss: Any) -> bool:
+def can_chunk_loss(model: Any, causal_loss: Any) -> bool:
     """Whether a model is a causal LM whose loss is transformers' own."""
-    head = output_of(model)
+    head = output_embedding(model)
     weight = getattr(head, "weight", None)
-    return head is not None and weight is not None and weight.ndim == 2 and uses(model, head, causal_loss)
+    return head is not None and weight is not None and weight.ndim == 2 and uses_causal_loss(model, head, causal_loss)
 
 
-def uses(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
+def uses_causal_loss(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
     """Whether a module has transformers' causal loss for the output of this head."""
     loss = getattr(module, "loss_function", None)
     # An engine's chunked head stands in for it while it is attached.
     loss = getattr(getattr(loss, "__self__", None), "model_loss", loss)
-    return loss is causal_loss and output_of(module) is head
+    return loss is causal_loss and output_embedding(module) is head
 
 
-def kind_of_logits(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> tuple[str, bool]:
+def logits_kind(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> tuple[str, bool]:
     """What training has of a model's logits: "none", a "chunked" head's, or all of them "whole"; and whether the model
     turns them into FP32."""
-    head = output_of(model)
+    head = output_embedding(model)
     if head is None:
         return "none", False
     # transformers warns of configs that name no loss when one only looks which it is.
     logger = logging.getLogger("transformers.modeling_utils")
     before, logger.disabled = logger.disabled, True
     try:
-        chunks = can_be_lazy(model, causal_loss) and any(module is head for module in blocks)
-        owners = [module for module in model.modules() if chunks and uses(module, head, causal_loss)]
+        chunks = can_chunk_loss(model, causal_loss) and any(module is head for module in blocks)
+        owners = [module for module in model.modules() if chunks and uses_causal_loss(module, head, causal_loss)]
     finally:
         logger.disabled = before
     if not owners:
