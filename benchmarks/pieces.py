@@ -29,7 +29,7 @@ from megatrain.compute.window import WindowThreads, wait_for_turn
 from megatrain.model.shapes import describe
 from megatrain.planner.activations import graph_bytes, layer_bytes
 from megatrain.planner.run import Run
-from megatrain.store.gradient import ADDED
+from megatrain.store.gradient import ADD_CHUNK_ELEMENTS
 from megatrain.stream.add import add_to
 
 MIB = 1 << 20
@@ -147,7 +147,7 @@ def sums() -> None:
     total, values = torch.zeros(numel), torch.randn(numel).bfloat16()
 
     def pieces() -> None:
-        for part, piece in zip(total.split(ADDED), values.split(ADDED), strict=True):
+        for part, piece in zip(total.split(ADD_CHUNK_ELEMENTS), values.split(ADD_CHUNK_ELEMENTS), strict=True):
             part.add_(piece)
 
     for name, work in (("at once", lambda: total.add_(values)), ("in pieces", pieces)):

@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
-KINDS = {"adamw": 2, "lion": 1, "sgd": 1}
+OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Optimizer → how many moments it keeps."""
-PLACED = ("resident", "held_weights", "held_gradients", "streamed_states")
+PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states")
 """Settings that are patterns of block names: what of them is in GPU memory, or comes there."""
-PLANNED = (*PLACED, "policy", "window")
+PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
 """Settings that a plan decides; whoever sets one of them decides alone."""
-PLANNED_SLOTS = ("slots", "grad_slots")
+PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")
 """The same of `Settings.debug`."""
 
 
@@ -40,7 +40,7 @@ class Width:
 
 WIDTHS = {"fp32": Width(32), "bf16": Width(16), "8bit": Width(8, 256), "4bit": Width(4, 128)}
 """By name, the widest first. The order is that of the C library's formats."""
-SMALL = 4096
+MIN_COMPRESSED_NUMEL = 4096
 """Tensors with fewer elements, and vectors of any length (norms, biases), keep FP32 moments: they are sensitive, and
 together they are nothing."""
 
@@ -51,7 +51,7 @@ together they are nothing."""
 class Lane:
     """A queue of work beside compute, in its order."""
 
-    runs: str | None
+    runs_on: str | None
     """"stream": issued on a CUDA stream of its own; "thread": done by a CPU thread. None: no queue of the engine."""
     link: str | None = None
     """The direction of PCIe that it uses, "in" (to the GPU) or "out"; lanes of one direction share it."""
@@ -78,7 +78,7 @@ LANES = {
 class Tier:
     """A kind of memory that state lives in."""
 
-    updates: str
+    update_lane: str
     """The lane that sums and updates what lies in it."""
     on_device: bool
     """Whether compute reads and writes it where it lies."""
@@ -112,7 +112,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
+def group_by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
     """Slabs in groups that share a ring, each within a factor of two of its largest; equal ones in their order."""
     groups: list[list[T]] = []
     largest = 0
@@ -139,7 +139,7 @@ def grad_slots(slots: int, slabs: int) -> int:
 CHUNK_ELEMENTS = {False: 1 << 27, True: 1 << 28}
 """Whether the loss is fused → logits in a chunk of the head. Constants: a chunk changes the last bits of a sum, so no
 memory cap may choose it."""
-MOST_MICRO_BATCHES = 64
+MAX_WINDOW = 64
 """A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""
 
 
@@ -153,7 +153,7 @@ def chunk_tokens(vocabulary: int, fused: bool) -> int:
     return max(64, CHUNK_ELEMENTS[fused] // max(1, vocabulary) // 64 * 64)
 
 
-def windows_of(sizes: int | Sequence[int], micro_batches: int) -> tuple[int, ...]:
+def window_sizes(sizes: int | Sequence[int], micro_batches: int) -> tuple[int, ...]:
     """The windows of a step: sizes in order, the last one repeated as long as needed, none beyond the step's end."""
     asked = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     windows: list[int] = []

@@ -66,7 +66,7 @@ def train(forks):
             optimizer.step()
             if forks:
                 # Right after a step: its updates are still on their way.
-                refused = forked.run(lambda: slab.put(0, torch.zeros(slab.layout.segments[0].shape)))
+                refused = forked.run(lambda: slab.load(0, torch.zeros(slab.layout.segments[0].shape)))
                 assert refused.raised is not None
                 assert refused.raised[0] == "ForkedProcess"
                 assert forked.run(lambda: slab.weight.fill_(1)).signal == signal.SIGSEGV

@@ -12,7 +12,7 @@ import torch
 from tests import small
 from tests.tiny import differences, engine_of, roles
 
-from megatrain.geometry import PLACED
+from megatrain.geometry import PLACEMENT_SETTINGS
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 MICRO_BATCHES = 5
@@ -22,7 +22,7 @@ BLOCKS = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model
 def drawn(seed: int, tied: bool) -> dict[str, Any]:
     """Settings that must not change bits, by a seed."""
     source = random.Random(seed)
-    homes: dict[str, list[str]] = {name: [] for name in PLACED}
+    homes: dict[str, list[str]] = {name: [] for name in PLACEMENT_SETTINGS}
     for block in BLOCKS[:-1] if tied else BLOCKS:
         kind = source.choice(["resident", "states", "held", "streamed", "weights", "gradients"])
         if kind == "resident":

@@ -76,7 +76,7 @@ def gather(ours: list[Slab], theirs: list[Slab]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         for source, target in ((mine, other), (other, mine)):
             source.settle()
-            target.overwrite()
+            target.before_write()
             source.owned.slice_flat(target.weight).copy_(source.owned.slice_flat(source.weight))
 
 

@@ -844,7 +844,7 @@ def test_the_engine_survives(where: str, error: Any, policy: str, clean: list[An
         assert all(gradient is None for gradient in gradients(model).values())
         assert_equal(clean_step(model, engine), clean)
         started = {thread.name for thread in set(threading.enumerate()) - threads}
-        beside = sum(lane.runs is not None for lane in LANES.values()) if lanes == "threads" else 0
+        beside = sum(lane.runs_on is not None for lane in LANES.values()) if lanes == "threads" else 0
         assert len(started) == 4 + beside, started
         engine.close()
     assert set(threading.enumerate()) <= threads

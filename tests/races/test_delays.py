@@ -474,14 +474,14 @@ def read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def overwrite(slab: Slab) -> None:
+    def before_write(slab: Slab) -> None:
         slab.version += 1
 
-    monkeypatch.setattr(Slab, "overwrite", overwrite)
+    monkeypatch.setattr(Slab, "before_write", before_write)
 
 
 def read_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gradient, "look", Gradient.snapshot)
+    monkeypatch.setattr(Gradient, "read", Gradient.snapshot)
 
 
 def write_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

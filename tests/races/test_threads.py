@@ -318,8 +318,8 @@ def test_a_visit_that_never_began_is_not_taken_back() -> None:
             fetcher.acquire(engine.slabs, evaluating=True)
         fetcher.lock = lock
         with fetcher.lock:
-            fetcher.until_left()
-        assert fetcher._visits == 0
+            fetcher.wait_for_evaluations()
+        assert fetcher._evaluations == 0
 
 
 class Interrupted:

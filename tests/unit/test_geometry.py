@@ -2,14 +2,14 @@
 
 import pytest
 
-from megatrain.geometry import by_size, update_threads, windows_of
+from megatrain.geometry import group_by_size, update_threads, window_sizes
 
 
 def test_rings_are_within_a_factor_of_two():
     sizes = [100, 100, 51, 50, 49, 200, 8, 3]
-    assert by_size(sizes, lambda size: size) == [[200, 100, 100], [51, 50, 49], [8], [3]]
+    assert group_by_size(sizes, lambda size: size) == [[200, 100, 100], [51, 50, 49], [8], [3]]
     named = [("b", 4), ("a", 4), ("c", 3)]
-    assert by_size(named, lambda item: item[1]) == [named], "equal ones stay in order"
+    assert group_by_size(named, lambda item: item[1]) == [named], "equal ones stay in order"
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_rings_are_within_a_factor_of_two():
     ],
 )  # fmt: skip
 def test_windows_of_a_step(sizes, micro_batches, windows):
-    assert windows_of(sizes, micro_batches) == windows
+    assert window_sizes(sizes, micro_batches) == windows
     assert sum(windows) == micro_batches
 
 

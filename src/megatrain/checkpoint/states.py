@@ -116,7 +116,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyP
         group.update({k: tuple(v) if k == "betas" else v for k, v in stored.items() if k != "params"})
     parameters = _parameters(model, optimizer)
     for name, parameter in parameters.items():
-        parameter.slab.overwrite()
+        parameter.slab.before_write()
         parameter.slab.steps[parameter.segment] = saved["steps"][name]
     rounded = 0
     for path in _shard_files(Path(directory), saved):

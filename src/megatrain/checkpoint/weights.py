@@ -150,7 +150,7 @@ def _check_shape(name: str, target: torch.Tensor | None, shape: tuple[int, ...])
 
 def _put(target: torch.Tensor, values: torch.Tensor) -> None:
     if isinstance(target, StoreTensor):
-        target.slab.put(target.segment, values)
+        target.slab.load(target.segment, values)
     else:
         with torch.no_grad():
             target.copy_(values)

@@ -37,7 +37,7 @@ from megatrain.compute.trees import FlattenSpec, flatten_tensors
 from megatrain.errors import UnsupportedCall
 from megatrain.generators import Generators
 from megatrain.store.gradient import CallId
-from megatrain.store.parameter import users_hooks
+from megatrain.store.parameter import user_hooks
 from megatrain.store.slab import Slab
 from megatrain.stream.activations import Activations, OffloadedTensor
 
@@ -312,7 +312,7 @@ def deliver_gradients(
         hooked = {
             segment: block.parameters[name] for name, (owner, segment) in block.locations.items() if owner is slab
         }
-        hooks = {segment: users_hooks(hooked[segment]) for segment in found}
+        hooks = {segment: user_hooks(hooked[segment]) for segment in found}
         for segment, gradient in found.items():
             for hook in hooks[segment][0]:
                 replaced = hook(gradient)

@@ -26,7 +26,7 @@ from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.model.transformers_api import TransformersApi
 from megatrain.store.export import ExportTensor, exported
 from megatrain.store.layout import lay_out
-from megatrain.store.parameter import Deposit, StoreTensor, as_parameter
+from megatrain.store.parameter import GradientSink, StoreTensor, as_parameter
 from megatrain.store.slab import Slab
 from megatrain.telemetry.notices import announce
 
@@ -58,7 +58,7 @@ class Adoption:
         self._dtypes = Dtypes(self.model)
 
     def adopt(
-        self, found: list[BlockSpec], deposit: Deposit, run: Callable[[Block, Any, Any], Any], undo: Undo
+        self, found: list[BlockSpec], deposit: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
     ) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
         undo.add(self.release)
@@ -146,7 +146,7 @@ class Adoption:
             groups.setdefault((dtype, parameter.requires_grad), {})[full] = parameter
         return groups
 
-    def _move_to_store(self, item: BlockSpec, owners: Owners, deposit: Deposit) -> None:
+    def _move_to_store(self, item: BlockSpec, owners: Owners, deposit: GradientSink) -> None:
         """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
         for (dtype, trains), parameters in self._group_parameters(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
@@ -157,11 +157,11 @@ class Adoption:
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 self._original_dtypes[slab.index, index] = parameter.dtype
-                slab.put(index, parameter)
+                slab.load(index, parameter)
                 if slab.split_master and parameter.dtype == torch.float32:
                     slab.saved[index] = self.saved_dtypes.get(layout.segments[index].name, torch.float32)
                 visible = as_parameter(
-                    StoreTensor.whole(slab, index, "weight", self.device), parameter.requires_grad, deposit
+                    StoreTensor.of_parameter(slab, index, "weight", self.device), parameter.requires_grad, deposit
                 )
                 for module, key in owners[id(parameter)]:
                     module._parameters[key] = visible

@@ -94,7 +94,7 @@ class Attachment:
         """Lanes and their threads."""
         on_close = self.on_close
         with DeferInterrupts():
-            self.lanes = lanes = cuda.choose(self.settings.debug.lanes, self.device)
+            self.lanes = lanes = cuda.choose_lanes(self.settings.debug.lanes, self.device)
             on_close.add(lambda: lanes.close(patience=on_close.timeout))
         if not isinstance(self.lanes, SyncLanes):
             on_close.add(lambda: process.release(on_close))
@@ -128,7 +128,7 @@ class Attachment:
         sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
         for slab in slabs:
-            slab.grad.several = settings.plan is not None and settings.plan.run.accumulation > 1
+            slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor
         self.headroom = Headroom(self.model, self.engine.precision, settings, ram_monitor, fetcher, drain)
         self.step = Step(

@@ -49,7 +49,9 @@ class Headroom:
 
     def unwritten_slot_bytes(self) -> int:
         """Bytes of slots that nothing has been written to yet: they are not in memory yet."""
-        return (0 if self.drain.link.counters.fetches else self.fetcher.slot_bytes()) + self.drain.missing_slots()
+        return (
+            0 if self.drain.link.counters.fetches else self.fetcher.slot_bytes()
+        ) + self.drain.unallocated_slot_bytes()
 
     def check_batch(self, inputs: Any) -> None:
         """A forward that is to be differentiated begins: raise `OutOfRam` if RAM does not hold it."""
@@ -67,7 +69,7 @@ class Headroom:
 
     def _backward_bytes(self) -> int:
         """Bytes that the next backward allocates beside activations."""
-        return self.drain.missing() + self.unwritten_slot_bytes()
+        return self.drain.unallocated_bytes() + self.unwritten_slot_bytes()
 
     def batch_bytes(self, batch: Any) -> int:
         """Bytes that a micro-batch keeps and needs; 0 if there is plenty, or they are not known."""

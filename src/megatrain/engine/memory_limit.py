@@ -82,7 +82,7 @@ class HeldState:
             sums = [slab for slab in self._slabs if slab.held_sum]
             for slab in sums:
                 slab.grad.clear()
-                slab.grad.give_back()
+                slab.grad.free_unused()
                 slab.homes.sums = slab.homes.states
             self._sums_out.stop_holding(sums)
             self._states.stop_holding(sums)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import PLACED, STAGING_SLOTS, by_size
+from megatrain.geometry import PLACEMENT_SETTINGS, STAGING_SLOTS, group_by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.optim.rules import AdamW, Rule
@@ -46,7 +46,7 @@ class Placement:
     def homes(self, block: str) -> Homes:
         """Where the block of this name keeps its weight, states and gradient sum."""
         if _matches(block, self._settings.resident):
-            return Homes.together(self.vram)
+            return Homes.all_in(self.vram)
         held, summed = _matches(block, self._settings.held_weights), _matches(block, self._settings.held_gradients)
         streams_states = _matches(block, self._settings.streamed_states)
         if streams_states and not (summed and held) and self._settings.plan is None:
@@ -54,11 +54,13 @@ class Placement:
                 f"streamed_states matches {block}, whose {'gradients are' if held else 'weights are'} not held: its "
                 "states are updated on the GPU, so name it in held_weights and held_gradients too."
             )
-        return Homes(self.ram, self.ram, self.vram if summed else self.ram, held=held, streams_states=streams_states)
+        return Homes(
+            self.ram, self.ram, self.vram if summed else self.ram, holds_weight=held, streams_states=streams_states
+        )
 
     def check(self, blocks: Sequence[str]) -> None:
         """A pattern that matches nothing is a mistake, not a wish."""
-        for setting in PLACED:
+        for setting in PLACEMENT_SETTINGS:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
                     named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
@@ -83,7 +85,7 @@ class Placement:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
             needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
         streamed = [slab for slab in slabs if slab.streams_states]
-        for ring in by_size(streamed, lambda slab: slab.layout.nbytes):
+        for ring in group_by_size(streamed, lambda slab: slab.layout.nbytes):
             needed["vram"] += min(STAGING_SLOTS, len(ring)) * max(
                 slab.state_bytes(rule.moments, width) for slab in ring
             )
@@ -151,7 +153,7 @@ def summary(engine: Engine) -> str:
     """Bytes per tier as far as they are known before there is an optimizer, and what blocks keep."""
     settings, trained = engine.settings, [slab for slab in engine.slabs if slab.trains]
     width = settings.moment_width
-    copies = sum(slab.layout.nbytes for slab in engine.slabs if slab.homes.held)
+    copies = sum(slab.layout.nbytes for slab in engine.slabs if slab.homes.holds_weight)
     rows = {
         "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
         + (f", copies in vram {_size(copies)}" if copies else ""),

@@ -19,7 +19,7 @@ from megatrain.engine.headroom import tensors_of
 from megatrain.engine.placement import announce_unavailable, place_one_block
 from megatrain.engine.planning import apply_plan
 from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, SettingsError
-from megatrain.geometry import MOST_MICRO_BATCHES
+from megatrain.geometry import MAX_WINDOW
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.ram_monitor import RamMonitor
@@ -164,7 +164,7 @@ class Engine:
         # Each has a thread, which takes some of the GPU too.
         boundary += THREAD_BYTES if self.device.type == "cuda" else 0
         boundary = max(boundary, self._headroom.batch_bytes(batch))
-        return max(1, min(MOST_MICRO_BATCHES, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
+        return max(1, min(MAX_WINDOW, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
 
     @property
     def revisits(self) -> bool:
@@ -229,7 +229,7 @@ class Engine:
         self._step.require_consistent_weights()
         if self.ram.low:
             for slab in self.slabs:
-                slab.grad.give_back()
+                slab.grad.free_unused()
             self._memory.trim()
 
     @property

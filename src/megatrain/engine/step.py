@@ -136,7 +136,7 @@ class Step:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
         except torch.OutOfMemoryError as error:
-            if not self.updates.moving:
+            if not self.updates.early_started:
                 error.add_note(
                     f"megatrain: the GPU ran out of memory in the {phase} of {block.name}. No weight was changed: "
                     "after zero_grad() training can go on, with fewer tokens at a time or with policy='offload'."
@@ -169,15 +169,15 @@ class Step:
                 # The host is ahead of the device here; between steps it is not.
                 self.lanes.timeline.settle(wait=False)
             for slab in block.slabs:
-                if self._window_sums is None or not self._window_sums.holds(slab):
+                if self._window_sums is None or not self._window_sums.has_pending(slab):
                     self._gradient_complete(slab)
 
     def _gradient_complete(self, slab: Slab) -> None:
         """A gradient is on its way home: the slab's only one, if every forward through its block has come back."""
         if not slab.shared and self._calls.all_backwards_done(self._block_of_slab[slab.index]):
             if self.updates.early:
-                self.fetcher.until_left()
-            self.updates.complete(slab)
+                self.fetcher.wait_for_evaluations()
+            self.updates.gradient_complete(slab)
 
     def add_loose_gradient(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter that the model or the loss used outside any block."""
@@ -206,10 +206,12 @@ class Step:
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
         if len(tasks) > 1:
             for slab in self.slabs:
-                slab.grad.several = True
+                slab.grad.accumulates = True
         self._window_sums = sums = WindowSums(self.drain, full_step, self.window_threads, self._gradient_complete)
         try:
-            results = self.window_threads.run([partial(self._run_task, task) for task in tasks], seeds, sums.left)
+            results = self.window_threads.run(
+                [partial(self._run_task, task) for task in tasks], seeds, sums.micro_batch_finished
+            )
             with self._lock, DeferInterrupts():
                 sums.close()
         except BaseException:
@@ -218,7 +220,7 @@ class Step:
             raise
         finally:
             self._window_sums = None
-            self.revisits = self.revisits or sums.revisited
+            self.revisits = self.revisits or sums.repeated_call
         return results
 
     def _run_task(self, task: Callable[[], Result]) -> Result:
@@ -232,7 +234,7 @@ class Step:
         self.raise_errors()
         self._calls.mark_training_thread()
         with self._lock:
-            self.fetcher.until_left()
+            self.fetcher.wait_for_evaluations()
             with DeferInterrupts():
                 order = self._slabs_in_forward_order()
                 outcome = self._release_updates(rules, max_norm, order, owner)
@@ -251,7 +253,7 @@ class Step:
     ) -> Outcome:
         before = {slab.index: slab.version for slab in self.slabs}
         try:
-            return self.updates.release(rules, max_norm, order, owner)
+            return self.updates.submit_step(rules, max_norm, order, owner)
         except BaseException:
             moved = [slab for slab in self.slabs if slab.version != before[slab.index]]
             for slab in moved:
@@ -271,7 +273,7 @@ class Step:
         # The first step shows which parameters are used in several places; those must wait for all of them.
         if self._calls.steps > 0:
             with self._lock:
-                self.updates.begin(rules, owner)
+                self.updates.start_early(rules, owner)
         try:
             yield
         except BaseException:
@@ -319,9 +321,9 @@ class Step:
 
     def require_consistent_weights(self) -> None:
         """Raise if weights are partly those of the next step, or of one that turned out not to be finite."""
-        self.updates.decided()
+        self.updates.wait_for_outcome()
         self.raise_errors()
-        if self.updates.moving:
+        if self.updates.early_started:
             raise UnsupportedCall(
                 "a checkpoint cannot be saved between final_backward() and step(): some weights are already those of "
                 "the next step; save after step()."
@@ -330,13 +332,13 @@ class Step:
     def synchronize(self) -> None:
         """Wait until all submitted work on the store is done."""
         for slab in self.slabs:
-            slab.finish_work()
+            slab.wait_for_all_work()
         self.lanes.check()
 
     def _upcoming_slabs(self, predictor: Predictor) -> list[Slab]:
         """Slabs of the uses that are expected next, nearest first; those for which nothing travels do not count."""
         uses = (self.blocks[use[1]].slabs for use in predictor.upcoming() if isinstance(use, tuple))
-        fetched = (slabs for slabs in uses if any(map(self.fetcher.travels, slabs)))
+        fetched = (slabs for slabs in uses if any(map(self.fetcher.needs_fetch, slabs)))
         return list(chain.from_iterable(islice(fetched, self.fetcher.depth)))
 
     def _slabs_in_forward_order(self) -> list[Slab]:

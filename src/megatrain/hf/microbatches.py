@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.geometry import windows_of
+from megatrain.geometry import window_sizes
 from megatrain.hf.labels import LabelCount
 from megatrain.hf.optimizers import Optimizing
 from megatrain.hf.recovery import retry_after_oom
@@ -111,7 +111,7 @@ class MicroBatches(Optimizing):
         # A class that declares its micro-batches independent may still pass a block twice in each, and a window then
         # adds gradients in another order. The first step shows it: bits must not depend on how much memory is free.
         in_order = bool(self._subclass.declared) and (not self._looked or self.engine.revisits)
-        windows = windows_of(1 if in_order else self.engine.window_size(self._micro_batches[0]), len(tasks))
+        windows = window_sizes(1 if in_order else self.engine.window_size(self._micro_batches[0]), len(tasks))
         self._together = max(windows)
         losses: list[torch.Tensor] = []
         for size in windows:

@@ -20,7 +20,7 @@ from megatrain.engine.session import Engine
 from megatrain.errors import SettingsError
 from megatrain.hf.recovery import grad_norm_with_retry
 from megatrain.hf.subclass import Subclass
-from megatrain.optim.optimizer import BOOKKEEPING, FOREIGN, Optimizer, rule_named
+from megatrain.optim.optimizer import GROUP_KEYS, UNSUPPORTED_OPTIONS, Optimizer, rule_named
 from megatrain.optim.schedule import clip_factor
 from megatrain.telemetry.notices import announce
 
@@ -171,7 +171,7 @@ def of_class(found: tuple[Any, Mapping[str, Any]], weight_decay: float, where: s
     options = {name: value for name, value in kwargs.items() if name in known}
     decoupled = cls is not torch.optim.Adam or kwargs.get("decoupled_weight_decay", False)
     for name, value in kwargs.items():
-        harmless = name in SAME_RESULT or value == FOREIGN.get(name, ...)
+        harmless = name in SAME_RESULT or value == UNSUPPORTED_OPTIONS.get(name, ...)
         if name not in known and not harmless and name not in ("params", "decoupled_weight_decay"):
             raise SettingsError(
                 f"{where}: {cls.__name__} with {name}={value!r} is not supported; {', '.join(known)} are."
@@ -220,7 +220,7 @@ class Given:
         given = self._optimizer
         stored = given.state_dict()["state"]
         parameters = dict(engine.model.named_parameters())
-        known = BOOKKEEPING | rule_named(self.kind).defaults.keys()
+        known = GROUP_KEYS | rule_named(self.kind).defaults.keys()
         others = [{key: group.pop(key) for key in group.keys() - known} for group in given.param_groups]
         for group, names in zip(given.param_groups, self._names, strict=True):
             group["params"] = [parameters[name] for name in names]

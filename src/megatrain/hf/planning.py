@@ -18,7 +18,7 @@ import torch
 from megatrain import generators
 from megatrain.engine.planning import plan_for_trainer
 from megatrain.errors import NotEnoughMemory, NothingToStream
-from megatrain.geometry import PLANNED, PLANNED_SLOTS
+from megatrain.geometry import PLANNED_DEBUG_SETTINGS, PLANNED_SETTINGS
 from megatrain.hardware import inventory
 from megatrain.hf.data import is_stream
 from megatrain.model.shapes import describe
@@ -43,7 +43,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     """The plan for a Trainer's run, or the one it was given; None if there is none to make, or too little is known."""
     if settings.plan != "auto":
         return settings.plan  # type: ignore[no-any-return]
-    decided = (settings.given | settings.debug.given) & {*PLANNED, *PLANNED_SLOTS}
+    decided = (settings.given | settings.debug.given) & {*PLANNED_SETTINGS, *PLANNED_DEBUG_SETTINGS}
     # Without a GPU there is one tier, and nothing to decide.
     one_tier = device.type != "cuda" and settings.machine is None
     if trainer.train_dataset is None or decided or one_tier:

@@ -77,12 +77,12 @@ class Optimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model; pass "
                     "parameters taken from the model after the engine was attached."
                 )
-        self._check({**self.defaults, **param_group}, self.rule.defaults.keys() | BOOKKEEPING)
+        self._check({**self.defaults, **param_group}, self.rule.defaults.keys() | GROUP_KEYS)
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             parameter.slab.allocate_states(self.rule.moments, self.moment_width)
             # A second optimizer on the same model starts without the first one's moments; masters stay.
-            parameter.slab.overwrite()
+            parameter.slab.before_write()
             parameter.slab.steps[parameter.segment] = 0
             restore_states(parameter, {})
 
@@ -184,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in theirs.items() if key != "params"})
             for number, parameter in zip(theirs["params"], group["params"], strict=True):
                 entry = state_dict["state"].get(number) or {}
-                parameter.slab.overwrite()
+                parameter.slab.before_write()
                 parameter.slab.steps[parameter.segment] = int(entry.get("step", 1)) if entry else 0
                 held = {k: v for k, v in entry.items() if k != "step" and v is not None}
                 rounded += not restore_states(parameter, held)
@@ -194,7 +194,7 @@ class Optimizer(torch.optim.Optimizer):
     def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise unless these groups of a stored state can be taken over. Nothing is changed."""
         for number, group in enumerate(groups):
-            for name, harmless in FOREIGN.items():
+            for name, harmless in UNSUPPORTED_OPTIONS.items():
                 if group.get(name, harmless) != harmless:
                     raise CheckpointError(
                         f"the optimizer state was written with {name}={group[name]!r}, which {self.kind} has not."
@@ -226,9 +226,9 @@ def rule_named(kind: str) -> type[Rule]:
     return RULES[kind]
 
 
-BOOKKEEPING = frozenset({"params", "param_names", "initial_lr", "name"})
+GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
 """What a group may hold beside the options of its rule."""
-FOREIGN = {"nesterov": False, "dampening": 0, "maximize": False, "amsgrad": False}
+UNSUPPORTED_OPTIONS = {"nesterov": False, "dampening": 0, "maximize": False, "amsgrad": False}
 """Options of torch's optimizers that change the update, and the value that leaves it as it is here."""
 
 

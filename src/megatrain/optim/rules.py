@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from megatrain.geometry import KINDS
+from megatrain.geometry import OPTIMIZER_MOMENTS
 
 Tensors = tuple[torch.Tensor, ...]
 Scalars = tuple[float, ...]
@@ -128,7 +128,7 @@ class SGD(Rule):
         master.sub_(average * lr)
 
 
-RULES: dict[str, type[Rule]] = dict(zip(KINDS, (AdamW, Lion, SGD), strict=True))
+RULES: dict[str, type[Rule]] = dict(zip(OPTIMIZER_MOMENTS, (AdamW, Lion, SGD), strict=True))
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from megatrain.store.gradient import Gradient, Snapshot
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket, Wait
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.norm import gradient_square_sum, snapshot_square_sum, total
+from megatrain.stream.norm import global_norm, gradient_square_sum, snapshot_square_sum
 from megatrain.stream.states import StateStream
 from megatrain.stream.sums_out import SumsOut
 from megatrain.telemetry.counters import Counters
@@ -29,7 +29,7 @@ from megatrain.telemetry.notices import warn
 
 RuleTable = Mapping[int, Mapping[int, Rule]]
 """Rules, with their hyperparameters, by slab and segment."""
-PATIENCE = 10
+MAX_SKIPPED_IN_A_ROW = 10
 """Steps in a row with a non-finite norm before the run is stopped."""
 
 
@@ -50,7 +50,7 @@ class Outcome:
 
 
 @dataclass
-class _Early:
+class _EarlyStep:
     """A step whose updates may start in its backward; without an owner, none."""
 
     rules: RuleTable = field(default_factory=dict)
@@ -78,22 +78,22 @@ class Updates:
     counters: Counters
 
     def __post_init__(self) -> None:
-        self._in_a_row = 0
-        self._early = _Early()
-        self._half_done: NonFiniteGradients | None = None
+        self._skipped_in_a_row = 0
+        self._early = _EarlyStep()
+        self._partial_step: NonFiniteGradients | None = None
         self._last = Outcome()
 
     # ---- updates that start in the backward
 
-    def begin(self, rules: RuleTable, owner: object) -> None:
+    def start_early(self, rules: RuleTable, owner: object) -> None:
         """The backward that follows is the step's last, and nothing is clipped: update slabs as they complete."""
         self.check()
-        if self.moving:
+        if self.early_started:
             raise UnsupportedCall(
                 "final_backward() was entered again before step(): updates have started in the first one, and its "
                 "gradients would be used twice; enter it around the last backward of a step only."
             )
-        self._early = _Early(rules, owner)
+        self._early = _EarlyStep(rules, owner)
 
     @property
     def early(self) -> bool:
@@ -101,18 +101,18 @@ class Updates:
         return self._early.owner is not None
 
     @property
-    def moving(self) -> bool:
+    def early_started(self) -> bool:
         """Whether updates of a step that has not been taken yet have started."""
         return bool(self._early.started)
 
-    def complete(self, slab: Slab) -> None:
-        """All gradients of a slab have been given; its update may start now if that was allowed."""
+    def gradient_complete(self, slab: Slab) -> None:
+        """All gradients of a slab have been given; its update may start now if early updates are allowed."""
         early = self._early
         if slab.index in early.started or slab.index not in early.rules or not slab.grad.present:
             return
         early.started[slab.index] = slab.name
 
-        def allowed(gradient: Snapshot) -> float | None:
+        def update_factor(gradient: Snapshot) -> float | None:
             early.sums[slab.index] = _scaled_square_sum(gradient)
             early.outcome.skipped |= not math.isfinite(early.sums[slab.index])
             if early.outcome.skipped:
@@ -121,7 +121,7 @@ class Updates:
             return gradient.scale
 
         try:
-            early.updates.append(self._submit(slab, slab.grad.snapshot(), early.rules[slab.index], allowed))
+            early.updates.append(self._submit(slab, slab.grad.snapshot(), early.rules[slab.index], update_factor))
         finally:
             self.states.send_weights()
 
@@ -135,7 +135,7 @@ class Updates:
 
     def abandon(self) -> None:
         """The step was not taken after all; what has been updated stays so."""
-        early, self._early = self._early, _Early()
+        early, self._early = self._early, _EarlyStep()
         if early.started:
             for slab in self.slabs:
                 if slab.index in early.started:
@@ -153,12 +153,12 @@ class Updates:
         sums = []
         for slab in self.slabs:
             if slab.grad.present:
-                value = snapshot_square_sum(slab.grad.look())
+                value = snapshot_square_sum(slab.grad.read())
                 parts = slab.grad.active()
                 if len(parts) == 1:
                     parts[0].square_sum = torch.tensor(value, dtype=torch.float64)
                 sums.append(value * slab.grad.scale**2)
-        return total(sums)
+        return global_norm(sums)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients that there are now; done where they are used, or before they are changed."""
@@ -166,7 +166,7 @@ class Updates:
             if slab.grad.present:
                 slab.grad.scale *= factor
 
-    def release(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
+    def submit_step(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         """Submit one step: first the norm, then every slab that has a gradient, in the given order."""
         for slab in self.slabs:
             slab.require_owner()
@@ -176,62 +176,64 @@ class Updates:
             if slab.index in gradients:
                 self.sums_out.allocate(slab, gradients[slab.index])
                 self.states.allocate(slab)
-        early = self._claim(rules, owner)
+        early = self._take_early(rules, owner)
         outcome = early.outcome
         # What has started took its own sum, and says whether it moved anything.
         waits = [Wait("update", ticket) for ticket in early.updates]
-        others = {s.index: s for s in self.slabs if s.index in gradients and s.index not in early.started}
-        waits += self._measure([slab for slab in others.values() if slab.grad.on_device], gradients)
+        remaining = {s.index: s for s in self.slabs if s.index in gradients and s.index not in early.started}
+        waits += self._measure([slab for slab in remaining.values() if slab.grad.on_device], gradients)
         outcome.ticket = self.lanes.submit(
             "update",
             "norm",
-            lambda: self._decide(early, gradients, max_norm),
-            reads=[gradients[index].order for index, slab in others.items() if not slab.grad.on_device],
+            lambda: self._compute_outcome(early, gradients, max_norm),
+            reads=[gradients[index].order for index, slab in remaining.items() if not slab.grad.on_device],
             after=waits,
             label="norm",
         )
 
-        def allowed(gradient: Snapshot) -> float | None:
+        def update_factor(gradient: Snapshot) -> float | None:
             return None if outcome.skipped else outcome.clip * gradient.scale
 
         try:
             for slab in order:
-                if slab.index in others and slab.index in rules:
-                    self._submit(slab, gradients[slab.index], rules[slab.index], allowed, Wait("norm", outcome.ticket))
+                if slab.index in remaining and slab.index in rules:
+                    self._submit(
+                        slab, gradients[slab.index], rules[slab.index], update_factor, Wait("norm", outcome.ticket)
+                    )
         finally:
             # Also of a step that fails: what was updated on the device is not what RAM has.
             self.states.send_weights()
         self._last = outcome
         return outcome
 
-    def decided(self) -> None:
+    def wait_for_outcome(self) -> None:
         """Wait until it is known what became of the last step."""
         self._last.ticket.wait()
 
     def check(self) -> None:
-        """Raise in the user's thread what the update lane found out."""
-        half_done, self._half_done = self._half_done, None
-        if half_done is not None:
-            raise half_done
-        if self._in_a_row >= PATIENCE:
-            count, self._in_a_row = self._in_a_row, 0
+        """Raise in the user's thread what the update lane found."""
+        partial_step, self._partial_step = self._partial_step, None
+        if partial_step is not None:
+            raise partial_step
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            count, self._skipped_in_a_row = self._skipped_in_a_row, 0
             raise NonFiniteGradients(
                 f"{count} steps in a row had a non-finite gradient norm (the last was {self._last.norm}); every one "
                 "was skipped and weights are as they were before them: lower the learning rate, check the data, or "
                 "resume from a checkpoint."
             )
 
-    def _claim(self, rules: RuleTable, owner: object) -> _Early:
+    def _take_early(self, rules: RuleTable, owner: object) -> _EarlyStep:
         """What has started of this optimizer's step; another optimizer's stays until its own step."""
         early = self._early
         if early.owner is not owner:
-            return _Early(rules)
+            return _EarlyStep(rules)
         if any(rules.get(index) != early.rules[index] for index in early.started):
             raise UnsupportedCall(
                 "a learning rate (or another option of a group) was changed between final_backward() and step(), when "
                 "updates had already started with the old one; change it before final_backward() or after step()."
             )
-        self._early = _Early()
+        self._early = _EarlyStep()
         # Work that is under way refers to it, and must not keep an engine that nobody has any more.
         early.owner = None
         return early
@@ -241,11 +243,13 @@ class Updates:
         if not slabs:
             return []
         chosen = [gradients[slab.index] for slab in slabs]
-        found = torch.zeros(len(slabs), dtype=torch.float64, pin_memory=chosen[0].flat.is_cuda)
-        gradients |= {slab.index: replace(gradients[slab.index], square_sum=found[i]) for i, slab in enumerate(slabs)}
+        square_sums = torch.zeros(len(slabs), dtype=torch.float64, pin_memory=chosen[0].flat.is_cuda)
+        gradients |= {
+            slab.index: replace(gradients[slab.index], square_sum=square_sums[i]) for i, slab in enumerate(slabs)
+        }
 
         def measure() -> None:
-            found.copy_(torch.stack([gradient_square_sum(gradient) for gradient in chosen]), non_blocking=True)
+            square_sums.copy_(torch.stack([gradient_square_sum(gradient) for gradient in chosen]), non_blocking=True)
 
         reads = [gradient.order for gradient in chosen]
         return [Wait("measured", self.lanes.submit("gpu_update", "measure", measure, reads=reads, label="norms"))]
@@ -255,10 +259,10 @@ class Updates:
         slab: Slab,
         gradient: Snapshot,
         rules: Mapping[int, Rule],
-        allowed: Callable[[Snapshot], float | None],
+        update_factor: Callable[[Snapshot], float | None],
         *after: Wait,
     ) -> Ticket:
-        """An update, where the slab's states are or come to; `allowed` says, when it runs, what gradients are
+        """An update, where the slab's states are or come to; `update_factor` says, when it runs, what gradients are
         multiplied by, or that nothing is to be changed (None)."""
         # The weights that compute or a copy may still be reading are written, so it comes after them.
         staged = self.states.stage(slab)
@@ -267,12 +271,12 @@ class Updates:
         gradient = gradient if staged is not None else self.sums_out.send(slab, gradient)
 
         def work() -> None:
-            factor = allowed(gradient)
+            factor = update_factor(gradient)
             if factor is not None:
                 update_slab(state, gradient, rules, factor, self.kernels[tier])
 
         ticket = self.lanes.submit(
-            TIERS[tier].updates, "update", work, reads=[gradient.order], writes=state.writes, after=after,
+            TIERS[tier].update_lane, "update", work, reads=[gradient.order], writes=state.writes, after=after,
             label=slab.name,
         )  # fmt: skip
         slab.version += 1
@@ -280,21 +284,21 @@ class Updates:
             self.states.send_back(staged)
         return ticket
 
-    def _decide(self, early: _Early, gradients: Mapping[int, Snapshot], max_norm: float | None) -> None:
+    def _compute_outcome(self, early: _EarlyStep, gradients: Mapping[int, Snapshot], max_norm: float | None) -> None:
         outcome = early.outcome
         for index in gradients.keys() - early.sums.keys():
             early.sums[index] = _scaled_square_sum(gradients[index])
-        outcome.norm = total(early.sums[index] for index in sorted(gradients))
+        outcome.norm = global_norm(early.sums[index] for index in sorted(gradients))
         outcome.skipped |= not math.isfinite(outcome.norm)
         if not outcome.skipped:
             outcome.clip = 1.0 if max_norm is None else clip_factor(outcome.norm, max_norm)
-            self._in_a_row = 0
+            self._skipped_in_a_row = 0
             self.counters.steps += 1
             return
-        self._in_a_row += 1
+        self._skipped_in_a_row += 1
         self.counters.skipped_steps += 1
         if early.updated:
-            self._half_done = NonFiniteGradients(
+            self._partial_step = NonFiniteGradients(
                 f"the gradient norm is {outcome.norm}, found after {len(early.updated)} parts of the model had been "
                 f"updated in the backward ({_listed(early.updated)}); the rest was left as it was. Resume from the "
                 "last checkpoint; with max_grad_norm set, such a step is skipped as a whole."
@@ -302,7 +306,8 @@ class Updates:
             return
         warn(
             f"the gradient norm is {outcome.norm}: step skipped, nothing was changed "
-            f"({self.counters.skipped_steps} skipped so far, {self._in_a_row} in a row, {PATIENCE} stop the run)"
+            f"({self.counters.skipped_steps} skipped so far, {self._skipped_in_a_row} in a row, {MAX_SKIPPED_IN_A_ROW} "
+            "stop the run)"
         )
 
 

@@ -25,11 +25,11 @@ from megatrain.store.random import Draws, seed_of
 from megatrain.store.slab import Span
 from megatrain.store.split import join, split
 
-PIECE = 1 << 20
+PIECE_ELEMENTS = 1 << 20
 """Elements that the reference handles at once, so that its temporaries stay small."""
-MEASURED = 1 << 26
+RATE_ELEMENTS = 1 << 26
 """Elements of which an update is measured: so many that nothing stays in a cache."""
-MEASURING = 0.4
+RATE_SECONDS = 0.4
 """Seconds for each width."""
 
 
@@ -152,14 +152,15 @@ def update_rates(device: torch.device, threads: int) -> dict[str, float]:
     """Width of the moments → parameters per second of AdamW on this machine: what the planner asks."""
     kernel = device_kernel() if device.type == "cuda" else native_kernel(threads)
     return {
-        width: MEASURED / _seconds(kernel, _sample(MEASURED, formats, device)) for width, formats in FORMATS.items()
+        width: RATE_ELEMENTS / _seconds(kernel, _sample(RATE_ELEMENTS, formats, device))
+        for width, formats in FORMATS.items()
     }
 
 
 def _seconds(kernel: Kernel, operands: Operands) -> float:
     """Of one call, the median; the first one is left out."""
     times: list[float] = []
-    while len(times) < 3 or sum(times[1:]) < MEASURING:
+    while len(times) < 3 or sum(times[1:]) < RATE_SECONDS:
         start = time.perf_counter()
         kernel(operands)
         if operands.weight.is_cuda:
@@ -170,8 +171,8 @@ def _seconds(kernel: Kernel, operands: Operands) -> float:
 
 def reference_kernel(operands: Operands) -> None:
     """The written sequence, in PyTorch."""
-    for start in range(0, operands.count, PIECE):
-        end = min(start + PIECE, operands.count)
+    for start in range(0, operands.count, PIECE_ELEMENTS):
+        end = min(start + PIECE_ELEMENTS, operands.count)
         draws = Draws(operands.seed, operands.first + start, end - start, operands.weight.device)
         weight, residual = operands.weight[start:end], operands.residual
         master = weight.float() if residual is None else join(weight, residual[start:end])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatrain.geometry import by_size, fuses_loss
+from megatrain.geometry import fuses_loss, group_by_size
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.planner.activations import first_alike, head_chunk, input_bytes, masked, written_out
@@ -156,7 +156,7 @@ class Costs:
         alike = first_alike(shape)
         made = {index: Piece(self, shape.blocks[index]) for index in {*alike}}
         self.pieces = [made[index] for index in alike]
-        groups = by_size({piece.fetch_bytes for piece in self.pieces if piece.fetch_bytes}, lambda size: size)
+        groups = group_by_size({piece.fetch_bytes for piece in self.pieces if piece.fetch_bytes}, lambda size: size)
         self.rings = {size: number for number, group in enumerate(groups) for size in group}
         """Bytes of weights → which ring of slots they use."""
 

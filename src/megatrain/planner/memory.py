@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import STAGING_SLOTS, WIDTHS, by_size, grad_slots, padded_slab, round_up, weight_slots
+from megatrain.geometry import STAGING_SLOTS, WIDTHS, grad_slots, group_by_size, padded_slab, round_up, weight_slots
 from megatrain.geometry import TIERS as ENGINE_TIERS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
@@ -127,7 +127,7 @@ class Ledger:
         self._gradients = [self._sums([state.gradient(*kind) for state in self.states]) for kind in kinds]
         self._layer_slabs, self._rest_slabs = self._slabs(trained=False)
         self._layer_trained, self._rest_trained = self._slabs(trained=True)
-        alike = by_size([self.states[i] for i in self.layers], lambda state: state.weights)
+        alike = group_by_size([self.states[i] for i in self.layers], lambda state: state.weights)
         self._visiting = STAGING_SLOTS * sum(max(state.residuals + state.moments for state in ring) for ring in alike)
         """Slots for states that come to VRAM."""
         self._slot_bytes, self._ring_bytes = _looked_up_before(shape, run.itemsize, run.accumulation > 1)
@@ -315,4 +315,4 @@ class _Ring:
 
 
 def _rings(slabs: Slabs) -> list[_Ring]:
-    return [_Ring(alike) for alike in by_size(slabs.items(), lambda alike: alike[0][0])]
+    return [_Ring(alike) for alike in group_by_size(slabs.items(), lambda alike: alike[0][0])]

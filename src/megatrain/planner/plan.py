@@ -11,7 +11,14 @@ from itertools import groupby
 from typing import Any
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import LANES, PLACED, PLANNED, PLANNED_SLOTS, POLICIES, windows_of
+from megatrain.geometry import (
+    LANES,
+    PLACEMENT_SETTINGS,
+    PLANNED_DEBUG_SETTINGS,
+    PLANNED_SETTINGS,
+    POLICIES,
+    window_sizes,
+)
 from megatrain.hardware.machine import cuda_bytes
 from megatrain.hardware.validation import Frozen, fields_of, is_count, is_rate, read_object, require
 from megatrain.planner.memory import GIB, ROLES, TIERS, pinned_bytes
@@ -22,7 +29,7 @@ from megatrain.settings import Debug
 FORMAT = 2
 OLD_LANES = {"vram update": "gpu_update", "vram": "gpu_update", "hold": "refresh", "leave": "sums_out"}
 """Lane names in plans of earlier releases → names of today."""
-NAMING = (*PLACED, "on_disk")
+NAMING = (*PLACEMENT_SETTINGS, "on_disk")
 """Fields that name blocks."""
 
 
@@ -89,7 +96,7 @@ class Plan:
     def window(self) -> int | tuple[int, ...]:
         """The windows as `Settings.window`: one size for all, or the first ones and one for all after them."""
         sizes = list(self.windows)
-        while len(sizes) > 1 and windows_of(sizes[:-1], self.run.accumulation) == self.windows:
+        while len(sizes) > 1 and window_sizes(sizes[:-1], self.run.accumulation) == self.windows:
             sizes.pop()
         return sizes[0] if len(sizes) == 1 else tuple(sizes)
 
@@ -100,8 +107,8 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """The plan as settings of an engine."""
-        slots = Debug(**{name: getattr(self, name) for name in PLANNED_SLOTS})
-        return {name: getattr(self, name) for name in PLANNED} | {"policy": dict(self.policy), "debug": slots}
+        slots = Debug(**{name: getattr(self, name) for name in PLANNED_DEBUG_SETTINGS})
+        return {name: getattr(self, name) for name in PLANNED_SETTINGS} | {"policy": dict(self.policy), "debug": slots}
 
     @property
     def outside_allocator(self) -> int:
@@ -210,11 +217,11 @@ def _from_format1(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a plan with windows of one size, nothing held, and some lanes less, as they are now. What is not as
     it should be stays, and is refused as such."""
     run, window, step = data.get("run"), data.get("window"), data.get("step")
-    found: dict[str, Any] = {name: [] for name in PLACED if name != "resident"} | data
+    found: dict[str, Any] = {name: [] for name in PLACEMENT_SETTINGS if name != "resident"} | data
     accumulation: Any = run.get("accumulation", 1) if isinstance(run, dict) else None
     if window is not None and is_count(window, 1) and is_count(accumulation, 1):
         del found["window"]
-        found["windows"] = list(windows_of(window, accumulation))
+        found["windows"] = list(window_sizes(window, accumulation))
     if isinstance(step, dict):
         added = dict.fromkeys(("refresh", "sums_out", "states_in", "states_out"), 0.0)
         spent = {name: added | step[name] for name in ("busy", "waited") if isinstance(step.get(name), dict)}

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, cast
 
 from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
-from megatrain.geometry import KINDS, PRECISIONS
+from megatrain.geometry import OPTIMIZER_MOMENTS, PRECISIONS
 from megatrain.hardware.machine import Machine, Reach
 from megatrain.settings import Settings, moment_width
 
@@ -103,7 +103,7 @@ class Run(metaclass=_Aliased):
         moment_width(self.optimizer_compression)
         if self.optimizer_compression is True:
             object.__setattr__(self, "optimizer_compression", self.moment_width)
-        for name, known in (("precision", PRECISIONS), ("kind", KINDS)):
+        for name, known in (("precision", PRECISIONS), ("kind", OPTIMIZER_MOMENTS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 raise SettingsError(f"{ASKED.get(name, name)} must be one of {', '.join(known)}, not {value!r}.")
@@ -136,7 +136,7 @@ class Run(metaclass=_Aliased):
     @property
     def moments(self) -> int:
         """How many running averages the optimizer keeps."""
-        return KINDS[self.kind]
+        return OPTIMIZER_MOMENTS[self.kind]
 
 
 def machine_of(machine: MachineLike) -> Machine:

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import MOST_MICRO_BATCHES, update_threads, windows_of
+from megatrain.geometry import MAX_WINDOW, update_threads, window_sizes
 from megatrain.hardware.machine import Disk, Machine, Reach
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
@@ -206,7 +206,7 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         run=run,
         blocks=len(blocks),
         policy=stored | {"*": "offload" if decision.offload else "recompute"},
-        windows=windows_of((decision.first or decision.window, decision.window), run.accumulation),
+        windows=window_sizes((decision.first or decision.window, decision.window), run.accumulation),
         slots=decision.slots,
         grad_slots=decision.grad_slots,
         threads=update_threads(search.machine.cores),
@@ -236,8 +236,8 @@ def window_choices(accumulation: int) -> list[tuple[int, int]]:
     """Windows worth trying, the first and the others: equal ones that cut a step into 1, 2, 3, 4, 6, 8, 12... of them,
     and single micro-batches after a first window of 2, 4, 8..."""
     found = {-(-accumulation // (base << shift)) for base in (1, 3) for shift in range(accumulation.bit_length() + 1)}
-    equal = sorted({min(window, MOST_MICRO_BATCHES) for window in found}, reverse=True)
-    first = [1 << shift for shift in range(1, MOST_MICRO_BATCHES.bit_length()) if 1 << shift < accumulation]
+    equal = sorted({min(window, MAX_WINDOW) for window in found}, reverse=True)
+    first = [1 << shift for shift in range(1, MAX_WINDOW.bit_length()) if 1 << shift < accumulation]
     return [(window, window) for window in equal] + [(window, 1) for window in first]
 
 

@@ -15,7 +15,7 @@ from megatrain.store.layout import Layout
 from megatrain.store.memory import Buffer, Homes
 from megatrain.store.ticket import Order
 
-ADDED = 1 << 20
+ADD_CHUNK_ELEMENTS = 1 << 20
 """Elements of a BF16 gradient that are added to an FP32 sum at once on the CPU, where PyTorch first makes an FP32 copy
 of them."""
 
@@ -69,7 +69,7 @@ class Part:
         """For what lands, in the gradient dtype, and for an FP32 sum; allocated at first use, kept for later steps."""
         self.summed = False
         """Whether the gradient is in the FP32 sum (else as it landed); in an FP32 slab both are one buffer."""
-        self.single = True
+        self.rounded = True
         """Whether it is one gradient or a rounded sum: values of the gradient dtype, whichever buffer they are in."""
         self.square_sum: Tensor | None = None
         """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
@@ -104,10 +104,10 @@ class Part:
     def accumulator(self, indices: AbstractSet[int]) -> Tensor:
         """Where gradients of these parameters are added, if they are there, or copied. For a sum on the device, whose
         stream orders this call: an FP32 sum takes the place of what has landed, no second buffer stays."""
-        self._gradient.several = self._gradient.several or bool(self.present & indices)
-        if self._gradient.several:
+        self._gradient.accumulates = self._gradient.accumulates or bool(self.present & indices)
+        if self._gradient.accumulates:
             self._widen()
-        self.single = self.single and not self.present
+        self.rounded = self.rounded and not self.present
         return self.flat
 
     def _widen(self) -> None:
@@ -128,26 +128,26 @@ class Part:
             self.landing.view(self.dtype).copy_(self.flat)
             self._free(torch.float32)
             self.summed = False
-        self.single = True
+        self.rounded = True
 
     def multiply(self, factor: float) -> None:
         """By a factor, in the dtype of what it is: a single gradient is rounded again, a sum of several is not."""
-        if not self.single:
+        if not self.rounded:
             self._widen()
         self.flat.mul_(factor)
-        if self.single and self.summed:
-            for piece in self.flat.split(ADDED):
+        if self.rounded and self.summed:
+            for piece in self.flat.split(ADD_CHUNK_ELEMENTS):
                 piece.copy_(piece.to(self.dtype))
 
-    def now_sum(self) -> None:
+    def mark_summed(self) -> None:
         """The FP32 buffer holds a sum of several from now on."""
-        self.summed, self.single, self.square_sum = True, False, None
+        self.summed, self.rounded, self.square_sum = True, False, None
 
     def clear(self) -> None:
         self.present.clear()
-        self.summed, self.single, self.square_sum = False, True, None
+        self.summed, self.rounded, self.square_sum = False, True, None
 
-    def give_back(self) -> None:
+    def free_unused(self) -> None:
         """Free the buffers if they hold nothing; the next gradient allocates them again."""
         if not self.present:
             # The last update may still be reading them.
@@ -171,11 +171,11 @@ class Gradient:
         """Submits the sum of all parts into the first one, in the order of their call ids (stream/drain.py)."""
         self.refuse_late: Callable[[Gradient], None] = lambda _: None
         """Raises if an update has already started with this gradient (optim/schedule.py)."""
-        self.several = False
+        self.accumulates = False
         """Whether steps have several micro-batches: sums on the device are FP32 from the first on."""
         self.scale = 1.0
         """What it is multiplied by wherever it is used: clipping takes no pass over memory, and rounds nothing."""
-        self.left_behind: list[Callable[[], None]] = []
+        self.drop_leftovers: list[Callable[[], None]] = []
         """Each drops what a backward that was interrupted left in a parameter on its way here."""
 
     @property
@@ -213,7 +213,7 @@ class Gradient:
         parts = ((part.flat, frozenset(part.present)),)
         return Snapshot(self.layout, parts, part.dtype, part.square_sum, self.scale, part.order)
 
-    def look(self) -> Snapshot:
+    def read(self) -> Snapshot:
         """What the gradient is now, for reading. Parts stay apart: looking must not change the order of a sum."""
         for part in self.parts.values():
             part.order.until_readable()
@@ -257,13 +257,13 @@ class Gradient:
         for part in self.parts.values():
             part.clear()
         self.scale = 1.0
-        for drop in self.left_behind:
+        for drop in self.drop_leftovers:
             drop()
 
-    def give_back(self) -> None:
+    def free_unused(self) -> None:
         """Free the buffers that hold nothing."""
         for part in self.parts.values():
-            part.give_back()
+            part.free_unused()
 
 
 def add_segments(
@@ -281,7 +281,7 @@ def add_segments(
                 yield total[start - begin : end - begin], flat[start:end]
 
     for target, values in within(indices & known):
-        size = target.numel() if target.is_cuda or target.dtype == values.dtype else ADDED
+        size = target.numel() if target.is_cuda or target.dtype == values.dtype else ADD_CHUNK_ELEMENTS
         for part, piece in zip(target.split(size), values.split(size), strict=True):
             part.add_(piece)
     for target, values in within(indices - known):

@@ -44,7 +44,7 @@ class Homes:
     weight: Memory
     states: Memory
     sums: Memory
-    held: bool = False
+    holds_weight: bool = False
     """Whether the device has a copy of the weight that outlives one use."""
     streams_states: bool = False
     """Whether its states come to the device to be updated there, as long as weight and sum are there too."""
@@ -54,6 +54,6 @@ class Homes:
             assert self.states.tier == "vram", "a weight lives in GPU memory only together with its states"
 
     @classmethod
-    def together(cls, memory: Memory) -> Homes:
+    def all_in(cls, memory: Memory) -> Homes:
         """All in one tier."""
         return cls(memory, memory, memory)

@@ -13,14 +13,14 @@ from itertools import accumulate
 
 import torch
 
-from megatrain.geometry import SMALL, padded, round_up
+from megatrain.geometry import MIN_COMPRESSED_NUMEL, padded, round_up
 from megatrain.store.formats import FORMATS, FP32, Format
 from megatrain.store.layout import Layout
 from megatrain.store.memory import Memory
 
 
 @dataclass(frozen=True)
-class Start:
+class SegmentStart:
     """Where one segment starts in the buffer, in bytes: its codes (or values), and its scales if the format has any."""
 
     format: Format
@@ -49,7 +49,7 @@ class Moment:
         self.buffer = memory.allocate(nbytes, transferred=transferred)
         self.bytes = self.buffer.bytes
 
-    def over(self, storage: torch.Tensor) -> Moment:
+    def with_storage(self, storage: torch.Tensor) -> Moment:
         """The same moment in other memory, which has a copy of its bytes."""
         other = copy(self)
         other.bytes = storage
@@ -111,19 +111,19 @@ class Moment:
         return chosen.decode(given[suffix].cpu(), given[f"{suffix}.scale"].cpu(), self.layout.segments[index].numel)
 
 
-def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[dict[int, Start], int]:
+def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[dict[int, SegmentStart], int]:
     """Where the segments of a moment of a slab start, and the size of all areas together."""
     members: dict[Format, list[int]] = {}
     for index, segment in enumerate(layout.segments):
-        small = len(segment.shape) < 2 or segment.shape.numel() < SMALL
+        small = len(segment.shape) < 2 or segment.shape.numel() < MIN_COMPRESSED_NUMEL
         members.setdefault(FP32 if small else FORMATS[width][0 if signed else 1], []).append(index)
-    starts: dict[int, Start] = {}
+    starts: dict[int, SegmentStart] = {}
     at = 0
     for chosen, indices in members.items():
         ends = list(accumulate(padded(layout.segments[index].numel) for index in indices))
         scales = at + chosen.payload_bytes(ends[-1])
         for index, first in zip(indices, [0, *ends[:-1]], strict=True):
-            starts[index] = Start(chosen, at + chosen.payload_bytes(first), scales + chosen.scale_bytes(first))
+            starts[index] = SegmentStart(chosen, at + chosen.payload_bytes(first), scales + chosen.scale_bytes(first))
         # Every area starts on a cache line.
         at = round_up(scales + chosen.scale_bytes(ends[-1]), 64)
     return starts, at

@@ -19,10 +19,10 @@ from megatrain.errors import MegaTrainError, UnsupportedCall
 from megatrain.store.slab import PIECE, Slab
 from megatrain.store.split import join
 
-Deposit = Callable[[Slab, int, torch.Tensor], None]
+GradientSink = Callable[[Slab, int, torch.Tensor], None]
 _plain_grad: Any = torch.Tensor.grad
 """The field that autograd writes, under the property that shows the store."""
-PATIENCE = 10.0
+GRAD_FIELD_TIMEOUT_S = 10.0
 """Seconds after which a thread no longer waits for another's backward to take what it added to a parameter's field."""
 
 
@@ -52,7 +52,7 @@ class StoreTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def whole(cls, slab: Slab, index: int, role: str, device: torch.device) -> StoreTensor:
+    def of_parameter(cls, slab: Slab, index: int, role: str, device: torch.device) -> StoreTensor:
         """The tensor of one parameter of a slab."""
         flat = torch.empty(slab.layout.numel, dtype=slab.layout.dtype, device="meta")
         return cls(slab, index, role, device, slab.layout.view(flat, index))
@@ -69,7 +69,7 @@ class StoreTensor(torch.Tensor):
         if self.role == "weight":
             self.slab.settle()
             return self._strided(self.slab.weight)
-        gradient = self.slab.grad.look()
+        gradient = self.slab.grad.read()
         found = self._strided(gradient.flat)
         return found if gradient.scale == 1.0 else found * gradient.scale
 
@@ -96,7 +96,7 @@ class StoreTensor(torch.Tensor):
     def write(self, values: torch.Tensor) -> None:
         """Replace the values; a split master is then exactly the BF16 values written."""
         if self.role == "weight":
-            self.slab.overwrite()
+            self.slab.before_write()
             self._strided(self.slab.weight).copy_(values)
             if self.slab.residual is not None:
                 self._strided(self.slab.residual).zero_()
@@ -235,48 +235,48 @@ class StoreTensor(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, lambda out: originals.get(id(out), out), result)
 
 
-def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: Deposit) -> torch.nn.Parameter:
+def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: GradientSink) -> torch.nn.Parameter:
     """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
     parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    reference, field = weakref.ref(parameter), _Field(deposit)
+    reference, field = weakref.ref(parameter), _GradField(deposit)
 
     def drop() -> None:
         leaf = reference()
         if leaf is not None:
-            field.take(leaf)
+            field.pop(leaf)
 
     if tensor.is_floating_point():
         # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
         parameter.requires_grad_(True)
-        parameter.register_hook(field.begin)
-        parameter.register_post_accumulate_grad_hook(field.collect)
+        parameter.register_hook(field.before_add)
+        parameter.register_post_accumulate_grad_hook(field.after_add)
         # A Ctrl-C on the way into the hook leaves the gradient in the field: the next one would be added to it.
-        tensor.slab.grad.left_behind.append(drop)
+        tensor.slab.grad.drop_leftovers.append(drop)
         parameter.requires_grad_(requires_grad)
     return parameter  # type: ignore[no-any-return]
 
 
-class _Field:
+class _GradField:
     """The field that autograd adds to: one thread at a time, from before it adds until the sum is taken from there.
 
     Autograd adds under a lock of its own, which it gives back before it calls the hook that takes. The garbage
     collector does not see what a hook refers to, so this must not refer to the slab.
     """
 
-    def __init__(self, deposit: Deposit) -> None:
+    def __init__(self, deposit: GradientSink) -> None:
         self._deposit = deposit
         self._lock = threading.Lock()
         self._holder: int | None = None
 
-    def begin(self, _: Any) -> None:
+    def before_add(self, _: Any) -> None:
         me = threading.get_ident()
         # In `torch.autograd.grad` nothing is added. A backward that failed on its way to the hook still holds the lock:
         # the same thread goes on, others after a while.
         if torch.autograd._is_checkpoint_valid() and self._holder != me:
-            self._lock.acquire(timeout=PATIENCE)
+            self._lock.acquire(timeout=GRAD_FIELD_TIMEOUT_S)
             self._holder = me
 
-    def take(self, leaf: Any) -> Any:
+    def pop(self, leaf: Any) -> Any:
         """What is in the field, which is empty then. Of a user who drops it, another thread may hold the lock."""
         gradient = _plain_grad.__get__(leaf)
         _plain_grad.__set__(leaf, None)
@@ -285,15 +285,15 @@ class _Field:
             self._lock.release()
         return gradient
 
-    def collect(self, leaf: Any) -> None:
-        self._deposit(leaf.slab, leaf.segment, self.take(leaf))
+    def after_add(self, leaf: Any) -> None:
+        self._deposit(leaf.slab, leaf.segment, self.pop(leaf))
 
     # Copies of a parameter are plain tensors, which need no hook: there is nothing to warn of.
-    begin.__torch_unserializable__ = True  # type: ignore[attr-defined]
-    begin.__megatrain__ = collect.__megatrain__ = True  # type: ignore[attr-defined]
+    before_add.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    before_add.__megatrain__ = after_add.__megatrain__ = True  # type: ignore[attr-defined]
 
 
-def users_hooks(parameter: Any) -> tuple[list[Any], list[Any]]:
+def user_hooks(parameter: Any) -> tuple[list[Any], list[Any]]:
     """The hooks that users put on a parameter: on its gradient, and those called when that has been added."""
     before, after = (
         [hook for hook in (hooks or {}).values() if not getattr(hook, "__megatrain__", False)]

@@ -19,7 +19,7 @@ from megatrain.store import forks
 from megatrain.store.memory import Buffer
 from megatrain.telemetry.notices import warn
 
-_TOUCH_FROM = 8 << 20
+_PARALLEL_TOUCH_BYTES = 8 << 20
 """Below this many bytes one thread faults the pages in faster than several can be started."""
 
 
@@ -31,7 +31,7 @@ class HostBuffer(Buffer):
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], pinned=False)
         # Shared with forked children, on purpose: private pages that are pinned would be copied into every child.
         forks.protect(self._map, self.address, max(nbytes, 1))
-        if nbytes >= _TOUCH_FROM:
+        if nbytes >= _PARALLEL_TOUCH_BYTES:
             native.touch(self.address, nbytes, threads)
 
     @property

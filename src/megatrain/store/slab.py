@@ -90,9 +90,9 @@ class Slab:
         residual = [] if self._residual_buffer is None else [self._residual_buffer]
         return residual + [moment.buffer for moment in self.moments.values()]
 
-    def put(self, index: int, values: torch.Tensor) -> None:
+    def load(self, index: int, values: torch.Tensor) -> None:
         """Set one parameter from a tensor of any float dtype; FP32 into BF16 keeps its low half as the residual."""
-        self.overwrite()
+        self.before_write()
         segment, owned = self.layout.segments[index], self.owned.segments[index]
         weight = self.weight[segment.offset : segment.end]
         values = values.detach().to("cpu").reshape(-1)
@@ -119,7 +119,7 @@ class Slab:
     @property
     def streams_states(self) -> bool:
         """Whether its states come to the device for their update: all else that this needs is there."""
-        return self.homes.streams_states and self.homes.held and self.held_sum
+        return self.homes.streams_states and self.homes.holds_weight and self.held_sum
 
     def open(self, *, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Span:
         """Its weight and states ("weight", "states") for one piece of work."""
@@ -130,7 +130,7 @@ class Slab:
         for order in self.orders.values():
             order.until_readable()
 
-    def finish_work(self) -> None:
+    def wait_for_all_work(self) -> None:
         """Wait for all work on any role of it."""
         for order in [*self.orders.values(), *(part.order for part in list(self.grad.parts.values()))]:
             order.until_writable()
@@ -139,7 +139,7 @@ class Slab:
         """Call before changing any role: raises in a forked child, which shares the memory."""
         self.grad.require_owner()
 
-    def overwrite(self) -> None:
+    def before_write(self) -> None:
         """Call before changing the weight from the user's thread: pending work first, then slots are stale."""
         self.require_owner()
         # A copy still reading the old bytes would carry a mixture to the GPU.

@@ -16,17 +16,17 @@ from megatrain.store.memory import Buffer
 
 
 @cache
-def _home(device: torch.device) -> torch.cuda.Stream:
+def _persistent_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream whose pool holds what stays; one for all engines, so that a later one uses it again."""
     return torch.cuda.Stream(device)
 
 
-def lasting(nbytes: int, device: torch.device, *, zeroed: bool = False) -> torch.Tensor:
+def allocate_persistent(nbytes: int, device: torch.device, *, zeroed: bool = False) -> torch.Tensor:
     """Bytes on the device that are kept for long. The current stream may use them at once, another after it."""
     make = torch.zeros if zeroed else torch.empty
     if device.type != "cuda":
         return make(nbytes, dtype=torch.uint8, device=device)
-    home, current = _home(device), torch.cuda.current_stream(device)
+    home, current = _persistent_stream(device), torch.cuda.current_stream(device)
     # Both ways: what used these bytes before was on the current stream, and so is what uses them next.
     home.wait_stream(current)
     with torch.cuda.device(device), torch.cuda.stream(home):
@@ -44,7 +44,7 @@ class DeviceMemory:
         self.held = 0
 
     def allocate(self, nbytes: int, *, transferred: bool) -> Buffer:
-        buffer = Buffer(lasting(nbytes, self.device, zeroed=True), pinned=True)
+        buffer = Buffer(allocate_persistent(nbytes, self.device, zeroed=True), pinned=True)
         self.held += nbytes
         return buffer
 
@@ -52,5 +52,5 @@ class DeviceMemory:
         # PyTorch takes the bytes back when nobody has the buffer any more, for whoever asks next on any stream, or for
         # the driver. It knows of one stream that used them: that one comes after the current one, which did.
         if self.device.type == "cuda":
-            _home(self.device).wait_stream(torch.cuda.current_stream(self.device))
+            _persistent_stream(self.device).wait_stream(torch.cuda.current_stream(self.device))
         self.held -= buffer.nbytes

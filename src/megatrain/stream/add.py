@@ -12,13 +12,13 @@ import torch
 from megatrain.native.kernels import triton_kernel
 from megatrain.store.layout import Layout
 
-WORTH = 1 << 16
+MIN_KERNEL_ELEMENTS = 1 << 16
 """Elements from which on a kernel of our own pays."""
 
 
 def add_to(total: torch.Tensor, values: torch.Tensor) -> None:
     """`total += values`, in one pass over memory on the GPU where that is possible."""
-    if _fits(total, values) and (kernel := _fused_kernel()) is not None:
+    if _can_use_kernel(total, values) and (kernel := _fused_kernel()) is not None:
         kernel(total, values)
     else:
         total.add_(values)
@@ -30,7 +30,7 @@ def add_each(
     """Add gradients to a flat sum, by segment; those that it does not have yet are copied, so that a negative zero
     stays one."""
     adding = {index: layout.view(total, index) for index in gradients if index in known}
-    alone = [i for i in adding if _fits(adding[i], gradients[i])]
+    alone = [i for i in adding if _can_use_kernel(adding[i], gradients[i])]
     for index in alone:
         add_to(adding.pop(index), gradients[index])
     # The rest at once: a call for each of a layer's dozen would keep the host busier than the GPU.
@@ -41,10 +41,10 @@ def add_each(
         torch._foreach_copy_([layout.view(total, i) for i in fresh], [gradients[i] for i in fresh])
 
 
-def _fits(total: torch.Tensor, values: torch.Tensor) -> bool:
+def _can_use_kernel(total: torch.Tensor, values: torch.Tensor) -> bool:
     return (
         total.is_cuda
-        and total.numel() >= WORTH
+        and total.numel() >= MIN_KERNEL_ELEMENTS
         and (total.dtype, values.dtype) == (torch.float32, torch.bfloat16)
         and total.is_contiguous()
         and values.is_contiguous()
@@ -56,6 +56,9 @@ def _fused_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """One pass, where Triton works; PyTorch's own addition gives the same bits, more slowly."""
 
     def try_out(kernel: Any) -> None:
-        kernel(torch.zeros(WORTH, device="cuda"), torch.zeros(WORTH, device="cuda", dtype=torch.bfloat16))
+        kernel(
+            torch.zeros(MIN_KERNEL_ELEMENTS, device="cuda"),
+            torch.zeros(MIN_KERNEL_ELEMENTS, device="cuda", dtype=torch.bfloat16),
+        )
 
     return triton_kernel("megatrain.stream.add_triton", "fused_add", try_out, "sums of gradients take longer")

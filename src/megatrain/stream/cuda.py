@@ -48,7 +48,7 @@ class DeviceTicket(HostTicket):
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
-class _Marked:
+class _ComputeMark:
     """What compute had been given when the mark was set."""
 
     lane = "compute"
@@ -110,22 +110,22 @@ class CudaLanes(Lanes):
         super().__init__(device)
 
     def _make(self, name: str) -> Lane:
-        return StreamLane(name, self, self.device) if LANES[name].runs == "stream" else ThreadLane(name, self)
+        return StreamLane(name, self, self.device) if LANES[name].runs_on == "stream" else ThreadLane(name, self)
 
     def mark(self) -> Ticket:
-        return _Marked(self.device)
+        return _ComputeMark(self.device)
 
 
-def choose(asked: Any, device: torch.device) -> Lanes:
+def choose_lanes(requested: Any, device: torch.device) -> Lanes:
     """The lanes that the settings ask for, by name or as they are."""
-    if not isinstance(asked, str):
-        return asked  # type: ignore[no-any-return]
-    if asked == "auto":
-        asked = "cuda" if device.type == "cuda" else "sync"
-    if asked == "cuda":
+    if not isinstance(requested, str):
+        return requested  # type: ignore[no-any-return]
+    if requested == "auto":
+        requested = "cuda" if device.type == "cuda" else "sync"
+    if requested == "cuda":
         if device.type != "cuda":
             raise SettingsError("lanes='cuda' needs a CUDA device; use 'sync' or 'threads' on the CPU.")
         return CudaLanes(device)
     if device.type == "cuda":
-        raise SettingsError(f"lanes={asked!r} run copies without CUDA streams; use 'auto' on a CUDA device.")
-    return SyncLanes() if asked == "sync" else ThreadLanes()
+        raise SettingsError(f"lanes={requested!r} run copies without CUDA streams; use 'auto' on a CUDA device.")
+    return SyncLanes() if requested == "sync" else ThreadLanes()

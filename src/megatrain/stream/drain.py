@@ -69,11 +69,11 @@ class Drain:
             for trains in (True, False)
         }
 
-    def missing(self) -> int:
+    def unallocated_bytes(self) -> int:
         """Bytes of gradients that will be allocated when they come."""
         return sum(slab.owned.nbytes for slab in self._slabs if slab.trains and not slab.grad.allocated)
 
-    def missing_slots(self) -> int:
+    def unallocated_slot_bytes(self) -> int:
         """Bytes that the slots of slabs which train will take, and do not have yet."""
         return sum(max(0, slot.members[0].layout.nbytes - slot.bytes.numel()) for slot in self.rings[True].all)
 
@@ -130,7 +130,7 @@ class Drain:
         """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
         slab.require_owner()
         self._send("land sum", slab, slot, slab.owned.slice_flat(flat), part.sum_buffer, part.order)
-        part.now_sum()
+        part.mark_summed()
 
     def merge(self, gradient: Gradient) -> None:
         """Submit the sum of all parts of a slab into the first one, in the order of their call ids."""
@@ -140,14 +140,14 @@ class Drain:
         gradient.require_owner()
         first, *others = parts
         self._lanes.submit(
-            TIERS[gradient.homes.sums.tier].updates,
+            TIERS[gradient.homes.sums.tier].update_lane,
             "merge",
             _adding(gradient.layout, first, [(part.flat, frozenset(part.present)) for part in others]),
             reads=[part.order for part in others],
             writes=[first.order],
             label=gradient.name,
         )
-        first.now_sum()
+        first.mark_summed()
         for part in others:
             first.present |= part.present
             part.clear()
@@ -161,7 +161,7 @@ class Drain:
         add = _adding(slab.owned, part, [(arrived, indices)])
         self._send("stage", slab, slot, slab.owned.slice_flat(flat), buffer, staging.order)
         self._lanes.submit("update", "add", add, reads=[staging.order], writes=[part.order], label=slab.name)
-        part.now_sum()
+        part.mark_summed()
 
     def _send(
         self,

@@ -16,7 +16,7 @@ from itertools import count
 
 import torch
 
-from megatrain.geometry import by_size, weight_slots
+from megatrain.geometry import group_by_size, weight_slots
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Order, Ticket
 from megatrain.stream.rings import DeviceBuffers
@@ -54,7 +54,7 @@ class Ring:
     def find(self, slab: Slab) -> Slot | None:
         return next((slot for slot in self.slots if slot.slab is slab and slot.current), None)
 
-    def victim(self, keep: AbstractSet[Slab]) -> Slot | None:
+    def evictable(self, keep: AbstractSet[Slab]) -> Slot | None:
         """A slot that is not pinned and does not hold a slab to keep: a stale one, else the least recently used."""
         free = [slot for slot in self.slots if not slot.pins and not (slot.current and slot.slab in keep)]
         return min(free, key=lambda slot: (slot.current, slot.used), default=None)
@@ -79,23 +79,23 @@ class Fetcher:
         self.lock = threading.RLock()
         """Held while slots are filled, pinned or released, and by whoever submits work that writes to a slab: a copy
         must not take the version of one moment for the content of another."""
-        self._visits = 0
+        self._evaluations = 0
         """Leases that are evaluating."""
-        self._left = threading.Condition(self.lock)
+        self._released = threading.Condition(self.lock)
         self._link, self._lanes, self._counters = link, link.lanes, link.counters
         self._clock = count(1)
         self.depth = slots - 1
         """How many uses ahead to fetch: one slot is in use, the others are ahead of it."""
         self._slots = slots
         self._rings: dict[int, Ring] = {}
-        travelling = [slab for slab in slabs if not slab.on_device]
-        self._held = {slab.index: slab for slab in travelling if slab.homes.held}
+        streamed = [slab for slab in slabs if not slab.on_device]
+        self._held = {slab.index: slab for slab in streamed if slab.homes.holds_weight}
         for slab in self._held.values():
-            self._share([slab])
-        self._share([slab for slab in travelling if not slab.homes.held])
+            self._add_rings([slab])
+        self._add_rings([slab for slab in streamed if not slab.homes.holds_weight])
 
-    def _share(self, slabs: Sequence[Slab]) -> None:
-        for members in by_size(slabs, lambda slab: slab.layout.nbytes):
+    def _add_rings(self, slabs: Sequence[Slab]) -> None:
+        for members in group_by_size(slabs, lambda slab: slab.layout.nbytes):
             nbytes = members[0].layout.nbytes
             wanted = weight_slots(self._slots, len(members))
             ring = Ring(nbytes, [Slot(nbytes, self._link) for _ in range(wanted)])
@@ -110,21 +110,21 @@ class Fetcher:
         """Give the memory of held weights back: from now on they stream, through the rings that there are."""
         with self.lock:
             # A thread that evaluates may read them.
-            self._left.wait_for(lambda: not any(slot.pins for i in self._held for slot in self._rings[i].slots))
+            self._released.wait_for(lambda: not any(slot.pins for i in self._held for slot in self._rings[i].slots))
             held, self._held = [*self._held.values()], {}
             for slab in held:
                 for slot in self._rings.pop(slab.index).slots:
                     slot.order.until_writable()
-                slab.homes.held = False
+                slab.homes.holds_weight = False
             rings = [*self._rings.values()]
             for slab in held:
                 nbytes = slab.layout.nbytes
                 like = next((ring for ring in rings if nbytes <= ring.nbytes <= 2 * nbytes), None)
                 if like is not None:
                     self._rings[slab.index] = like
-            self._share([slab for slab in held if slab.index not in self._rings])
+            self._add_rings([slab for slab in held if slab.index not in self._rings])
 
-    def travels(self, slab: Slab) -> bool:
+    def needs_fetch(self, slab: Slab) -> bool:
         """Whether it is fetched for its next use: neither resident nor held already."""
         return not slab.on_device and (slab.index not in self._held or self._rings[slab.index].find(slab) is None)
 
@@ -139,7 +139,7 @@ class Fetcher:
         try:
             with self.lock:
                 if evaluating and residents:
-                    self._visits += 1
+                    self._evaluations += 1
                     lease.evaluating = True
                 self._pin([slab for slab in slabs if not slab.on_device], lease)
                 self.prefetch(ahead, keep=slabs)
@@ -184,13 +184,13 @@ class Fetcher:
                 slot.pins -= 1
             for order in lease.read:
                 order.read(read)
-            self._visits -= lease.evaluating
-            self._left.notify_all()
+            self._evaluations -= lease.evaluating
+            self._released.notify_all()
 
-    def until_left(self) -> None:
+    def wait_for_evaluations(self) -> None:
         """Wait until no evaluating thread reads a resident slab, whose update would write what it reads. Call with the
         lock held, and keep it until the update has been submitted."""
-        self._left.wait_for(lambda: self._visits <= 0)
+        self._released.wait_for(lambda: self._evaluations <= 0)
 
     def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
         """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""
@@ -200,7 +200,7 @@ class Fetcher:
                 continue
             kept.add(slab)
             ring = self._rings[slab.index]
-            if ring.find(slab) is None and ring.victim(kept) is not None:
+            if ring.find(slab) is None and ring.evictable(kept) is not None:
                 self._fill(slab, kept)
                 self._counters.prefetched += 1
 
@@ -218,7 +218,7 @@ class Fetcher:
 
     def _fill(self, slab: Slab, keep: AbstractSet[Slab]) -> Slot:
         ring = self._rings[slab.index]
-        slot = ring.victim(keep)
+        slot = ring.evictable(keep)
         if slot is None:
             slot = Slot(ring.nbytes, self._link)
             ring.slots.append(slot)
@@ -227,7 +227,7 @@ class Fetcher:
         slot.slab = None
         span = slab.open(reads=("weight",))
         copies = [(slot.view(slab), span.weight, span.pinned)]
-        lane = "refresh" if slab.homes.held else "h2d"
+        lane = "refresh" if slab.homes.holds_weight else "h2d"
         self._link.copy(lane, "fetch", copies, reads=span.reads, writes=[slot.order], label=slab.name)
         slot.slab, slot.version = slab, slab.version
         slot.used = next(self._clock)

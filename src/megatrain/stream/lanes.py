@@ -25,11 +25,11 @@ from megatrain.stream.timeline import Timeline
 from megatrain.telemetry.notices import warn
 
 Work = Callable[[], None]
-_LOOK_EVERY = 1.0
+_POLL_SECONDS = 1.0
 """Seconds between looks at a lane that somebody waits for."""
-WARN_AFTER = 60.0
+WARN_AFTER_SECONDS = 60.0
 """A lane that has been at one job for longer than this is named in a warning."""
-GIVE_UP_AFTER = 1800.0
+FAIL_AFTER_SECONDS = 1800.0
 """After this it is an error: the longest honest job takes seconds."""
 
 
@@ -60,7 +60,7 @@ class Lanes:
         self._failure: LaneFailed | None = None
         """The first of a background lane that nobody has seen."""
         self._lock = threading.Lock()
-        self._by_name = {name: self._make(name) for name, lane in LANES.items() if lane.runs is not None}
+        self._by_name = {name: self._make(name) for name, lane in LANES.items() if lane.runs_on is not None}
 
     def _make(self, name: str) -> Lane:
         return Lane(name, self.timeline)
@@ -164,8 +164,8 @@ class HostTicket:
         if not self._finished.is_set():
             self._worker.owner.require("wait for what its lanes do")
         # In slices: a thread that has died, or does not get on, must be found out, and Ctrl-C must get through.
-        while not self._finished.wait(_LOOK_EVERY):
-            self._worker.watch(self.label)
+        while not self._finished.wait(_POLL_SECONDS):
+            self._worker.check_progress(self.label)
         if self._error is not None:
             raise self._error
 
@@ -209,33 +209,33 @@ class ThreadLane(Lane):
             return
         deadline = None if patience is None else time.monotonic() + patience
         while self._thread.is_alive() and (deadline is None or time.monotonic() < deadline):
-            self._thread.join(min(_LOOK_EVERY, patience or _LOOK_EVERY))
+            self._thread.join(min(_POLL_SECONDS, patience or _POLL_SECONDS))
             if self._thread.is_alive():
-                self.watch("close")
+                self.check_progress("close")
         if self._thread.is_alive():
-            warn(f"the {self._worker} lane was left behind: {self._standing()}")
+            warn(f"the {self._worker} lane was left behind: {self._status()}")
 
-    def watch(self, waited_for: str) -> None:
+    def check_progress(self, waited_for: str) -> None:
         """Called by whoever waits: names the lane if it is dead, or has been at one job for too long."""
         if not self._thread.is_alive():
             raise LaneFailed(
-                f"the {self._worker} lane is dead, so {waited_for!r} will never be done: {self._standing()}; "
+                f"the {self._worker} lane is dead, so {waited_for!r} will never be done: {self._status()}; "
                 "restart from the last checkpoint."
             )
         job = self._job
         if job is None:
             return
         since = time.monotonic() - job[1]
-        if since > GIVE_UP_AFTER:
+        if since > FAIL_AFTER_SECONDS:
             raise LaneFailed(
-                f"the {self._worker} lane is stalled: {self._standing()}. {waited_for!r} waits for it; restart from "
+                f"the {self._worker} lane is stalled: {self._status()}. {waited_for!r} waits for it; restart from "
                 "the last checkpoint, and look at the disk, the driver and the machine's load."
             )
-        if since > WARN_AFTER and self._warned < job[1]:
+        if since > WARN_AFTER_SECONDS and self._warned < job[1]:
             self._warned = time.monotonic()
-            warn(f"the {self._worker} lane does not get on: {self._standing()}; {waited_for!r} waits for it")
+            warn(f"the {self._worker} lane does not get on: {self._status()}; {waited_for!r} waits for it")
 
-    def _standing(self) -> str:
+    def _status(self) -> str:
         job = self._job
         return "it has no work" if job is None else f"it has been at {job[0]!r} for {time.monotonic() - job[1]:.0f} s"
 

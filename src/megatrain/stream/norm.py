@@ -13,11 +13,11 @@ from megatrain.native.kernels import triton_kernel
 from megatrain.store.gradient import Snapshot, sum_of_parts
 
 CHUNK = 1 << 16
-_BATCH = 256
+_CHUNKS_AT_ONCE = 256
 """Chunks handled at once: bounds the FP64 temporary to 128 MiB."""
-_PIECE = 64 * CHUNK
+_PIECE_ELEMENTS = 64 * CHUNK
 """Elements that are summed at once of a gradient that does not lie ready: 16 MiB in FP32."""
-_FAST = (torch.float32, torch.bfloat16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 """What the kernel and the native library sum."""
 _THREADS = 8
 """Of the native sum, capped by the CPUs that this process may use: it does little but read memory."""
@@ -27,14 +27,14 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """FP64 scalar on the device of `flat`. Squares are exact in FP64; chunks are halved pairwise, then their sums."""
     if flat.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=flat.device)
-    found = _fast(flat, flat.dtype, flat.numel())
+    found = _kernel_square_sum(flat, flat.dtype, flat.numel())
     return reference_square_sum(flat) if found is None else found
 
 
 def reference_square_sum(flat: torch.Tensor) -> torch.Tensor:
     """The same tree in PyTorch's own operations, of at least one element of any dtype on any device."""
     chunk = _chunk_of(flat.numel())
-    partials = [_tree(piece, chunk) for piece in flat.split(chunk * _BATCH)]
+    partials = [_tree(piece, chunk) for piece in flat.split(chunk * _CHUNKS_AT_ONCE)]
     return combine(torch.cat(partials))
 
 
@@ -60,29 +60,29 @@ def gradient_square_sum(gradient: Snapshot) -> torch.Tensor:
     if len(gradient.parts) == 1 and len(gradient.present) == len(gradient.layout.segments):
         # As it lies: a rounded copy would take as much memory as the gradient, or more. Padding is zeros on the device.
         flat = gradient.flat if gradient.flat.is_cuda else gradient.flat[: gradient.layout.segments[-1].end]
-        found = _fast(flat, gradient.dtype, gradient.layout.numel)
+        found = _kernel_square_sum(flat, gradient.dtype, gradient.layout.numel)
         if found is not None:
             return found
     return _piecewise(gradient)
 
 
 def _piecewise(gradient: Snapshot) -> torch.Tensor:
-    """Of parts that are apart or absent: some whole chunks at a time, since there may be no room for a copy of all."""
+    """Of several or incomplete parts: some whole chunks at a time, since a copy of everything may not fit."""
     numel, device = gradient.layout.numel, gradient.parts[0][0].device
     if numel == 0:
         return torch.zeros((), dtype=torch.float64, device=device)
-    room = torch.empty(min(_PIECE, numel), dtype=torch.float32, device=device)
+    room = torch.empty(min(_PIECE_ELEMENTS, numel), dtype=torch.float32, device=device)
     chunk = _chunk_of(numel)
     sums = []
-    for start in range(0, numel, _PIECE):
+    for start in range(0, numel, _PIECE_ELEMENTS):
         piece = room[: numel - start]
         sum_of_parts(gradient, piece, start)
-        found = _fast(piece, gradient.dtype, piece.numel(), chunk)
+        found = _kernel_square_sum(piece, gradient.dtype, piece.numel(), chunk)
         sums.append(_tree(piece.to(gradient.dtype).float(), chunk) if found is None else found)
     return combine(torch.cat(sums))
 
 
-def total(square_sums: Iterable[float]) -> float:
+def global_norm(square_sums: Iterable[float]) -> float:
     """The global norm from the slabs' sums, added in FP64 in slab order."""
     return float(functools.reduce(operator.add, square_sums, 0.0) ** 0.5)
 
@@ -92,19 +92,19 @@ def _chunk_of(numel: int) -> int:
     return min(CHUNK, 1 << (numel - 1).bit_length())
 
 
-def _fast(flat: torch.Tensor, dtype: torch.dtype, numel: int, chunk: int = 0) -> torch.Tensor | None:
+def _kernel_square_sum(flat: torch.Tensor, dtype: torch.dtype, numel: int, chunk: int = 0) -> torch.Tensor | None:
     """The tree of `numel` values rounded to `dtype`, of which those behind `flat` are zeros; with `chunk`, the sums of
     all chunks of that length. None where neither the kernel nor the native library can do it."""
-    if dtype not in _FAST or flat.dtype not in _FAST or not flat.is_contiguous() or flat.numel() == 0:
+    if dtype not in _KERNEL_DTYPES or flat.dtype not in _KERNEL_DTYPES or not flat.is_contiguous() or flat.numel() == 0:
         return None
-    rounded, apart = dtype == torch.bfloat16, chunk > 0
+    rounded, per_chunk = dtype == torch.bfloat16, chunk > 0
     chunk = chunk or _chunk_of(numel)
     if flat.is_cuda:
         kernel = _fused_kernel() if chunk == CHUNK else None
-        return None if kernel is None else kernel(flat, rounded, apart)
+        return None if kernel is None else kernel(flat, rounded, per_chunk)
     sums = torch.zeros(-(-numel // chunk), dtype=torch.float64)
     native.square_sums(flat, sums, chunk=chunk, rounded=rounded, threads=_THREADS)
-    return sums if apart else combine(sums)
+    return sums if per_chunk else combine(sums)
 
 
 def _tree(piece: torch.Tensor, chunk: int) -> torch.Tensor:

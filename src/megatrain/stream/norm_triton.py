@@ -95,13 +95,13 @@ def _tree(partials, count):
         count = half
 
 
-def fused_square_sum(flat: torch.Tensor, rounded: bool = False, apart: bool = False) -> torch.Tensor:
-    """FP64 scalar: the sum of squares of values as they are or rounded to BF16; `apart`: the sums of the chunks, for a
-    tree over more than `flat`."""
+def fused_square_sum(flat: torch.Tensor, rounded: bool = False, per_chunk: bool = False) -> torch.Tensor:
+    """FP64 scalar: the sum of squares of values as they are or rounded to BF16. With `per_chunk`, one sum per chunk,
+    for a tree over more than `flat`."""
     chunks = triton.cdiv(flat.numel(), CHUNK)
     partials = torch.empty(chunks, dtype=torch.float64, device=flat.device)
     _chunks[(chunks,)](flat, partials, flat.numel(), ROUNDED=rounded, num_warps=8)
-    if apart:
+    if per_chunk:
         return partials
     if chunks > 1:
         _tree[(1,)](partials, chunks, num_warps=8)

@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megatrain.geometry import STAGING_SLOTS, by_size
+from megatrain.geometry import STAGING_SLOTS, group_by_size
 from megatrain.store.memory import Buffer, Memory
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
-from megatrain.store.vram import lasting
+from megatrain.store.vram import allocate_persistent
 from megatrain.stream.transfer import Link
 
 Slot = TypeVar("Slot")
@@ -29,7 +29,7 @@ class DeviceBuffers:
     def take(self, nbytes: int) -> torch.Tensor:
         if self.bytes.numel() < nbytes:
             self.order.until_writable()
-            self.bytes = lasting(nbytes, self._link.device)
+            self.bytes = allocate_persistent(nbytes, self._link.device)
             # Compute so far may have used these bytes for something that is gone.
             self.order.read(self._link.lanes.mark())
         return self.bytes
@@ -71,7 +71,7 @@ class Rings(Generic[Slot]):
     ) -> None:
         self.all: list[Slot] = []
         self._of: dict[int, deque[Slot]] = {}
-        for members in by_size(slabs, size):
+        for members in group_by_size(slabs, size):
             ring = deque(make(members) for _ in range(slots(len(members))))
             self.all += ring
             self._of |= {slab.index: ring for slab in members}

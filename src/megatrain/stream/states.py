@@ -61,7 +61,7 @@ class StagedStates(Span):
     def moments(self) -> Mapping[str, Moment]:
         found = self.home.moments
         copies = self.copies[len(self.copies) - len(found) :]
-        return {role: found[role].over(copy) for role, (copy, _) in zip(found, copies, strict=True)}
+        return {role: found[role].with_storage(copy) for role, (copy, _) in zip(found, copies, strict=True)}
 
 
 class StateStream:

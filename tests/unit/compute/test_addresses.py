@@ -61,6 +61,6 @@ def test_all_slots_of_an_engine_in_one_storage(policy: str, monkeypatch: pytest.
         taken[0] += nbytes
         return storage[taken[0] - nbytes : taken[0]]
 
-    monkeypatch.setattr(rings, "lasting", carve)
+    monkeypatch.setattr(rings, "allocate_persistent", carve)
     assert differences(train(), expected) == []
     assert taken[0] > 0

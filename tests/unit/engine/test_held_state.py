@@ -75,14 +75,14 @@ def test_a_step_without_room_for_gradients_to_leave_changes_nothing(monkeypatch:
         backward(stack, 0)
         backward(stack, 1)
     calls = iter(range(100))
-    real = rings.lasting
+    real = rings.allocate_persistent
 
     def full(*args: Any) -> torch.Tensor:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*args)
 
-    monkeypatch.setattr(rings, "lasting", full)
+    monkeypatch.setattr(rings, "allocate_persistent", full)
     before = [slab.version for slab in engine.slabs]
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()

@@ -328,7 +328,7 @@ def test_nothing_is_left_when_model_and_engine_are_gone(closed: bool) -> None:
     engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
     optimizer = engine.optimizer()
     train_a_step(model, optimizer)
-    assert len(set(lane_threads()) - before) == sum(lane.runs is not None for lane in LANES.values())
+    assert len(set(lane_threads()) - before) == sum(lane.runs_on is not None for lane in LANES.values())
     buffers = [weakref.ref(slab._weight_buffer) for slab in engine.slabs]
     watched = [weakref.ref(engine), weakref.ref(model), *buffers]
     if closed:

@@ -35,7 +35,7 @@ def trained(kind: type, directory: Path, **options: Any) -> Any:
     return trainer
 
 
-def windows_of(trainer: Any) -> list[int]:
+def window_sizes(trainer: Any) -> list[int]:
     """Sizes of the windows that its engine opens from now on."""
     sizes: list[int] = []
     opened = trainer.engine.window
@@ -140,7 +140,7 @@ def test_dropout_in_turn_draws_as_stock(tmp_path: Path) -> None:
 def test_stock_trainers_have_the_window(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     sequences = type("Sequences", (mt.MegaMixin, transformers.Seq2SeqTrainer), {})
     trainer = trainer_of(mt.Trainer, tmp_path)
-    sizes = windows_of(trainer)
+    sizes = window_sizes(trainer)
     trainer.train()
     assert sizes == [ACCUMULATION] * 3
     args = transformers.Seq2SeqTrainingArguments(
@@ -148,7 +148,7 @@ def test_stock_trainers_have_the_window(tmp_path: Path, said: pytest.LogCaptureF
         use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = sequences(model=small.llama(), args=args, train_dataset=small.rows())
-    sizes = windows_of(trainer)
+    sizes = window_sizes(trainer)
     trainer.train()
     assert sizes == [4]
     assert not any("one after the other" in line for line in said.messages)
@@ -163,7 +163,7 @@ def test_a_class_that_declares_has_the_window(tmp_path: Path) -> None:
     expected = trained(stock, tmp_path)
     for kind in ours:
         trainer = trainer_of(kind, tmp_path)
-        sizes = windows_of(trainer)
+        sizes = window_sizes(trainer)
         trainer.train()
         assert sizes == [1] * ACCUMULATION + [ACCUMULATION] * 2, "the first step shows whether blocks are met twice"
         assert_equal_runs(trainer, expected)
@@ -176,12 +176,12 @@ def test_a_declaration_does_not_speak_for_subclasses(tmp_path: Path) -> None:
         type("Not", (declared,), {"micro_batches_are_independent": False}),
     ):
         trainer = trainer_of(kind, tmp_path, max_steps=1)
-        sizes = windows_of(trainer)
+        sizes = window_sizes(trainer)
         trainer.train()
         assert sizes == []
     trainer = trainer_of(kind, tmp_path, max_steps=1)
     trainer.micro_batches_are_independent = True
-    sizes = windows_of(trainer)
+    sizes = window_sizes(trainer)
     trainer.train()
     assert sum(sizes) == ACCUMULATION
 
@@ -189,7 +189,7 @@ def test_a_declaration_does_not_speak_for_subclasses(tmp_path: Path) -> None:
 def test_a_method_given_to_the_object_is_an_override(tmp_path: Path) -> None:
     trainer = trainer_of(mt.Trainer, tmp_path, max_steps=1)
     trainer.compute_loss = types.MethodType(loss_of, trainer)
-    sizes = windows_of(trainer)
+    sizes = window_sizes(trainer)
     trainer.train()
     assert sizes == []
 
@@ -198,7 +198,7 @@ def test_a_patched_transformers_is_not_transformers(tmp_path: Path, monkeypatch:
     own = transformers.Trainer.compute_loss
     monkeypatch.setattr(transformers.Trainer, "compute_loss", lambda *args, **kwargs: own(*args, **kwargs))
     trainer = trainer_of(mt.Trainer, tmp_path, max_steps=1)
-    sizes = windows_of(trainer)
+    sizes = window_sizes(trainer)
     trainer.train()
     assert sizes == []
 
@@ -218,7 +218,7 @@ class Loss:
 def test_a_loss_function_runs_in_turn(tmp_path: Path) -> None:
     stock = trained(transformers.Trainer, tmp_path, compute_loss_func=Loss())
     ours = trainer_of(mt.Trainer, tmp_path, compute_loss_func=Loss())
-    sizes = windows_of(ours)
+    sizes = window_sizes(ours)
     ours.train()
     assert sizes == []
     assert_equal_runs(ours, stock)

@@ -124,7 +124,7 @@ def spoil(trainer: Any, at: int, role: str, value: float) -> None:
             if state.global_step == at:
                 parameter: Any = trainer.model.model.layers[0].mlp.up_proj.weight
                 slab = parameter.slab
-                slab.overwrite()
+                slab.before_write()
                 if role == "weight":
                     slab.weight[slab.layout.segments[parameter.segment].offset + 3] = value
                 else:

@@ -10,7 +10,7 @@ from tests.tiny import Stack, differences, engine_of, inputs, roles
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from megatrain.errors import CheckpointError, NonFiniteGradients, SettingsError
-from megatrain.optim.schedule import PATIENCE
+from megatrain.optim.schedule import MAX_SKIPPED_IN_A_ROW
 from megatrain.stream.lanes import ThreadLanes
 
 LANES = {"sync": lambda: "sync", "threads": lambda: ThreadLanes(seed=2, max_delay=2e-4)}
@@ -304,12 +304,12 @@ def test_ten_in_a_row_raise_and_the_engine_goes_on(lanes):
         engine.synchronize()
         model(inputs(0))
 
-    bad_steps(PATIENCE - 1)
-    with pytest.raises(NonFiniteGradients, match=f"{PATIENCE} steps in a row"):
+    bad_steps(MAX_SKIPPED_IN_A_ROW - 1)
+    with pytest.raises(NonFiniteGradients, match=f"{MAX_SKIPPED_IN_A_ROW} steps in a row"):
         bad_steps(1)
     optimizer.zero_grad()
     assert differences(roles(engine), before) == []
-    assert engine.counters.skipped_steps == PATIENCE
+    assert engine.counters.skipped_steps == MAX_SKIPPED_IN_A_ROW
 
     model(inputs(1)).sum().backward()
     optimizer.step()
@@ -329,17 +329,17 @@ def test_a_good_step_in_between_starts_the_count_again(lanes):
     model = Stack()
     engine = engine_of(model, lanes=lanes)
     optimizer = engine.optimizer(lr=0.1)
-    for step in range(2 * PATIENCE):
-        if step == PATIENCE - 1:
+    for step in range(2 * MAX_SKIPPED_IN_A_ROW):
+        if step == MAX_SKIPPED_IN_A_ROW - 1:
             model(inputs(0)).sum().backward()
         else:
             poison(model, math.inf)
         optimizer.step()
         optimizer.zero_grad()
         engine.synchronize()
-        if step == 2 * PATIENCE - 2:
+        if step == 2 * MAX_SKIPPED_IN_A_ROW - 2:
             break
-    assert engine.counters.skipped_steps == 2 * PATIENCE - 2
+    assert engine.counters.skipped_steps == 2 * MAX_SKIPPED_IN_A_ROW - 2
     engine.close()
 
 

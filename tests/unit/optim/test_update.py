@@ -21,11 +21,11 @@ DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (tor
 
 def slab_of(dtype, shapes, moments=AdamW.moments, width="fp32", master=True):
     layout = lay_out([(f"p{i}", torch.Size(shape)) for i, shape in enumerate(shapes)], dtype)
-    slab = Slab(0, "slab", layout, Homes.together(HostMemory(pin=False, threads=1)), master=master)
+    slab = Slab(0, "slab", layout, Homes.all_in(HostMemory(pin=False, threads=1)), master=master)
     slab.allocate_states(moments, width)
     generator = torch.Generator().manual_seed(0)
     for index, shape in enumerate(shapes):
-        slab.put(index, torch.randn(shape, generator=generator))
+        slab.load(index, torch.randn(shape, generator=generator))
     return slab
 
 

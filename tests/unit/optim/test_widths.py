@@ -208,7 +208,7 @@ def test_trainer_without_clipping_starts_updates_in_the_backward(tmp_path: Path,
     from megatrain.optim.schedule import Updates
 
     started: list[str] = []
-    complete = Updates.complete
+    complete = Updates.gradient_complete
 
     def seen(updates: Any, slab: Any) -> None:
         before = slab.version
@@ -216,7 +216,7 @@ def test_trainer_without_clipping_starts_updates_in_the_backward(tmp_path: Path,
         if slab.version != before:
             started.append(slab.name)
 
-    monkeypatch.setattr(Updates, "complete", seen)
+    monkeypatch.setattr(Updates, "gradient_complete", seen)
     results = {}
     for accumulation in (1, 2):
         for clip in (0.0, 1e9):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 import megatrain as mt
-from megatrain.geometry import KINDS
+from megatrain.geometry import OPTIMIZER_MOMENTS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model import shapes
 from megatrain.model.trace import _LiveBytes as Live
@@ -250,7 +250,7 @@ def test_states_are_the_stores(width, precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     sizes = [torch.Size(s) for s in ((300, 70), (70,), (64, 63), (1, 5000), (129, 257))]
     laid_out = layout.lay_out([(str(i), size) for i, size in enumerate(sizes)], dtype)
-    slab = Slab(0, "made up", laid_out, Homes.together(HostMemory(pin=False, threads=1)), master=precision != "bf16-sr")
+    slab = Slab(0, "made up", laid_out, Homes.all_in(HostMemory(pin=False, threads=1)), master=precision != "bf16-sr")
     block = describe_block(sizes, dtype)
     state = State(block, run)
     assert state.weights == laid_out.nbytes
@@ -267,7 +267,7 @@ def describe_block(sizes, dtype):
 
 
 def test_every_optimizer_keeps_as_many_moments_as_is_planned():
-    assert {name: len(rule.moments) for name, rule in RULES.items()} == KINDS
+    assert {name: len(rule.moments) for name, rule in RULES.items()} == OPTIMIZER_MOMENTS
 
 
 def test_bytes_per_parameter():

@@ -15,7 +15,7 @@ def laid_out(*sizes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("piece", [1, 7, 300, 512, 1 << 20])
 def test_pieces_do_not_change_bits(dtype, piece, monkeypatch):
-    monkeypatch.setattr(gradient, "ADDED", piece)
+    monkeypatch.setattr(gradient, "ADD_CHUNK_ELEMENTS", piece)
     layout = laid_out(300, 70, 1000)
     generator = torch.Generator().manual_seed(0)
     total = torch.randn(layout.numel, generator=generator)
@@ -38,4 +38,4 @@ def test_a_sum_makes_no_copy_of_the_gradient():
         gradient.add_segments(layout, total, flat, frozenset({0}), {0})
     taken = [event.self_cpu_memory_usage for event in profiler.events() if event.self_cpu_memory_usage > 0]
     assert taken, "nothing was recorded"
-    assert max(taken) <= gradient.ADDED * 4
+    assert max(taken) <= gradient.ADD_CHUNK_ELEMENTS * 4

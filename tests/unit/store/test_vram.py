@@ -22,7 +22,7 @@ class Stream:
 def test_nobody_gets_bytes_before_the_stream_that_used_them_last(monkeypatch: pytest.MonkeyPatch) -> None:
     home, compute, visitor = Stream(), Stream(), Stream()
     current = [compute]
-    monkeypatch.setattr(vram, "_home", lambda _: home)
+    monkeypatch.setattr(vram, "_persistent_stream", lambda _: home)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())

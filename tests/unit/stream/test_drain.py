@@ -21,7 +21,7 @@ class Bench:
     def __init__(self, dtype=torch.bfloat16, slots=2, lanes=None, sizes=(8, 8, 8)):
         memory = HostMemory(pin=False, threads=1)
         layout = lay_out([(name, torch.Size([n])) for name, n in zip("abcdef", sizes, strict=False)], dtype)
-        self.slab = Slab(0, "slab", layout, Homes.together(memory))
+        self.slab = Slab(0, "slab", layout, Homes.all_in(memory))
         self.lanes = lanes or SyncLanes()
         self.counters = Counters()
         self.drain = Drain([self.slab], slots, Link(CPU, self.lanes, self.counters, 1))
@@ -36,7 +36,7 @@ class Bench:
 
     def sum_of(self, name):
         segment = self.slab.layout.segments["abcdef".index(name)]
-        return self.slab.grad.look().flat[segment.offset : segment.end]
+        return self.slab.grad.read().flat[segment.offset : segment.end]
 
     def rounded(self, name):
         segment = self.slab.layout.segments["abcdef".index(name)]
@@ -216,14 +216,14 @@ def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
     memory = HostMemory(pin=False, threads=1)
     sizes = [5_000, 20_000, 80_000]
     slabs = [
-        Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), Homes.together(memory))
+        Slab(i, f"slab{i}", lay_out([("a", torch.Size([n]))], torch.float32), Homes.all_in(memory))
         for i, n in enumerate(sizes)
     ]
     drain = Drain(slabs, 2, Link(CPU, lanes, Counters(), 1))
     for slab in slabs:
         for micro in range(5):
             drain.collect(slab, (0, 0), {0: torch.full((slab.layout.segments[0].numel,), 2.0**micro)})
-    assert [slab.grad.look().flat[0].item() for slab in slabs] == [31.0] * 3
+    assert [slab.grad.read().flat[0].item() for slab in slabs] == [31.0] * 3
     kept = sum(2 * slab.layout.nbytes for slab in slabs)  # weights and gradients
     assert memory.held == kept + 2 * slabs[-1].layout.nbytes
     assert len(memory._buffers) == 2 * len(slabs) + 2
@@ -234,16 +234,16 @@ def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
 def test_a_sum_on_the_device_has_one_buffer(several):
     """As it landed if a step has one micro-batch, FP32 if it has more; no staging, no slot, no second buffer."""
     memory = DeviceMemory(CPU)
-    slab = Slab(0, "slab", lay_out([("a", torch.Size([5000]))], torch.bfloat16), Homes.together(memory))
+    slab = Slab(0, "slab", lay_out([("a", torch.Size([5000]))], torch.bfloat16), Homes.all_in(memory))
     before = memory.held
     drain = Drain([slab], 1, Link(CPU, SyncLanes(), Counters(), 1))
     for _ in range(2):
         for micro in range(1 + 3 * several):
             drain.collect(slab, (0, 0), {0: torch.full((5000,), 2.0**-micro)})
         assert memory.held == before + slab.layout.numel * (4 if several else 2)
-        assert slab.grad.look().flat[0].item() == (1.875 if several else 1.0)
+        assert slab.grad.read().flat[0].item() == (1.875 if several else 1.0)
         slab.grad.clear()
-    assert drain.missing_slots() == 0
+    assert drain.unallocated_slot_bytes() == 0
     assert drain.link.counters.drains == 0
 
 
@@ -255,10 +255,10 @@ def test_buffers_that_hold_nothing_can_be_given_back(lanes):
     for _ in range(3):
         bench.collect(a=torch.ones(8))
     taken = memory.held
-    bench.slab.grad.give_back()
+    bench.slab.grad.free_unused()
     assert memory.held == taken, "they hold a gradient"
     bench.slab.grad.clear()
-    bench.slab.grad.give_back()
+    bench.slab.grad.free_unused()
     assert memory.held == taken - 6 * bench.slab.layout.numel > before
     for _ in range(2):
         bench.collect(a=torch.full((8,), 2.0))

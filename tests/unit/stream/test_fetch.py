@@ -22,7 +22,7 @@ def slabs_of(*pages, held=()):
     memory = HostMemory(pin=False, threads=1)
     slabs = []
     for index, count in enumerate(pages):
-        homes = Homes(memory, memory, memory, held=index in held)
+        homes = Homes(memory, memory, memory, holds_weight=index in held)
         slab = Slab(index, f"slab{index}", lay_out([("w", torch.Size([count * PAGE]))], torch.float32), homes)
         slab.weight.fill_(float(index + 1))
         slabs.append(slab)
@@ -127,7 +127,7 @@ def test_prefetching_stops_when_slots_run_out():
 def test_a_version_change_fetches_again():
     bench = Bench(1, 1)
     assert bench.use(0) == [1.0]
-    bench.slabs[0].overwrite()
+    bench.slabs[0].before_write()
     bench.slabs[0].weight.fill_(7.0)
     assert bench.use(0) == [7.0]
     assert (bench.counters.fetches, bench.counters.hits) == (2, 0)

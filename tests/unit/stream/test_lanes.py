@@ -149,7 +149,7 @@ def test_close_finishes_what_was_submitted():
 def test_close_ends_the_threads():
     before = threading.active_count()
     lanes = ThreadLanes()
-    assert threading.active_count() == before + sum(lane.runs is not None for lane in LANES.values())
+    assert threading.active_count() == before + sum(lane.runs_on is not None for lane in LANES.values())
     lanes.close()
     assert threading.active_count() == before
 
@@ -189,7 +189,7 @@ def test_delays_are_those_of_the_seed():
 
 
 def test_a_dead_lane_is_named(threads, monkeypatch):
-    monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(lanes_module, "_POLL_SECONDS", 0.01)
     threads["update"].close()
     ticket = threads["update"].submit(lambda: None, label="layers.3")
     with pytest.raises(LaneFailed, match=r"update lane is dead, so 'layers.3' will never be done"):
@@ -197,9 +197,9 @@ def test_a_dead_lane_is_named(threads, monkeypatch):
 
 
 def test_a_stalled_lane_is_named_and_then_given_up(threads, monkeypatch, said):
-    monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
-    monkeypatch.setattr(lanes_module, "WARN_AFTER", 0.05)
-    monkeypatch.setattr(lanes_module, "GIVE_UP_AFTER", 0.3)
+    monkeypatch.setattr(lanes_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lanes_module, "WARN_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(lanes_module, "FAIL_AFTER_SECONDS", 0.3)
     release = threading.Event()
     stuck = threads["update"].submit(release.wait, label="layers.7")
     behind = threads["h2d"].submit(lambda: None, after=(Wait("it", stuck),), label="layers.8")
@@ -213,7 +213,7 @@ def test_a_stalled_lane_is_named_and_then_given_up(threads, monkeypatch, said):
 
 
 def test_a_slow_lane_is_waited_for(threads, monkeypatch):
-    monkeypatch.setattr(lanes_module, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(lanes_module, "_POLL_SECONDS", 0.01)
     done = []
     ticket = threads["update"].submit(lambda: (time.sleep(0.2), done.append(1)))
     ticket.wait()

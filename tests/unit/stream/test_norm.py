@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from megatrain.store.gradient import Snapshot
 from megatrain.store.layout import lay_out
 from megatrain.stream import norm
-from megatrain.stream.norm import CHUNK, combine, snapshot_square_sum, square_sum, total
+from megatrain.stream.norm import CHUNK, combine, global_norm, snapshot_square_sum, square_sum
 
 SIZES = [1, 2, 3, 127, 128, 129, 1000, 4095, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 200_000]
 
@@ -67,7 +67,7 @@ def test_the_order_is_a_fixed_tree():
 def test_huge_values_do_not_overflow():
     largest = torch.finfo(torch.float32).max
     assert square_sum(torch.full((1000,), largest)).item() == pytest.approx(1000 * largest**2, rel=1e-12)
-    assert total([square_sum(torch.tensor([largest])).item()]) == pytest.approx(largest)
+    assert global_norm([square_sum(torch.tensor([largest])).item()]) == pytest.approx(largest)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -75,18 +75,18 @@ def test_huge_values_do_not_overflow():
 def test_non_finite_values_show(bad, place):
     flat = torch.zeros(200_000)
     flat[place] = bad
-    assert not math.isfinite(total([1.0, square_sum(flat).item()]))
+    assert not math.isfinite(global_norm([1.0, square_sum(flat).item()]))
 
 
 def test_empty():
     assert square_sum(torch.empty(0)).item() == 0.0
-    assert total([]) == 0.0
+    assert global_norm([]) == 0.0
 
 
 def test_total_is_the_root_of_the_sum():
-    assert total([9.0, 16.0]) == 5.0
-    assert math.isnan(total([1.0, math.nan]))
-    assert total([1.0, math.inf]) == math.inf
+    assert global_norm([9.0, 16.0]) == 5.0
+    assert math.isnan(global_norm([1.0, math.nan]))
+    assert global_norm([1.0, math.inf]) == math.inf
 
 
 def snapshot(flat, dtype, present, known=None):
@@ -162,9 +162,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.mark.parametrize("sizes", [(100, 300, 200), (3 * CHUNK + 5, 70_000, 200_000)], ids=["short", "long"])
 @pytest.mark.parametrize("native", [True, False])
 def test_pieces_of_parts_have_the_bits_of_the_whole(monkeypatch, sizes, dtype, dtypes, presents, chunks, native):
-    monkeypatch.setattr(norm, "_PIECE", chunks * CHUNK)
+    monkeypatch.setattr(norm, "_PIECE_ELEMENTS", chunks * CHUNK)
     if not native:
-        monkeypatch.setattr(norm, "_fast", lambda *_: None)
+        monkeypatch.setattr(norm, "_kernel_square_sum", lambda *_: None)
     layout = lay_out([(name, torch.Size([size])) for name, size in zip("abc", sizes, strict=True)], dtype)
     parts = parts_of(layout, dtypes, presents)
     expected = whole_sum(layout, parts, dtype)
@@ -189,7 +189,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("places", [1, 2])
 def test_no_copy_of_the_whole_is_made(monkeypatch, places):
     """Of a tied embedding it would be gigabytes that no plan has."""
-    monkeypatch.setattr(norm, "_PIECE", CHUNK)
+    monkeypatch.setattr(norm, "_PIECE_ELEMENTS", CHUNK)
     layout = lay_out([("a", torch.Size([10 * CHUNK])), ("b", torch.Size([CHUNK]))], BF16)
     gradient = Snapshot(layout, parts_of(layout, [BF16] * places, [{0}] * places), BF16)
     with Largest() as largest:
