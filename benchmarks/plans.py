@@ -84,7 +84,7 @@ def table(shapes: dict[str, ModelShape], settings: dict[str, Any]) -> list[str]:
 
 
 def explained(found: Plan, tokens: float = 1e9) -> list[str]:
-    return ["```", found.table(tokens), "```"]
+    return ["```text", found.table(tokens), "```"]
 
 
 def hundred(shape: ModelShape) -> list[str]:
@@ -97,7 +97,7 @@ def hundred(shape: ModelShape) -> list[str]:
     lines += explained(plan(shape, **kept, precision="bf16"))
     lines += ["", "With FP32 states, compiled, 16 micro-batches of 2 × 2048 tokens; nothing is lossy:", ""]
     lines += explained(plan(shape, **{**asked, "batch": 2, "accumulation": 16, "compile": True}))
-    lines += ["", "On a machine that is too small, the refusal:", "", "```"]
+    lines += ["", "On a machine that is too small, the refusal:", "", "```text"]
     try:
         plan(shape, **{**asked, "machine": "h100-512gb", "accumulation": 16})
     except Refusal as refused:

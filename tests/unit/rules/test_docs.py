@@ -44,7 +44,7 @@ def listed(tree: str) -> dict[str, str]:
 
 
 def tree() -> dict[str, str]:
-    return listed(section(TOUR, "The tree").split("```")[1])
+    return listed(section(TOUR, "The tree").split("```")[1].removeprefix("text"))
 
 
 def real() -> set[str]:
