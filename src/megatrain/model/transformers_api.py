@@ -128,10 +128,12 @@ def can_chunk_loss(model: Any, causal_loss: Any) -> bool:
 
 def uses_causal_loss(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
     """Whether a module has transformers' causal loss for the output of this head."""
+    if output_embedding(module) is not head:
+        return False  # before its loss is read: transformers warns of a module that names none
     loss = getattr(module, "loss_function", None)
     # An engine's chunked head stands in for it while it is attached.
     loss = getattr(getattr(loss, "__self__", None), "model_loss", loss)
-    return loss is causal_loss and output_embedding(module) is head
+    return loss is causal_loss
 
 
 def logits_kind(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> tuple[str, bool]:
