@@ -148,14 +148,14 @@ def decision_of(plan: mt.Plan, layers: set[str]) -> dict[str, Any]:
     resident, held, summed = (
         len(layers.intersection(names)) for names in (plan.resident, plan.held_weights, plan.held_gradients)
     )
-    visited = resident + len(plan.streamed_states)
-    rest = 2 if set(plan.resident) - layers else int(bool(set(plan.held_weights) - layers))
+    streamed = len(plan.streamed_states)
+    others = 2 if set(plan.resident) - layers else int(bool(set(plan.held_weights) - layers))
     stored = sum(policy == "store" for policy in plan.policy.values())
     return {
-        "rest": rest, "layers": resident, "held": resident + held, "summed": resident + summed, "stored": stored,
-        "visited": visited * bool(plan.streamed_states),
-        "offload": plan.policy["*"] == "offload", "first": plan.windows[0], "window": plan.windows[:2][-1],
-        "slots": plan.slots, "grad_slots": plan.grad_slots,
+        "other_blocks": others, "resident_layers": resident, "held_weights": resident + held,
+        "held_gradients": resident + summed, "gpu_updates": resident + streamed if streamed else 0,
+        "stored_graphs": stored, "offload_inputs": plan.policy["*"] == "offload", "first_window": plan.windows[0],
+        "window": plan.windows[:2][-1], "slots": plan.slots, "grad_slots": plan.grad_slots,
     }  # fmt: skip
 
 

@@ -134,10 +134,10 @@ def inverse(shape: ModelShape) -> list[str]:
 
 
 def main() -> None:
-    from megatrain.planner.search import USABLE
+    from megatrain.planner.search import USABLE_SHARE
 
     shapes = {name: shape_of(name) for name in CONFIGS}
-    lines = [HEAD.format(usable=USABLE)]
+    lines = [HEAD.format(usable=USABLE_SHARE)]
     for title, settings in TABLES:
         lines += [f"## {title}", "", *table(shapes, settings), ""]
     lines += [*hundred(shapes["100B (dense)"]), "", *inverse(shapes["7B (Qwen2.5-7B)"])]

@@ -87,7 +87,7 @@ class Headroom:
         compiled, chunk = self.settings.compile, self.settings.head_chunk
         run = Run(micro_batch=rows, length=length, precision=self.precision, compile=compiled, head_chunk=chunk)
         ledger = Ledger(shape, run, gpu=False)
-        return ledger.computing(Decision(stored=len(ledger.layers) if self.settings.policy == "store" else 0))
+        return ledger.computing(Decision(stored_graphs=len(ledger.layers) if self.settings.policy == "store" else 0))
 
     def _rough_estimate(self, tokens: int) -> int:
         config = config_of(self.model)

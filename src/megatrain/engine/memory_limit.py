@@ -106,7 +106,7 @@ class MemoryLimit:
         plan: Plan | None = settings.plan if device.type == "cuda" else None
         # Settings that override the plan change how much memory is taken.
         self._plan = plan if plan is not None and not settings.differing(plan.settings()) else None
-        self._other_bytes = inventory.held_beside(device, model)
+        self._other_bytes = inventory.vram_held_beside(device, model)
         """Held by this process for something else: a reference model, another engine."""
         self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._other_bytes)
         self._plan_lifted = self._expandable = False

@@ -15,7 +15,7 @@ from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.optim.rules import AdamW, Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
-from megatrain.planner.plan import sized
+from megatrain.planner.plan import format_parameters
 from megatrain.settings import Settings
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
@@ -161,7 +161,7 @@ def summary(engine: Engine) -> str:
         "states": _by_tier((slab.homes.states.tier, slab.state_bytes(AdamW.moments, width)) for slab in trained)
         + f" with AdamW and {width} moments",
     }
-    parameters = sized(sum(parameter.numel() for parameter in engine.model.parameters()))
+    parameters = format_parameters(sum(parameter.numel() for parameter in engine.model.parameters()))
     title = f"{type(engine.model).__name__}: {parameters} parameters"
     if engine.blocks:
         policies = Counter(engine.memory_limit.policies[block.name] for block in engine.blocks)

@@ -13,7 +13,7 @@ import torch
 from megatrain import geometry, process
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory, SettingsError
 from megatrain.hardware import cgroups
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, AvailableMemory
 from megatrain.telemetry.notices import announce, warn
 
 GIB = 1 << 30
@@ -105,7 +105,7 @@ def cached(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def held_beside(device: torch.device, model: torch.nn.Module) -> int:
+def vram_held_beside(device: torch.device, model: torch.nn.Module) -> int:
     """Bytes of the GPU that tensors of this process hold beside a model: another one, another engine's."""
     if device.type == "cpu":
         return 0
@@ -116,20 +116,20 @@ def held_beside(device: torch.device, model: torch.nn.Module) -> int:
     return max(0, held)
 
 
-def within_reach(device: torch.device, model: torch.nn.Module, compiles: bool = False) -> Reach:
+def available_memory(device: torch.device, model: torch.nn.Module, compiles: bool = False) -> AvailableMemory:
     """What training this model could have now: what is free, what it has itself, and the process's bare needs."""
     _let_go_of_what_was_dropped()
     ram = available_ram() + min(own_ram(), _bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
     # A plan that took the last byte would be stopped in its first step.
     ram = max(0, ram - level(LOW, cgroups.usable_ram()) - compiles * level(COMPILERS, cgroups.usable_ram()))
     if device.type == "cpu":
-        return Reach(ram=ram)
+        return AvailableMemory(ram=ram)
     free, total = torch.cuda.mem_get_info(device)
     # Of what CUDA takes about half is there already; the rest comes with its libraries, and out of what is free now.
     vram = free + cached(device) + _bytes_on(device, model) + CUDA_CONTEXT_BYTES // 2
-    held = held_beside(device, model)
+    held = vram_held_beside(device, model)
     share = int(process.vram_fraction(device).users_value() * total) + CUDA_CONTEXT_BYTES - held
-    return Reach(vram=max(0, min(total, vram, share)), ram=ram, held=held)
+    return AvailableMemory(vram=max(0, min(total, vram, share)), ram=ram, held=held)
 
 
 def _let_go_of_what_was_dropped() -> None:

@@ -58,7 +58,7 @@ def kernel_bytes(held: Any, pinned: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Reach:
+class AvailableMemory:
     """What a process could have of a machine now, which is less than all of it if others use it as well."""
 
     vram: int | None = None

@@ -71,7 +71,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         predictions=trainer._subclass.evaluates_logits or settings.head_chunk == 0 or model.logits == "whole",
         trainer=True,
         padded=padded,
-        reach=inventory.within_reach(device, trainer.model, settings.compile),
+        available=inventory.available_memory(device, trainer.model, settings.compile),
         **{name: getattr(settings, name) for name in AS_ASKED},
     )
     whole = settings.head_chunk == 0 or trainer.label_smoother is not None

@@ -22,7 +22,7 @@ BLAS_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """Bytes per token and unit of width that a layer's graph keeps, in BF16."""
 
     hidden: float
@@ -35,12 +35,12 @@ class Kept:
     """Of experts, those that a token is sent to."""
 
 
-EAGER = Kept(hidden=2, norm=8, head_norm=6, mlp=8)
+EAGER = SavedBytes(hidden=2, norm=8, head_norm=6, mlp=8)
 """A norm keeps its input in FP32, that normed in BF16, and its output; attention q, k, v and its output (4 each per
 unit of queries and of keys) and one FP32 number per head; the MLP gate, its activation, up and their product; experts
 the rows they were given and those they gave. `benchmarks/layers.py` measures the same, to 0.5% where there are experts
 and exactly elsewhere."""
-COMPILED = Kept(hidden=0, norm=4, head_norm=2, mlp=6)
+COMPILED = SavedBytes(hidden=0, norm=4, head_norm=2, mlp=6)
 """The same compiled: norms are made again from their input, the activation of the MLP from gate and up."""
 FUSED_NORM = 4
 EXPERT_ROWS = 4
@@ -52,7 +52,7 @@ LSE_BYTES = 4
 """The log of the sum of exponentials, per head."""
 SCORE_BYTES = 10
 """Attention computed eagerly keeps scores: bytes per head, query and key (gemma2 in BF16 on the CPU: 9)."""
-WRITTEN_BYTES = (4, 10)
+WRITTEN_SCORE_BYTES = (4, 10)
 """The same of FP32 attention that no kernel computes: in the graph, and beside it."""
 ROUTER_BYTES = 16
 """Per expert: logits and softmax in FP32, and what chooses from them."""
@@ -63,27 +63,27 @@ def input_bytes(block: BlockShape, run: Run) -> int:
     return run.micro_tokens * block.hidden_size * run.itemsize
 
 
-def masked(block: BlockShape, run: Run, attention: str) -> bool:
+def uses_mask(block: BlockShape, run: Run, attention: str) -> bool:
     """Whether PyTorch's own attention is given a mask: sequences are padded, or as long as a query looks back."""
     return attention == "sdpa" and block.attends and (run.padded or 0 < block.span <= run.length)
 
 
-def written_out(block: BlockShape, run: Run, attention: str) -> bool:
+def writes_scores(block: BlockShape, run: Run, attention: str) -> bool:
     """Whether PyTorch's own attention writes scores out: in FP32 it has no kernel for heads that share keys.
 
     With a mask transformers spreads the keys itself, and there is one.
     """
     shared = block.attends and 0 < block.kv_heads < block.heads
-    return attention == "sdpa" and run.precision == "fp32" and shared and not masked(block, run, attention)
+    return attention == "sdpa" and run.precision == "fp32" and shared and not uses_mask(block, run, attention)
 
 
 def mask_bytes(shape: ModelShape, run: Run, attention: str) -> int:
     """The masks that layers are given: one for all that look back equally far."""
-    kinds = {block.span for block in shape.blocks if masked(block, run, attention)}
+    kinds = {block.span for block in shape.blocks if uses_mask(block, run, attention)}
     return len(kinds) * run.micro_tokens * run.length
 
 
-def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
+def _attention_extra(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
     """Bytes per token beyond what a fused causal kernel takes: in a layer's graph, and beside it."""
     if block.traced is not None:
         # The layer's own way of computing attention was counted; PyTorch's was as fused.
@@ -92,9 +92,9 @@ def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
     if attention == "eager":
         return SCORE_BYTES * pairs if block.attends else 0, 0
     spread = 2 * (block.attention_width - block.kv_width) * run.itemsize
-    if written_out(block, run, attention):
-        return WRITTEN_BYTES[0] * pairs + spread, WRITTEN_BYTES[1] * pairs
-    if masked(block, run, attention):
+    if writes_scores(block, run, attention):
+        return WRITTEN_SCORE_BYTES[0] * pairs + spread, WRITTEN_SCORE_BYTES[1] * pairs
+    if uses_mask(block, run, attention):
         # Each layer makes numbers of the mask, in rows of whole 16, and keeps them.
         return round_up(run.length, 16) * run.itemsize + spread, 0
     return 0, 0
@@ -102,7 +102,7 @@ def _beyond(block: BlockShape, run: Run, attention: str) -> tuple[int, int]:
 
 def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """What a layer's training graph keeps, without its weights: all that `store` holds, its input included."""
-    more, _ = _beyond(block, run, attention)
+    more, _ = _attention_extra(block, run, attention)
     if block.traced is not None:
         # Compiled, it keeps no more; how much less has been measured for other layers only.
         return _traced(block, block.traced.graph, run, attention, run.micro_tokens, more)
@@ -121,7 +121,7 @@ def _traced(block: BlockShape, counted: SizeFormula, run: Run, attention: str, t
     """Bytes of so many tokens of a layer that was counted, with `more` per token that it was not counted with."""
     if counted.pair:
         # Scores or a bias of positions, a number per head; where that is given to attention, a mask joins it.
-        more = block.heads * run.length * run.itemsize if masked(block, run, attention) else 0
+        more = block.heads * run.length * run.itemsize if uses_mask(block, run, attention) else 0
     return int(counted.at(tokens, run.length) * run.itemsize / 2) + tokens * more
 
 
@@ -132,7 +132,7 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     given back faster than weight gradients come.
     """
     inputs, weights = input_bytes(block, run), block.trainable * run.itemsize
-    graph, beside = graph_bytes(block, run, attention), _beyond(block, run, attention)[1]
+    graph, beside = graph_bytes(block, run, attention), _attention_extra(block, run, attention)[1]
     if block.traced is not None:
         # How much of the graph is given back before which gradient of a weight comes is not known: all are counted.
         early = weights + _traced(block, block.traced.work, run, attention, run.micro_tokens, beside)
@@ -147,24 +147,24 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
     return extra + (0 if stored else graph + 2 * inputs)
 
 
-def whole_logits(shape: ModelShape, run: Run) -> bool:
+def materializes_logits(shape: ModelShape, run: Run) -> bool:
     """Whether training has all logits at once: the model's loss needs them, or the run's."""
     return shape.logits == "whole" or (shape.logits == "chunked" and run.head_chunk == 0)
 
 
 def head_chunk(shape: ModelShape, run: Run, tokens: int, gpu: bool) -> int:
     """Of so many tokens, those whose logits are there at once."""
-    if whole_logits(shape, run):
+    if materializes_logits(shape, run):
         return tokens
     return min(tokens, run.head_chunk or chunk_tokens(shape.vocab_size, fuses_loss(run.compile, gpu)))
 
 
 def logits_bytes(shape: ModelShape, run: Run) -> int:
     """Logits that are computed whole, and what their loss keeps: until the backward has passed the head."""
-    return run.micro_tokens * shape.vocab_size * (4 + 2 * run.itemsize) if whole_logits(shape, run) else 0
+    return run.micro_tokens * shape.vocab_size * (4 + 2 * run.itemsize) if materializes_logits(shape, run) else 0
 
 
-def logit_bytes(shape: ModelShape, run: Run, gpu: bool) -> int:
+def bytes_per_logit(shape: ModelShape, run: Run, gpu: bool) -> int:
     """Peak of one chunk, per logit; of the fused loss the logits and their gradient, and a soft cap's."""
     itemsize = 4 if shape.fp32_logits else run.itemsize
     return (3 if shape.softcap else 2) * itemsize if fuses_loss(run.compile, gpu) else LOGIT_BYTES
@@ -179,10 +179,10 @@ def head_bytes(shape: ModelShape, block: BlockShape, run: Run, trains: bool, gpu
     chunk = head_chunk(shape, run, run.micro_tokens, gpu)
     numel = block.hidden_size * shape.vocab_size if trains else 0
     first = chunk * shape.vocab_size
-    if whole_logits(shape, run):
+    if materializes_logits(shape, run):
         return max((5 + run.itemsize) * first, (first + numel) * run.itemsize) + 2 * input_bytes(block, run)
     second = min(run.micro_tokens - chunk, chunk) * shape.vocab_size
-    each = logit_bytes(shape, run, gpu)
+    each = bytes_per_logit(shape, run, gpu)
     peak = max(each * first, first * run.itemsize + numel * run.itemsize, numel * (4 + run.itemsize))
     if second:
         peak = max(peak, numel * 4 + max(each * second, (numel + second) * run.itemsize))
@@ -197,14 +197,14 @@ def evaluation_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> 
     widest = max((block.hidden_size for block in shape.blocks), default=0)
     tokens = run.evaluation if run.predictions else head_chunk(shape, run, run.evaluation, gpu)
     fused = fuses_loss(run.compile, gpu) and not run.predictions
-    each = logit_bytes(shape, run, gpu) if fused else run.itemsize + 8
+    each = bytes_per_logit(shape, run, gpu) if fused else run.itemsize + 8
     head = tokens * max(1, shape.vocab_size) * each + 4 * run.evaluation * widest * run.itemsize
     return max([head, *(_forward_bytes(block, run, attention) for block in shape.blocks)])
 
 
 def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
     """Peak of a layer whose graph is not kept: the MLP's gate, up and product, the stream and norms of it."""
-    scores = max(_beyond(block, run, attention))
+    scores = max(_attention_extra(block, run, attention))
     if block.traced is not None:
         flowing = 2 * block.hidden_size * run.evaluation * run.itemsize
         return _traced(block, block.traced.forward, run, attention, run.evaluation, scores) + flowing
@@ -214,7 +214,7 @@ def _forward_bytes(block: BlockShape, run: Run, attention: str) -> int:
 
 
 @lru_cache(maxsize=16)
-def first_alike(shape: ModelShape) -> tuple[int, ...]:
+def first_identical(shape: ModelShape) -> tuple[int, ...]:
     """For each block, the first one that is the same but for its name: what is computed for that holds for all."""
     seen: dict[BlockShape, int] = {}
     return tuple(seen.setdefault(replace(block, name=""), index) for index, block in enumerate(shape.blocks))
@@ -225,7 +225,7 @@ def workspace_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> l
     head_trains = any(block.trainable or block.tied for block in shape.blocks if block.kind == "head")
     others, kept, again = [0], [0], [0]
     known: dict[int, tuple[int, int]] = {}
-    for block, alike in zip(shape.blocks, first_alike(shape), strict=True):
+    for block, alike in zip(shape.blocks, first_identical(shape), strict=True):
         if block.kind == "head":
             others.append(head_bytes(shape, block, run, head_trains, gpu))
         elif block.kind != "layer":
@@ -236,7 +236,7 @@ def workspace_bytes(shape: ModelShape, run: Run, attention: str, gpu: bool) -> l
                 known[alike] = layer_bytes(block, run, attention, True), layer_bytes(block, run, attention, False)
             kept.append(known[alike][0])
             again.append(known[alike][1])
-    if whole_logits(shape, run):
+    if materializes_logits(shape, run):
         # Also of heads that are part of another block.
         others.append((5 + run.itemsize) * run.micro_tokens * shape.vocab_size)
     before = [*accumulate(kept, max)]

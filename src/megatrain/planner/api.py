@@ -8,11 +8,11 @@ from typing import Any
 
 from megatrain.errors import SettingsError
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape, describe
-from megatrain.planner.plan import Plan, sized
-from megatrain.planner.run import MachineLike, Run, machine_of, run_or
+from megatrain.planner.plan import Plan, format_parameters
+from megatrain.planner.run import MachineLike, Run, resolve_machine, resolve_run
 from megatrain.planner.search import Search
 
-MOST = 1 << 24
+SEARCH_LIMIT = 1 << 24
 """Where the search for a batch or a length ends."""
 
 
@@ -30,37 +30,37 @@ def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -
     `options` are fields of a `Run` (`batch` is its `micro_batch`, `optimizer` its `kind`) and `Limits`. Raises
     `NotEnoughMemory` with what would make it fit.
     """
-    return _asked(model_or_config, machine, None, options).plan()
+    return _search(model_or_config, machine, None, options).plan()
 
 
 def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
     """Most sequences of `length` tokens in a micro-batch; takes what `plan` does, or a `Run` with limits beside it."""
-    return _largest(_asked(model_or_config, machine, run, options), "batch")
+    return _largest(_search(model_or_config, machine, run, options), "batch")
 
 
 def largest_context(
     model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any
 ) -> Answer:
     """Most tokens in a sequence, in multiples of 64, with `batch` of them in a micro-batch."""
-    return _largest(_asked(model_or_config, machine, run, options), "length", step=64)
+    return _largest(_search(model_or_config, machine, run, options), "length", step=64)
 
 
 def largest_model(
     machine: MachineLike = None, run: Run | None = None, family: Iterable[Any] | None = None, **options: Any
 ) -> Answer:
     """Most parameters: of a family (models, configs, names or shapes), or of dense decoders made up for this."""
-    machine = machine_of(machine)
+    machine = resolve_machine(machine)
 
     def fits(shape: ModelShape) -> bool:
-        return _asked(shape, machine, run, options).fits()
+        return _search(shape, machine, run, options).fits()
 
     if family is not None:
         shapes = sorted(map(describe, _members(family)), key=lambda shape: -shape.parameters)
         shape = next((shape for shape in shapes if fits(shape)), shapes[-1])
     else:
-        width = max(1, _most(lambda width: fits(dense_shape(width, width)), 512))
-        shape = dense_shape(width, max(1, _most(lambda depth: fits(dense_shape(width, depth)), 4 * width)))
-    return Answer(shape.parameters, _asked(shape, machine, run, options).plan())
+        width = max(1, _largest_fitting(lambda width: fits(dense_shape(width, width)), 512))
+        shape = dense_shape(width, max(1, _largest_fitting(lambda depth: fits(dense_shape(width, depth)), 4 * width)))
+    return Answer(shape.parameters, _search(shape, machine, run, options).plan())
 
 
 def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
@@ -86,7 +86,7 @@ def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
         block("norm", "other", 0, hidden),
         block("head", "head", hidden * vocabulary, 0),
     ]
-    name = f"dense {sized(sum(b.parameters for b in blocks))} ({depth} layers of {hidden})"
+    name = f"dense {format_parameters(sum(b.parameters for b in blocks))} ({depth} layers of {hidden})"
     return ModelShape(name=name, blocks=tuple(blocks), vocab_size=vocabulary, precision="bf16", attention="sdpa")
 
 
@@ -99,19 +99,19 @@ def _members(family: Any) -> list[Any]:
     return members
 
 
-def _asked(model_or_config: Any, machine: MachineLike, run: Run | None, options: dict[str, Any]) -> Search:
-    where, shape = machine_of(machine), describe(model_or_config)
-    chosen, limits = run_or(run, shape.precision, options)
+def _search(model_or_config: Any, machine: MachineLike, run: Run | None, options: dict[str, Any]) -> Search:
+    where, shape = resolve_machine(machine), describe(model_or_config)
+    chosen, limits = resolve_run(run, shape.precision, options)
     return Search(shape, where, chosen, **limits)
 
 
 def _largest(search: Search, name: str, step: int = 1) -> Answer:
     """The largest multiple of `step` that an option may have."""
-    value = step * max(1, _most(lambda steps: search.changed(**{name: step * steps}).fits(), MOST))
+    value = step * max(1, _largest_fitting(lambda steps: search.changed(**{name: step * steps}).fits(), SEARCH_LIMIT))
     return Answer(value, search.changed(**{name: value}).plan())
 
 
-def _most(fits: Callable[[int], bool], limit: int) -> int:
+def _largest_fitting(fits: Callable[[int], bool], limit: int) -> int:
     """The largest value up to a limit that fits, if all below the first that does not do; 0: none."""
     if not fits(1):
         return 0

@@ -46,7 +46,7 @@ def most_layers(low: Ints, high: int, fit: Callable[[Ints], Bools]) -> Ints:
     return low
 
 
-def looked_up(known: Table, function: Callable[..., tuple[Any, ...]], *columns: Any) -> Any:
+def look_up(known: Table, function: Callable[..., tuple[Any, ...]], *columns: Any) -> Any:
     """A function of small numbers for many decisions: results × decisions, each computed once."""
     keys = np.zeros(len(columns[0]), np.int64)
     if not len(keys):

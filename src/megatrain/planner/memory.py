@@ -21,7 +21,7 @@ from megatrain.geometry import TIERS as ENGINE_TIERS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner import activations
-from megatrain.planner.arrays import Bools, Ints, Sums, Table, looked_up, most_layers
+from megatrain.planner.arrays import Bools, Ints, Sums, Table, look_up, most_layers
 from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Decision, Decisions, Windows
 from megatrain.planner.run import Run
 
@@ -34,15 +34,15 @@ SLACK_SHARE = 0.005
 """What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments: 0.9 to 2.2 GiB in
 ten runs held to their plans, whatever the size (benchmarks/results/2026-11-15-h200.md). Where less is left it gives
 back what it has cached, and takes it again when it must."""
-STAGING = 2
+STAGED_GRADIENTS = 2
 """Gradients in RAM on their way into a sum there, when micro-batches come one by one."""
-FLOWING = 2
+INPUTS_IN_USE = 2
 """Inputs per micro-batch that are there whatever the policy: the last norm's, and the head's or its gradient."""
-PARKING = 3
+INPUTS_IN_FLIGHT = 3
 """Inputs of one micro-batch that policy `offload` has in VRAM: two on their way out, one being computed on."""
-MOST = 1 << 44
+MAX_LAYER_BYTES = 1 << 44
 """Bytes of one layer's activations at the most: no machine has as much, and sums of them fit in 64 bits."""
-STAGES = 3
+DISK_STAGED_BLOCKS = 3
 """Blocks whose states are in RAM on their way from and to the disk: read ahead, updated, written."""
 Slabs = Counter[tuple[int, int, int]]
 """Slabs alike (bytes, elements, itemsize) → how many."""
@@ -94,7 +94,7 @@ def pinned_bytes(ram: Any, visits: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _looked_up_before(shape: ModelShape, itemsize: int, several: bool) -> tuple[Table, Table]:
+def _shared_tables(shape: ModelShape, itemsize: int, several: bool) -> tuple[Table, Table]:
     """Weight slots and gradient rings of a model: they depend on no more of a run, and a refusal tries many runs."""
     return {}, {}
 
@@ -107,18 +107,18 @@ class Ledger:
         attention = run.attention or shape.attention
         self.states = [State(block, run) for block in shape.blocks]
         self.layers = [i for i, block in enumerate(shape.blocks) if block.kind == "layer"]
-        self.rest = [i for i, block in enumerate(shape.blocks) if block.kind != "layer"]
+        self.other_blocks = [i for i, block in enumerate(shape.blocks) if block.kind != "layer"]
         blocks = [shape.blocks[i] for i in self.layers]
-        inputs = [min(MOST, activations.input_bytes(block, run)) for block in blocks]
-        graphs = [min(MOST, activations.graph_bytes(block, run, attention)) for block in blocks]
-        self._widest = max(inputs, default=0)
+        inputs = [min(MAX_LAYER_BYTES, activations.input_bytes(block, run)) for block in blocks]
+        graphs = [min(MAX_LAYER_BYTES, activations.graph_bytes(block, run, attention)) for block in blocks]
+        self._largest_input = max(inputs, default=0)
         self._inputs, self._graphs = np.cumsum([0, *inputs]), np.cumsum([0, *graphs])
         masks = activations.mask_bytes(shape, run, attention)
-        self._beside = min(MOST, masks + activations.logits_bytes(shape, run))
+        self._per_micro_batch = min(MAX_LAYER_BYTES, masks + activations.logits_bytes(shape, run))
         """Of every micro-batch, whatever the policy: a mask, and logits if they are computed whole."""
-        self._evaluation = min(MOST, activations.evaluation_bytes(shape, run, attention, gpu))
+        self._evaluation = min(MAX_LAYER_BYTES, activations.evaluation_bytes(shape, run, attention, gpu))
         peaks = activations.workspace_bytes(shape, run, attention, gpu)
-        self._work = np.array([min(MOST, peak) for peak in peaks])
+        self._work = np.array([min(MAX_LAYER_BYTES, peak) for peak in peaks])
         """Layers that keep their graphs → the highest peak of any block."""
         self._weights = self._sums([state.weights for state in self.states])
         self._residuals = self._sums([state.residuals for state in self.states])
@@ -128,30 +128,40 @@ class Ledger:
         self._layer_slabs, self._rest_slabs = self._slabs(trained=False)
         self._layer_trained, self._rest_trained = self._slabs(trained=True)
         alike = group_by_size([self.states[i] for i in self.layers], lambda state: state.weights)
-        self._visiting = STAGING_SLOTS * sum(max(state.residuals + state.moments for state in ring) for ring in alike)
+        self._state_slot_bytes = STAGING_SLOTS * sum(
+            max(state.residuals + state.moments for state in ring) for ring in alike
+        )
         """Slots for states that come to VRAM."""
-        self._slot_bytes, self._ring_bytes = _looked_up_before(shape, run.itemsize, run.accumulation > 1)
+        self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self._disk_bytes: Table = {}
 
     def placed(self, decision: Decision) -> dict[str, list[int]]:
         """Blocks by the fields of a plan that name them."""
 
         def held(until: int) -> list[int]:
-            found = [*self.layers[decision.layers : until], *(self.rest if decision.rest == HELD else [])]
+            found = [
+                *self.layers[decision.resident_layers : until],
+                *(self.other_blocks if decision.other_blocks == HELD else []),
+            ]
             return sorted(i for i in found if self.states[i].weights)
 
-        sums = [i for i in held(decision.summed) if self.shape.blocks[i].trainable]
+        sums = [i for i in held(decision.held_gradients) if self.shape.blocks[i].trainable]
         return {
-            "resident": sorted([*self.layers[: decision.layers], *(self.rest if decision.rest == RESIDENT else [])]),
-            "held_weights": held(decision.held),
+            "resident": sorted(
+                [
+                    *self.layers[: decision.resident_layers],
+                    *(self.other_blocks if decision.other_blocks == RESIDENT else []),
+                ]
+            ),
+            "held_weights": held(decision.held_weights),
             "held_gradients": sums,
-            "streamed_states": [i for i in sums if i in self.layers[: decision.visited]],
-            "on_disk": self.on_disk(decision.rest == RESIDENT, decision.layers, decision.disk),
+            "streamed_states": [i for i in sums if i in self.layers[: decision.gpu_updates]],
+            "on_disk": self.on_disk(decision.other_blocks == RESIDENT, decision.resident_layers, decision.disk_blocks),
         }
 
     def on_disk(self, resident: bool | int, layers: int, disk: int) -> list[int]:
         """Blocks whose states are on disk: layers from the last, then the rest unless that is resident."""
-        blocks = [*self.layers[layers:][::-1], *([] if resident else self.rest[::-1])]
+        blocks = [*self.layers[layers:][::-1], *([] if resident else self.other_blocks[::-1])]
         return sorted(blocks[:disk])
 
     def account(self, decision: Decision) -> dict[str, dict[str, int]]:
@@ -166,26 +176,32 @@ class Ledger:
     def accounts(self, chosen: Decisions) -> Ints:
         """The bytes of many decisions: tiers × roles × decisions."""
         windows = Windows(chosen, self.run.accumulation)
-        layers, resident, streamed = chosen.layers, chosen.rest == RESIDENT, chosen.rest == STREAMED
+        layers, resident, streamed = (
+            chosen.resident_layers,
+            chosen.other_blocks == RESIDENT,
+            chosen.other_blocks == STREAMED,
+        )
         roles = (self._weights, self._residuals, self._moments)
         device = [role.before(layers, resident) for role in roles]
         host = [role.after(layers, ~resident) for role in roles]
-        weights = self._weights.before(chosen.held, ~streamed) + self._slots(chosen)
-        in_vram = np.choose(windows.several, [sums.before(chosen.summed, ~streamed) for sums in self._gradients[:2]])
+        weights = self._weights.before(chosen.held_weights, ~streamed) + self._slots(chosen)
+        in_vram = np.choose(
+            windows.several, [sums.before(chosen.held_gradients, ~streamed) for sums in self._gradients[:2]]
+        )
         passing, leaving, staging = self._rings(chosen, windows)
-        kinds = [sums.after(chosen.summed, streamed) for sums in self._gradients]
+        kinds = [sums.after(chosen.held_gradients, streamed) for sums in self._gradients]
         in_ram = np.choose(windows.several * 1 + windows.single, kinds) + leaving + staging * windows.single
         on_device, work, parked = self._computing(chosen)
         residuals, moments, stages = self._disk(chosen)
         zero = np.zeros_like(layers)
         ram = np.array([host[0], host[1] - residuals, host[2] - moments, in_ram, parked, PROCESS_BYTES + stages])
         vram = np.array([weights, device[1], device[2], in_vram + passing, on_device, work])
-        visits = chosen.visited > layers
-        vram[2] += visits * self._visiting
+        visits = chosen.streams_states
+        vram[2] += visits * self._state_slot_bytes
         ram[5] += kernel_bytes(ram[:5].sum(axis=0), pinned_bytes(ram, visits) if self.gpu else zero)
         if self.gpu:
             taken = vram.sum(axis=0)
-            vram[5] += cuda_bytes(pinned_bytes(ram, visits), chosen.largest) + SLACK_BYTES
+            vram[5] += cuda_bytes(pinned_bytes(ram, visits), chosen.largest_window) + SLACK_BYTES
             vram[5] += (SLACK_SHARE * taken).astype(np.int64)
         else:
             vram, ram = np.zeros_like(vram), ram + vram
@@ -194,38 +210,38 @@ class Ledger:
     def computing(self, decision: Decision) -> tuple[int, int]:
         """What micro-batches of a window keep and need on the device beside state, its slots and gradients; and of
         that, what one block needs for a while."""
-        chosen, work = Decisions.of([decision]), int(self._work[decision.stored])
-        return int(self._computing(chosen)[0][0]) + work * int(chosen.largest[0]), work
+        chosen, work = Decisions.of([decision]), int(self._work[decision.stored_graphs])
+        return int(self._computing(chosen)[0][0]) + work * int(chosen.largest_window[0]), work
 
-    def filled(self, chosen: Decisions, capacity: Mapping[str, int]) -> Decisions:
+    def with_stored_graphs(self, chosen: Decisions, capacity: Mapping[str, int]) -> Decisions:
         """With as many layers stored as there is room for, at least as many as they have; all must fit as they are."""
         tier, share = ("vram", 1 + SLACK_SHARE) if self.gpu else ("ram", 1.0)
         on_device, work, _ = self._computing(chosen)
         room = capacity[tier] - self.totals(chosen)[tier] + share * (on_device + work) - 2
 
         def fit(stored: Ints) -> Bools:
-            on_device, work, _ = self._computing(chosen.replace(stored=stored))
+            on_device, work, _ = self._computing(chosen.replace(stored_graphs=stored))
             return share * (on_device + work) <= room
 
         most = len(self.layers)
         # With every graph kept none is rebuilt, so that all may fit where fewer do not.
-        all_fit = fit(np.full_like(chosen.stored, most))
-        return chosen.replace(stored=np.where(all_fit, most, most_layers(chosen.stored, most, fit)))
+        all_fit = fit(np.full_like(chosen.stored_graphs, most))
+        return chosen.replace(stored_graphs=np.where(all_fit, most, most_layers(chosen.stored_graphs, most, fit)))
 
     def _sums(self, values: list[int]) -> Sums:
-        return Sums(values, self.layers, self.rest)
+        return Sums(values, self.layers, self.other_blocks)
 
     def _computing(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
         """Inputs and graphs that wait for the backward; beside them, what one block or an evaluation needs for a while;
         and inputs that are parked in RAM."""
-        stored, window = chosen.stored, chosen.largest
+        stored, window = chosen.stored_graphs, chosen.largest_window
         inputs = self._inputs[-1] - self._inputs[stored]
-        held = window * (self._graphs[stored] + FLOWING * self._widest + self._beside)
+        held = window * (self._graphs[stored] + INPUTS_IN_USE * self._largest_input + self._per_micro_batch)
         # One input ahead of the backward for each micro-batch, and the few that are leaving.
-        parking = (window + PARKING) * self._widest
-        on_device = held + np.where(chosen.offload > 0, parking, window * inputs)
+        parking = (window + INPUTS_IN_FLIGHT) * self._largest_input
+        on_device = held + np.where(chosen.offload_inputs > 0, parking, window * inputs)
         work = self._work[stored] + activations.BLAS_BYTES * (2 + np.where(window > 1, window, 0))
-        parked = chosen.offload * window * (inputs + self._widest)
+        parked = chosen.offload_inputs * window * (inputs + self._largest_input)
         return on_device, np.maximum(work, self._evaluation - on_device), parked
 
     def _slots(self, chosen: Decisions) -> Ints:
@@ -235,13 +251,15 @@ class Ledger:
             slabs = self._layer_slabs[held] + (self._rest_slabs if streamed else Counter())
             return (sum(ring.nbytes * weight_slots(slots, ring.count) for ring in _rings(slabs)),)
 
-        found: Ints = looked_up(self._slot_bytes, nbytes, chosen.rest == STREAMED, chosen.held, chosen.slots)[0]
+        found: Ints = look_up(
+            self._slot_bytes, nbytes, chosen.other_blocks == STREAMED, chosen.held_weights, chosen.slots
+        )[0]
         return found
 
     def _rings(self, chosen: Decisions, windows: Windows) -> tuple[Ints, Ints, Ints]:
         """Gradients on their way: slots in VRAM, buffers in RAM for sums that leave it, and staging of single ones."""
-        columns = chosen.rest, chosen.layers, chosen.summed, chosen.grad_slots
-        slots, rounded, leaving, staging = looked_up(self._ring_bytes, self._passing, *columns)
+        columns = chosen.other_blocks, chosen.resident_layers, chosen.held_gradients, chosen.grad_slots
+        slots, rounded, leaving, staging = look_up(self._ring_bytes, self._passing, *columns)
         return slots + np.where(windows.several, leaving, rounded), leaving, staging
 
     def _passing(self, rest: int, layers: int, summed: int, most: int) -> tuple[int, int, int, int]:
@@ -263,8 +281,8 @@ class Ledger:
         # for parts that are merged; until then it is FP32.
         here = self._layer_trained[0] - self._layer_trained[summed] + (none if rest == STREAMED else self._rest_trained)
         sums = sum(4 * ring.elements for ring in _rings(here) if several and ring.itemsize < 4)
-        merged = leaving if any(self.states[i].tied for i in self.rest) else 0
-        staging = STAGING * max((nbytes for nbytes, _, _ in streamed), default=0)
+        merged = leaving if any(self.states[i].tied for i in self.other_blocks) else 0
+        staging = STAGED_GRADIENTS * max((nbytes for nbytes, _, _ in streamed), default=0)
         return slots, merged + sums, leaving, staging
 
     def _slabs(self, trained: bool) -> tuple[list[Slabs], Slabs]:
@@ -276,7 +294,7 @@ class Ledger:
 
         none: Slabs = Counter()
         after = [*accumulate(map(of, reversed(self.layers)), operator.add, initial=none)][::-1]
-        return after, sum(map(of, self.rest), none)
+        return after, sum(map(of, self.other_blocks), none)
 
     def _disk(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
         """Residuals and moments on disk, and in RAM on their way there and back."""
@@ -285,23 +303,25 @@ class Ledger:
             states = [self.states[i] for i in self.on_disk(resident, layers, disk)]
             largest = max((state.residuals + state.moments for state in states), default=0)
             residuals, moments = sum(state.residuals for state in states), sum(state.moments for state in states)
-            return residuals, moments, min(disk, STAGES) * largest
+            return residuals, moments, min(disk, DISK_STAGED_BLOCKS) * largest
 
-        columns = chosen.rest == RESIDENT, chosen.layers, chosen.disk
-        residuals, moments, stages = looked_up(self._disk_bytes, nbytes, *columns)
+        columns = chosen.other_blocks == RESIDENT, chosen.resident_layers, chosen.disk_blocks
+        residuals, moments, stages = look_up(self._disk_bytes, nbytes, *columns)
         return residuals, moments, stages
 
-    def relieved(self, chosen: Decisions, over: Ints) -> Decisions:
+    def moved_to_disk(self, chosen: Decisions, over: Ints) -> Decisions:
         """With the fewest blocks on disk that free so much RAM; if none do, with those that free most."""
         disk = np.zeros_like(over)
-        groups = 2 * chosen.layers + (chosen.rest == RESIDENT)
+        groups = 2 * chosen.resident_layers + (chosen.other_blocks == RESIDENT)
         for group in np.unique(groups[over > 0]):
             counts = np.arange(len(self.on_disk(group % 2, group // 2, len(self.states))) + 1)
-            freed = self._disk(Decisions(rest=RESIDENT * (group % 2), layers=group // 2, disk=counts))
+            freed = self._disk(
+                Decisions(other_blocks=RESIDENT * (group % 2), resident_layers=group // 2, disk_blocks=counts)
+            )
             relief = np.maximum.accumulate(freed[0] + freed[1] - freed[2])
             members = np.flatnonzero((groups == group) & (over > 0))
             disk[members] = np.searchsorted(relief, np.minimum(over[members], relief[-1]))
-        return chosen.replace(disk=disk)
+        return chosen.replace(disk_blocks=disk)
 
 
 class _Ring:

@@ -29,7 +29,7 @@ from megatrain.settings import Debug
 FORMAT = 2
 OLD_LANES = {"vram update": "gpu_update", "vram": "gpu_update", "hold": "refresh", "leave": "sums_out"}
 """Lane names in plans of earlier releases → names of today."""
-NAMING = (*PLACEMENT_SETTINGS, "on_disk")
+BLOCK_LISTS = (*PLACEMENT_SETTINGS, "on_disk")
 """Fields that name blocks."""
 
 
@@ -133,7 +133,7 @@ class Plan:
         data = _with_current_lanes(_from_format1(data) if format == 1 else data)
         try:
             values = dict(fields_of(cls, data, "it"))
-            for name in (*NAMING, "windows", "lossy", "notes"):
+            for name in (*BLOCK_LISTS, "windows", "lossy", "notes"):
                 require(isinstance(values[name], list), name, "must be a list")
                 values[name] = tuple(values[name])
             values["step"] = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
@@ -144,7 +144,7 @@ class Plan:
 
     def table(self, tokens: float = 1e9) -> str:
         """The plan in plain text; `tokens` is what the days are given for."""
-        return "\n\n".join([self._headline(), _aligned(self._memory_rows()), self._explained(tokens)])
+        return "\n\n".join([self._headline(), _aligned(self._memory_rows()), self._details(tokens)])
 
     def _headline(self) -> str:
         run = self.run
@@ -166,13 +166,13 @@ class Plan:
             rows.append([tier, *(f"{nbytes / GIB:.2f}" for nbytes in values), of])
         return rows
 
-    def _explained(self, tokens: float) -> str:
+    def _details(self, tokens: float) -> str:
         step = self.step
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
         rows = [
             ["placement", self.placement],
             ["policy", ", ".join(f"{count} {policy}" for policy, count in self.policies.items())],
-            ["windows", f"{_repeated(self.windows)} of {self.run.accumulation} micro-batches"],
+            ["windows", f"{_run_lengths(self.windows)} of {self.run.accumulation} micro-batches"],
             ["slots", f"{self.slots} for weights, {self.grad_slots} for gradients; {self.threads} threads update"],
             ["lanes", ", ".join(f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005)],
             ["waits", ", ".join(waits) or "none"],
@@ -208,7 +208,7 @@ class Plan:
         return self.table()
 
 
-def sized(parameters: int) -> str:
+def format_parameters(parameters: int) -> str:
     """A number of parameters in a few characters."""
     return f"{parameters / 1e9:.1f}B" if parameters >= 5e7 else f"{parameters / 1e6:.1f}M"
 
@@ -253,10 +253,10 @@ def _check(plan: Plan) -> None:
         require(is_count(getattr(plan, name), 1), name, "must be a whole number of at least 1")
     good = isinstance(plan.windows, tuple) and all(is_count(size, 1) for size in plan.windows)
     require(good and len(plan.windows) > 0, "windows", "must be whole numbers of at least 1")
-    for name in (*NAMING, "lossy", "notes"):
+    for name in (*BLOCK_LISTS, "lossy", "notes"):
         value = getattr(plan, name)
         require(isinstance(value, tuple) and all(isinstance(text, str) for text in value), name, "must be texts")
-    for name in NAMING:
+    for name in BLOCK_LISTS:
         placed = getattr(plan, name)
         once = len(set(placed)) == len(placed) <= plan.blocks
         require(once, name, f"must name each of {plan.blocks} blocks once at the most")
@@ -285,7 +285,7 @@ def _maps(value: Any, names: Iterable[str], good: Callable[[Any], bool]) -> bool
     return isinstance(value, dict) and set(value) == set(names) and all(map(good, value.values()))
 
 
-def _repeated(windows: Sequence[int]) -> str:
+def _run_lengths(windows: Sequence[int]) -> str:
     """Sizes in order, equal ones once: "4, then 12 × 1"."""
     runs = [(size, len(list(alike))) for size, alike in groupby(windows)]
     return ", then ".join(f"{times} × {size}" if times > 1 else str(size) for size, times in runs)

@@ -12,11 +12,11 @@ from megatrain.errors import NotEnoughMemory
 from megatrain.geometry import WIDTHS
 from megatrain.hardware.validation import Frozen
 from megatrain.planner.memory import GIB
-from megatrain.planner.plan import sized
-from megatrain.planner.search import USABLE, Search
+from megatrain.planner.plan import format_parameters
+from megatrain.planner.search import USABLE_SHARE, Search
 
-MOST_SUGGESTIONS = 6
-MOST = 1 << 40
+MAX_SUGGESTIONS = 6
+MAX_SUGGESTED_VALUE = 1 << 40
 """No number that is suggested is above this."""
 CAPS = ("max_vram_gb", "max_ram_gb")
 
@@ -65,33 +65,39 @@ def refusal(search: Search) -> Refusal:
     """The error for a search that found nothing."""
     tier, missing = search.shortfall()
     short, has = missing / GIB, search.capacity[tier] / GIB
-    suggestions = tuple(itertools.islice(_suggestions(search, tier), MOST_SUGGESTIONS))
-    others = (search.changed(reach=None).capacity[tier] - search.capacity[tier]) / GIB
+    suggestions = tuple(itertools.islice(_suggestions(search, tier), MAX_SUGGESTIONS))
+    others = (search.changed(available=None).capacity[tier] - search.capacity[tier]) / GIB
     in_use = f" ({others:.1f} less than it could: something else is using it)" if others > 0.05 else ""
     enough = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
     message = (
-        f"{search.shape.name} ({sized(search.shape.parameters)} parameters) does not fit on {search.machine.name}: "
+        f"{search.shape.name} ({format_parameters(search.shape.parameters)} parameters) does not fit on "
+        f"{search.machine.name}: "
         f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}{in_use}, short by "
-        f"{short:.1f} GiB; {enough if suggestions else _what_it_takes(search)}."
+        f"{short:.1f} GiB; {enough if suggestions else _larger_machine(search)}."
     )
     return Refusal(message, tier, short, suggestions)
 
 
-def _what_it_takes(search: Search) -> str:
+def _larger_machine(search: Search) -> str:
     """What is missing if no setting helps: memory that something else has, or a larger machine."""
     beside = search.changed(max_vram_gb=None, max_ram_gb=None)
-    alone = beside.changed(reach=None)
+    alone = beside.changed(available=None)
     if alone.fits():
         had = dict(beside.capacity)
-        more = [f"{_up((need - had[tier]) / GIB)} GiB more of {tier}" for tier, need in _enough(beside).items()]
+        more = [
+            f"{_round_up((need - had[tier]) / GIB)} GiB more of {tier}"
+            for tier, need in _grow_until_it_fits(beside).items()
+        ]
         return f"no setting makes it fit beside what else is running: {' and '.join(more)} must be free"
     # A plan takes its share of a machine's memory, and of a disk all that is free.
-    shares = {"vram": USABLE, "ram": USABLE, "disk": 1}
-    needed = [f"{_up(need / shares[tier] / GIB)} GiB of {tier}" for tier, need in _enough(alone).items()]
+    shares = {"vram": USABLE_SHARE, "ram": USABLE_SHARE, "disk": 1}
+    needed = [
+        f"{_round_up(need / shares[tier] / GIB)} GiB of {tier}" for tier, need in _grow_until_it_fits(alone).items()
+    ]
     return f"no setting makes it fit: it takes a machine with {' and '.join(needed)}"
 
 
-def _enough(search: Search) -> dict[str, int]:
+def _grow_until_it_fits(search: Search) -> dict[str, int]:
     """Tiers that are too small → bytes with which they are not; the search has them from now on."""
     needed: dict[str, int] = {}
     while not search.fits():
@@ -115,7 +121,7 @@ def _suggestions(search: Search, tier: str) -> Iterator[Suggestion]:
         more = attempt.capacity[tier] - search.capacity[tier]
         return Suggestion(changes, max(0.0, (before - attempt.need(tier) + more) / GIB))
 
-    least = next((some for some in _together(knobs) if fits(_strongest(some))), None)
+    least = next((some for some in _all_combined(knobs) if fits(_strongest(some))), None)
     if least is None:
         return
     enough = [knob for knob in knobs if fits(_strongest([knob]))]
@@ -130,7 +136,7 @@ def _suggestions(search: Search, tier: str) -> Iterator[Suggestion]:
         yield suggestion(least)
 
 
-def _together(knobs: Sequence[Knob]) -> Iterator[list[Knob]]:
+def _all_combined(knobs: Sequence[Knob]) -> Iterator[list[Knob]]:
     """All settings at once, each name once with all of its values."""
     merged: dict[str, Knob] = {}
     for knob in knobs:
@@ -167,7 +173,7 @@ def _knobs(search: Search) -> Iterator[Knob]:
     run = search.run
 
     def fewer(name: str, asked: int, step: int = 1) -> Knob:
-        return Knob(name, range((min(asked, MOST) - 1) // step * step, 0, -step))
+        return Knob(name, range((min(asked, MAX_SUGGESTED_VALUE) - 1) // step * step, 0, -step))
 
     for name, there in zip(CAPS, (search.machine.vram_bytes, search.machine.ram_bytes), strict=True):
         cap: Any = search.limits.get(name)
@@ -185,6 +191,6 @@ def _knobs(search: Search) -> Iterator[Knob]:
     yield Knob("precision", [] if run.precision == "bf16-sr" else ["bf16-sr"])
 
 
-def _up(value: float) -> str:
+def _round_up(value: float) -> str:
     """A tenth of a GiB up, at least."""
     return f"{math.ceil(value * 10 + 0.5) / 10:.1f}".removesuffix(".0")

@@ -10,13 +10,13 @@ from typing import Any, TypedDict, cast
 from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
 from megatrain.geometry import OPTIMIZER_MOMENTS, PRECISIONS
-from megatrain.hardware.machine import Machine, Reach
+from megatrain.hardware.machine import AvailableMemory, Machine
 from megatrain.settings import Settings, moment_width
 
 MachineLike = Machine | str | os.PathLike[str] | None
-ASKED = {"micro_batch": "batch", "kind": "optimizer"}
+OPTION_NAMES = {"micro_batch": "batch", "kind": "optimizer"}
 """Fields of a run that users know by another name."""
-FIELDS = {asked: name for name, asked in ASKED.items()}
+FIELDS = {asked: name for name, asked in OPTION_NAMES.items()}
 
 
 class Limits(TypedDict, total=False):
@@ -25,7 +25,7 @@ class Limits(TypedDict, total=False):
     max_vram_gb: float | None
     max_ram_gb: float | None
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-    reach: Reach | None
+    available: AvailableMemory | None
     """What can be had of the machine now."""
 
 
@@ -92,7 +92,7 @@ class Run(metaclass=_Aliased):
         for name in ("micro_batch", "length", "accumulation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{ASKED.get(name, name)} must be an integer of at least 1, not {value!r}.")
+                raise SettingsError(f"{OPTION_NAMES.get(name, name)} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.evaluation, bool) or not isinstance(self.evaluation, int) or self.evaluation < 0:
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
         if self.head_chunk is not None and (type(self.head_chunk) is not int or self.head_chunk < 0):
@@ -106,7 +106,7 @@ class Run(metaclass=_Aliased):
         for name, known in (("precision", PRECISIONS), ("kind", OPTIMIZER_MOMENTS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
-                raise SettingsError(f"{ASKED.get(name, name)} must be one of {', '.join(known)}, not {value!r}.")
+                raise SettingsError(f"{OPTION_NAMES.get(name, name)} must be one of {', '.join(known)}, not {value!r}.")
 
     @property
     def moment_width(self) -> str:
@@ -139,7 +139,7 @@ class Run(metaclass=_Aliased):
         return OPTIMIZER_MOMENTS[self.kind]
 
 
-def machine_of(machine: MachineLike) -> Machine:
+def resolve_machine(machine: MachineLike) -> Machine:
     """A machine, by its name or the path of a description if it is not one."""
     if machine is None:
         raise SettingsError(
@@ -155,7 +155,7 @@ def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
     return fields, cast(Limits, {name: value for name, value in options.items() if name in LIMITS})
 
 
-def run_or(run: Run | None, loaded: str, options: Mapping[str, Any]) -> tuple[Run, Limits]:
+def resolve_run(run: Run | None, loaded: str, options: Mapping[str, Any]) -> tuple[Run, Limits]:
     """A run that was given, with limits beside it; or what the options say of a model loaded in some precision."""
     if unknown := [name for name in options if name not in OPTIONS]:
         raise UnknownSetting(f"unknown option {', '.join(unknown)}; a plan takes {', '.join(OPTIONS)}.")

@@ -18,12 +18,22 @@ import numpy as np
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import MAX_WINDOW, update_threads, window_sizes
-from megatrain.hardware.machine import Disk, Machine, Reach
+from megatrain.hardware.machine import AvailableMemory, Disk, Machine
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.arrays import Bools, Ints, most_layers
 from megatrain.planner.cost import ASSUMED_DISK, Costs
-from megatrain.planner.decision import GRAD_SLOTS, HELD, RESIDENT, SLOTS, STREAMED, Decision, Decisions
+from megatrain.planner.decision import (
+    GRAD_SLOTS,
+    HELD,
+    RESIDENT,
+    SLOTS,
+    STREAMED,
+    USUAL_GRAD_SLOTS,
+    USUAL_SLOTS,
+    Decision,
+    Decisions,
+)
 from megatrain.planner.memory import GIB, TIERS, Ledger
 from megatrain.planner.plan import Plan
 from megatrain.planner.run import Limits, Run, split
@@ -31,11 +41,11 @@ from megatrain.planner.simulate import Simulator, StepEstimate
 
 WEIGHT_LEVELS, SUM_LEVELS = 4, 8
 """Layers whose weights, or sums, are held beyond the resident ones: none, or up to a multiple of this part of all."""
-CHUNK = 64
+GROUPS_AT_ONCE = 64
 """Groups that are looked at together, in the order of their bounds."""
-USABLE = 0.98
+USABLE_SHARE = 0.98
 """Of the memory that a machine has: the rest is the driver's, the kernel's and its page cache's."""
-UNKNOWN = 1 << 62
+UNKNOWN_DISK_BYTES = 1 << 62
 """Room on a disk that nobody has described."""
 
 
@@ -46,11 +56,11 @@ class Search:
         self.shape, self.machine, self.run, self.limits = shape, machine, run, limits
         self.gpu = machine.gpu is not None
         self.disks = _disks(machine, limits.get("offload_dir"))
-        reach = limits.get("reach") or Reach()
+        free = limits.get("available") or AvailableMemory()
         self.capacity = {
-            "vram": _capped("max_vram_gb", machine.vram_bytes, limits.get("max_vram_gb"), reach.vram, reach.held),
-            "ram": _capped("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), reach.ram),
-            "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN),
+            "vram": _capacity("max_vram_gb", machine.vram_bytes, limits.get("max_vram_gb"), free.vram, free.held),
+            "ram": _capacity("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), free.ram),
+            "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN_DISK_BYTES),
         }
         self.ledger = Ledger(shape, run, gpu=self.gpu)
         self._simulator: Simulator | None = None
@@ -81,8 +91,8 @@ class Search:
         order = np.argsort(bounds, kind="stable")
         found: tuple[tuple[float, ...], Decision] | None = None
         limit = math.inf
-        for start in range(0, len(order), CHUNK):
-            chunk = order[start : start + CHUNK]
+        for start in range(0, len(order), GROUPS_AT_ONCE):
+            chunk = order[start : start + GROUPS_AT_ONCE]
             chunk = chunk[bounds[chunk] <= limit]
             if not len(chunk):
                 break
@@ -93,7 +103,7 @@ class Search:
             seconds = self.simulator.seconds(members)
             least = min(limit, seconds.min())
             for index in map(int, np.flatnonzero(seconds <= least)):
-                key = (float(seconds[index]), *_order(members[index]))
+                key = (float(seconds[index]), *_tie_break(members[index]))
                 if found is None or key < found[0]:
                     found = (key, members[index])
             # Bounds are sums in another order, and may be above by a rounding error.
@@ -102,7 +112,7 @@ class Search:
 
     def fits(self) -> bool:
         """Whether any decision fits."""
-        return bool(self._within(self._needs()).any())
+        return bool(self._fits_in(self._needs()).any())
 
     def shortfall(self) -> tuple[str, int]:
         """The tier that is too small and by how many bytes, at the least that any decision takes of it."""
@@ -125,22 +135,36 @@ class Search:
         """One decision per group, with the fewest slots: the least memory the group can do with."""
         windows = window_choices(self.run.accumulation) if self.run.together else [(1, 1)]
         if not self.gpu:
-            return self._least_stored(_every(windows))
+            return self._fewest_bytes(_combinations(windows))
         sums, every = self._levels(SUM_LEVELS), len(self.ledger.layers)
-        found = _every(windows, offload=(0, 1), rest=(STREAMED, HELD, RESIDENT), layers=layers, held=held, summed=sums)
-        visiting = _every(windows, rest=(HELD, RESIDENT), layers=layers, visited=sums, held=(every,), summed=(every,))
-        return self._least_stored(found.joined(visiting.take(visiting.visited > visiting.layers)))
+        found = _combinations(
+            windows,
+            offload_inputs=(0, 1),
+            other_blocks=(STREAMED, HELD, RESIDENT),
+            resident_layers=layers,
+            held_weights=held,
+            held_gradients=sums,
+        )
+        streaming = _combinations(
+            windows,
+            other_blocks=(HELD, RESIDENT),
+            resident_layers=layers,
+            gpu_updates=sums,
+            held_weights=(every,),
+            held_gradients=(every,),
+        )
+        return self._fewest_bytes(found.concatenate(streaming.take(streaming.streams_states)))
 
     def _levels(self, parts: int) -> list[int]:
         count = len(self.ledger.layers)
         return sorted({-(-count * part // parts) for part in range(parts + 1)})
 
-    def _least_stored(self, chosen: Decisions) -> Decisions:
+    def _fewest_bytes(self, chosen: Decisions) -> Decisions:
         """None of the layers or all, whichever takes less: few graphs that are kept may, if none is made again."""
         tier = "vram" if self.gpu else "ram"
-        whole = chosen.replace(stored=len(self.ledger.layers))
+        whole = chosen.replace(stored_graphs=len(self.ledger.layers))
         less = self.ledger.totals(whole)[tier] < self.ledger.totals(chosen)[tier]
-        return chosen.replace(stored=np.where(less, whole.stored, 0))
+        return chosen.replace(stored_graphs=np.where(less, whole.stored_graphs, 0))
 
     def _needs(self) -> dict[str, Ints]:
         """Bytes per tier of the decisions that take least: no layer resident, all, and as many as VRAM holds."""
@@ -149,15 +173,15 @@ class Search:
             return self.ledger.totals(self._on_disk(least))
 
         def fit(layers: Ints) -> Bools:
-            return self.ledger.totals(least.replace(layers=layers))["vram"] <= self.capacity["vram"]
+            return self.ledger.totals(least.replace(resident_layers=layers))["vram"] <= self.capacity["vram"]
 
         every = len(self.ledger.layers)
-        counts = (0, most_layers(np.zeros_like(least.layers), every, fit), every)
+        counts = (0, most_layers(np.zeros_like(least.resident_layers), every, fit), every)
         # If RAM is short whatever is on disk, as much is there as helps most.
-        found = [self.ledger.totals(self._on_disk(least.replace(layers=layers))) for layers in counts]
+        found = [self.ledger.totals(self._on_disk(least.replace(resident_layers=layers))) for layers in counts]
         return {tier: np.concatenate([need[tier] for need in found]) for tier in TIERS}
 
-    def _within(self, totals: dict[str, Ints]) -> Bools:
+    def _fits_in(self, totals: dict[str, Ints]) -> Bools:
         fits: Bools = np.logical_and.reduce([totals[tier] <= self.capacity[tier] for tier in TIERS])
         return fits
 
@@ -173,14 +197,16 @@ class Search:
         count = len(SLOTS) * len(GRAD_SLOTS)
         slots, grad_slots = zip(*product(SLOTS, GRAD_SLOTS), strict=True)
         each = groups.take(np.repeat(np.arange(len(groups)), count))
-        each = each.replace(slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups)), disk=0)
-        return self._filled(self._least_stored(each.replace(stored=0)))
+        each = each.replace(
+            slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups)), disk_blocks=0
+        )
+        return self._filled(self._fewest_bytes(each.replace(stored_graphs=0)))
 
     def _filled(self, chosen: Decisions) -> Decisions:
         """Those that fit, with as few blocks on disk as RAM needs and as many graphs kept as there is room for."""
         chosen = self._on_disk(chosen)
-        chosen = chosen.take(self._within(self.ledger.totals(chosen)))
-        return self.ledger.filled(chosen, self.capacity)
+        chosen = chosen.take(self._fits_in(self.ledger.totals(chosen)))
+        return self.ledger.with_stored_graphs(chosen, self.capacity)
 
     def _on_disk(self, chosen: Decisions) -> Decisions:
         """With the fewest blocks on disk that free as much RAM as is missing; if none do, with those that free most.
@@ -188,7 +214,7 @@ class Search:
         if not (self.disks and self.gpu):
             return chosen
         over = self.ledger.totals(chosen)["ram"] - self.capacity["ram"]
-        return self.ledger.relieved(chosen, np.where(chosen.visited > chosen.layers, 0, over))
+        return self.ledger.moved_to_disk(chosen, np.where(chosen.streams_states, 0, over))
 
 
 def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
@@ -197,7 +223,7 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
     named: dict[str, Any] = {
         field: tuple(blocks[i].name for i in found) for field, found in ledger.placed(decision).items()
     }
-    stored = {blocks[i].name: "store" for i in ledger.layers[: decision.stored]}
+    stored = {blocks[i].name: "store" for i in ledger.layers[: decision.stored_graphs]}
     return Plan(
         model=search.shape.name,
         parameters=search.shape.parameters,
@@ -205,8 +231,8 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         machine=search.machine.name,
         run=run,
         blocks=len(blocks),
-        policy=stored | {"*": "offload" if decision.offload else "recompute"},
-        windows=window_sizes((decision.first or decision.window, decision.window), run.accumulation),
+        policy=stored | {"*": "offload" if decision.offload_inputs else "recompute"},
+        windows=window_sizes((decision.first_window or decision.window, decision.window), run.accumulation),
         slots=decision.slots,
         grad_slots=decision.grad_slots,
         threads=update_threads(search.machine.cores),
@@ -219,17 +245,17 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
     )
 
 
-def _every(windows: Sequence[tuple[int, int]], **choices: Sequence[int]) -> Decisions:
+def _combinations(windows: Sequence[tuple[int, int]], **choices: Sequence[int]) -> Decisions:
     """Every combination, with the fewest slots."""
     grid = np.meshgrid(np.arange(len(windows)), *map(np.array, choices.values()), indexing="ij")
     number, *columns = (column.ravel() for column in grid)
     first, window = np.array(windows).T[:, number]
     found = dict(zip(choices, columns, strict=True))
     distinct = np.ones(len(number), bool)
-    for name in {"held", "summed", "visited"} & found.keys():
+    for name in {"held_weights", "held_gradients", "gpu_updates"} & found.keys():
         # Counts up to the resident ones say the same: one of them is enough.
-        distinct &= (found[name] == 0) | (found[name] > found["layers"])
-    return Decisions(first=first, window=window, slots=1, grad_slots=1, **found).take(distinct)
+        distinct &= (found[name] == 0) | (found[name] > found["resident_layers"])
+    return Decisions(first_window=first, window=window, slots=1, grad_slots=1, **found).take(distinct)
 
 
 def window_choices(accumulation: int) -> list[tuple[int, int]]:
@@ -241,23 +267,24 @@ def window_choices(accumulation: int) -> list[tuple[int, int]]:
     return [(window, window) for window in equal] + [(window, 1) for window in first]
 
 
-def _order(decision: Decision) -> tuple[int, ...]:
+def _tie_break(decision: Decision) -> tuple[int, ...]:
     """Of equally fast decisions, the one that takes least memory, with the usual number of slots."""
     return (
-        decision.disk, int(decision.offload), decision.rest, decision.layers, decision.held, decision.summed,
-        decision.visited, decision.stored, decision.window, decision.first, abs(decision.slots - 3),
-        abs(decision.grad_slots - 2), decision.slots,
+        decision.disk_blocks, decision.offload_inputs, decision.other_blocks, decision.resident_layers,
+        decision.held_weights, decision.held_gradients, decision.gpu_updates, decision.stored_graphs, decision.window,
+        decision.first_window, abs(decision.slots - USUAL_SLOTS), abs(decision.grad_slots - USUAL_GRAD_SLOTS),
+        decision.slots,
     )  # fmt: skip
 
 
-def _capped(name: str, there: int, asked: float | None, reach: int | None, held: int = 0) -> int:
-    """Bytes that may be taken: of what there is, by what was asked, within reach, beside what is held already."""
-    usable = int(there * USABLE)
+def _capacity(name: str, there: int, asked: float | None, available: int | None, held: int = 0) -> int:
+    """Bytes that a plan may take: at most `asked`, at most what is available now, less what the process holds."""
+    usable = int(there * USABLE_SHARE)
     if asked is not None:
         if isinstance(asked, bool) or not 0 < asked < math.inf:
             raise SettingsError(f"{name} must be a positive number of GiB or None, not {asked!r}.")
         usable = min(usable, int(asked * GIB))
-    return max(0, usable - held if reach is None else min(usable - held, reach))
+    return max(0, usable - held if available is None else min(usable - held, available))
 
 
 def _disks(machine: Machine, offload_dir: Any) -> tuple[Disk, ...]:
@@ -285,9 +312,9 @@ def _notes(search: Search, decision: Decision) -> Iterator[str]:
             f"true FP32 products run at {rate['fp32'] / 1e12:.0f} TFLOP/s here, BF16 at {rate['bf16'] / 1e12:.0f}; "
             "precision='bf16' keeps the exact FP32 master too"
         )
-    if decision.disk:
+    if decision.disk_blocks:
         yield "states on disk are planned as designed; engines of this version do not keep any there"
-    if decision.disk and ASSUMED_DISK in search.disks:
+    if decision.disk_blocks and ASSUMED_DISK in search.disks:
         yield "the speed of the disk is assumed, and its free space not known"
     if not search.gpu:
         yield "there is no GPU: compute is the CPU's, and nothing overlaps"

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from megatrain.geometry import LANES, STAGING_SLOTS, grad_slots, weight_slots
-from megatrain.planner.arrays import Bools, Floats, Ints, Sums, Table, looked_up
-from megatrain.planner.cost import CALL, PARK, STEP, STREAM, TRAINER, Costs
+from megatrain.planner.arrays import Bools, Floats, Ints, Sums, Table, look_up
+from megatrain.planner.cost import CALL_SECONDS, FETCH_SECONDS, OFFLOAD_SECONDS, STEP_SECONDS, TRAINER_SECONDS, Costs
 from megatrain.planner.decision import GRAD_SLOTS, RESIDENT, SLOTS, STREAMED, Decision, Decisions, Windows
-from megatrain.planner.memory import STAGES, Ledger
+from megatrain.planner.memory import DISK_STAGED_BLOCKS, Ledger
 
-AHEAD = STAGES - 1
+AHEAD = DISK_STAGED_BLOCKS - 1
 """Blocks whose states are read from disk ahead of their update."""
 _weight_slots, _grad_slots = np.vectorize(weight_slots), np.vectorize(grad_slots)
 
@@ -45,9 +45,9 @@ class Simulator:
     def __init__(self, costs: Costs, ledger: Ledger) -> None:
         self.costs, self.ledger = costs, ledger
         self.count = len(costs.pieces)
-        self._around = STEP + TRAINER * costs.run.trainer
+        self._around = STEP_SECONDS + TRAINER_SECONDS * costs.run.trainer
         self._sums = {
-            name: Sums([float(getattr(piece, name)) for piece in costs.pieces], ledger.layers, ledger.rest)
+            name: Sums([float(getattr(piece, name)) for piece in costs.pieces], ledger.layers, ledger.other_blocks)
             for name in vars(costs.pieces[0])
         }
         self._disk_seconds: Table = {}
@@ -76,7 +76,7 @@ class Simulator:
         for number, times in enumerate(windows.times):
             if not times.any():
                 continue
-            one = _Pass(self.costs, chosen, blocks, windows, number)
+            one = _WindowPass(self.costs, chosen, blocks, windows, number)
             seconds = seconds + times * one.run()
             if waited is not None:
                 for lane in LANES:
@@ -93,37 +93,41 @@ class Simulator:
 
     def _norm(self, chosen: Decisions) -> Floats:
         """Norm and rounding of the sums that are in VRAM, beside nothing else."""
-        return self._sums["norm"].before(chosen.summed, chosen.rest != STREAMED)
+        return self._sums["norm"].before(chosen.held_gradients, chosen.other_blocks != STREAMED)
 
     def busy(self, chosen: Decisions) -> dict[str, Floats]:
         """Seconds of work per lane: no step is shorter than the longest."""
         sums, micro = self._sums, self.costs.run.accumulation
         windows = Windows(chosen, micro)
-        count, streamed, owned = windows.count, chosen.rest == STREAMED, chosen.rest != RESIDENT
-        computed = sums["forward"].total + sums["again"].after(chosen.stored, True) + sums["backward"].total
+        count, streamed, owned = windows.count, chosen.other_blocks == STREAMED, chosen.other_blocks != RESIDENT
+        computed = sums["forward"].total + sums["recompute"].after(chosen.stored_graphs, True) + sums["backward"].total
         compute = micro * computed + self._norm(chosen)
         for size, times in zip(windows.sizes, windows.times, strict=True):
             compute += 2 * times * size * self.costs.call(size) * self.count
-        fetched = sums["fetch"].after(chosen.held, streamed)
-        h2d = count * (fetched + sums["fetch_back"].after(chosen.held, streamed))
-        h2d += (count - 1) * sums["drain_sum"].after(chosen.summed, streamed)
+        fetched = sums["fetch"].after(chosen.held_weights, streamed)
+        h2d = count * (fetched + sums["fetch_backward"].after(chosen.held_weights, streamed))
+        h2d += (count - 1) * sums["drain_sum"].after(chosen.held_gradients, streamed)
         # The last layers of a forward are still in their slots when the backward begins.
-        in_slots = np.maximum(chosen.held, len(self.ledger.layers) - chosen.slots + 1)
-        h2d -= count * sums["fetch_back"].after(in_slots, False)
-        refresh = sums["fetch"].after(chosen.visited, owned) - fetched
-        drained = sums["drain"].after(chosen.summed, streamed)
-        d2h = np.where(windows.several, count * sums["drain_sum"].after(chosen.summed, streamed), drained)
-        sums_out = sums["sum_out"].after(chosen.visited, owned) - sums["sum_out"].after(chosen.summed, streamed)
-        parked = len(self.ledger.layers) - chosen.stored
-        compute += chosen.offload * 2 * micro * PARK * parked
-        d2h += chosen.offload * micro * sums["park"].after(chosen.stored, False)
-        h2d += chosen.offload * micro * sums["unpark"].after(chosen.stored, False)
-        crowded = np.where(chosen.visited > chosen.layers, self.costs.crowded, 1.0)
-        update = crowded * sums["update"].after(chosen.visited, owned) + sums["merge"].after(chosen.summed, streamed)
-        gpu_update = sums["gpu_update"].total - sums["gpu_update"].after(chosen.visited, owned)
+        in_slots = np.maximum(chosen.held_weights, len(self.ledger.layers) - chosen.slots + 1)
+        h2d -= count * sums["fetch_backward"].after(in_slots, False)
+        refresh = sums["fetch"].after(chosen.gpu_updates, owned) - fetched
+        drained = sums["drain"].after(chosen.held_gradients, streamed)
+        d2h = np.where(windows.several, count * sums["drain_sum"].after(chosen.held_gradients, streamed), drained)
+        sums_out = sums["sum_out"].after(chosen.gpu_updates, owned) - sums["sum_out"].after(
+            chosen.held_gradients, streamed
+        )
+        parked = len(self.ledger.layers) - chosen.stored_graphs
+        compute += chosen.offload_inputs * 2 * micro * OFFLOAD_SECONDS * parked
+        d2h += chosen.offload_inputs * micro * sums["offload"].after(chosen.stored_graphs, False)
+        h2d += chosen.offload_inputs * micro * sums["restore"].after(chosen.stored_graphs, False)
+        update_slowdown = np.where(chosen.streams_states, self.costs.update_slowdown, 1.0)
+        update = update_slowdown * sums["update"].after(chosen.gpu_updates, owned) + sums["merge"].after(
+            chosen.held_gradients, streamed
+        )
+        gpu_update = sums["gpu_update"].total - sums["gpu_update"].after(chosen.gpu_updates, owned)
         visits, weights = (
-            sums[name].after(chosen.layers, False) - sums[name].after(chosen.visited, False)
-            for name in ("visit", "fetch_back")
+            sums[name].after(chosen.resident_layers, False) - sums[name].after(chosen.gpu_updates, False)
+            for name in ("stream_states", "fetch_backward")
         )
         disk = self._disk(chosen)[0]
         lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, visits, visits + weights, disk)
@@ -145,8 +149,8 @@ class Simulator:
             reads = sum(pieces[i].disk_read for i in staged[AHEAD:])
             return whole, reads + sum(pieces[i].disk_write for i in staged[:-AHEAD])
 
-        columns = chosen.rest == RESIDENT, chosen.layers, chosen.disk
-        whole, waited = looked_up(self._disk_seconds, seconds, *columns)
+        columns = chosen.other_blocks == RESIDENT, chosen.resident_layers, chosen.disk_blocks
+        whole, waited = look_up(self._disk_seconds, seconds, *columns)
         return whole, waited
 
     def bounds(self, chosen: Decisions) -> Floats:
@@ -157,16 +161,16 @@ class Simulator:
             return sum(busy.values(), np.zeros(len(chosen)))
         sums, windows = self._sums, Windows(chosen, self.costs.run.accumulation)
         # Windows after the first wait for the sums of the one before.
-        resumed = sums["drain_sum"].after(chosen.summed, chosen.rest == STREAMED)
+        resumed = sums["drain_sum"].after(chosen.held_gradients, chosen.other_blocks == STREAMED)
         compute: Floats = busy["compute"] + (windows.count - 1) * resumed
         longest = np.maximum(self._around + compute + busy["gpu_update"], self._links(busy))
         if not self.costs.run.clipping:
             return np.maximum(longest, self._around + busy["update"])
         # Of the first window, the forward up to the last block that the CPU updates is what updates can hide under.
         first = windows.sizes[0]
-        hidden = sums["forward"].total - np.where(chosen.rest == RESIDENT, 0.0, self._tail)
+        hidden = sums["forward"].total - np.where(chosen.other_blocks == RESIDENT, 0.0, self._tail)
         hidden = hidden + self.costs.call(first) * self.count
-        hidden = hidden + chosen.offload * PARK * (len(self.ledger.layers) - chosen.stored)
+        hidden = hidden + chosen.offload_inputs * OFFLOAD_SECONDS * (len(self.ledger.layers) - chosen.stored_graphs)
         after = self._around + compute - first * hidden
         updates = np.maximum(busy["states_in"], np.maximum(busy["update"], self._disk(chosen)[1]))
         return np.maximum(longest, updates + after)
@@ -181,30 +185,40 @@ class _Block:
         self.piece, self.ring = piece, costs.rings.get(piece.fetch_bytes, 0)
         if kind == "layer":
             number = ledger.layers.index(index)
-            counts = (chosen.layers, chosen.held, chosen.summed, chosen.stored, chosen.visited)
+            counts = (
+                chosen.resident_layers,
+                chosen.held_weights,
+                chosen.held_gradients,
+                chosen.stored_graphs,
+                chosen.gpu_updates,
+            )
             resident, held, summed, stored, visits = (count > number for count in counts)
             in_slots = number > len(ledger.layers) - chosen.slots
-            on_disk = chosen.disk >= len(ledger.layers) - number
+            on_disk = chosen.disk_blocks >= len(ledger.layers) - number
         else:
-            resident, held, summed = chosen.rest == RESIDENT, chosen.rest != STREAMED, chosen.rest != STREAMED
+            resident, held, summed = (
+                chosen.other_blocks == RESIDENT,
+                chosen.other_blocks != STREAMED,
+                chosen.other_blocks != STREAMED,
+            )
             stored, visits, in_slots = (np.zeros(len(chosen), bool) for _ in range(3))
-            place = len(ledger.rest) - ledger.rest.index(index)
-            on_disk = chosen.disk >= len(ledger.layers) - chosen.layers + place
+            place = len(ledger.other_blocks) - ledger.other_blocks.index(index)
+            on_disk = chosen.disk_blocks >= len(ledger.layers) - chosen.resident_layers + place
         owned = piece.fetch_bytes > 0
-        self.visits = visits & ~resident & (piece.update > 0)
-        self.here = here = resident | self.visits
+        self.streams_states = visits & ~resident & (piece.update > 0)
+        self.on_gpu = here = resident | self.streams_states
         """Updated in VRAM."""
         self.fetched = ~held & owned
         self.held = held & ~here & owned
-        self.fetched_back = self.fetched & ~in_slots & (kind != "head")
+        self.fetched_backward = self.fetched & ~in_slots & (kind != "head")
         self.drained = ~summed & (piece.drain > 0)
         self.leaves = summed & ~here & (piece.drain > 0)
         self.updated = ~here & (piece.update > 0)
-        crowded = np.where(chosen.visited > chosen.layers, costs.crowded, 1.0)
-        self.update = np.where(here, 0.0, piece.update * crowded) + piece.merge * ~summed
+        update_slowdown = np.where(chosen.streams_states, costs.update_slowdown, 1.0)
+        self.update = np.where(here, 0.0, piece.update * update_slowdown) + piece.merge * ~summed
         self.on_disk = on_disk & ~resident
-        self.parked = (chosen.offload > 0) & ~stored & (piece.park > 0)
-        self.again = np.where(stored, 0.0, piece.again)
+        self.offloaded = (chosen.offload_inputs > 0) & ~stored & (piece.offload > 0)
+        self.recompute = np.where(stored, 0.0, piece.recompute)
 
 
 class _Queue:
@@ -224,7 +238,7 @@ class _Queue:
         np.copyto(self._times[0], when, where=where)
 
 
-class _Pass:
+class _WindowPass:
     """One window: the first with the updates before it, the last without clipping with those in its backward."""
 
     def __init__(self, costs: Costs, chosen: Decisions, blocks: list[_Block], windows: Windows, number: int) -> None:
@@ -239,9 +253,9 @@ class _Pass:
         self.released = [_Queue(max(SLOTS), count) for _ in rings]
         self.sent = [_Queue(max(GRAD_SLOTS), count) for _ in rings]
         self.states_in, self.states_out, self.updating = (np.zeros(count) for _ in range(3))
-        self.rooms = [_Queue(STAGING_SLOTS, count) for _ in rings]
+        self.state_slots = [_Queue(STAGING_SLOTS, count) for _ in rings]
         """States that have gone back to RAM: their slots are free."""
-        self.left = [_Queue(STAGING_SLOTS, count) for _ in rings]
+        self.sums_out_buffers = [_Queue(STAGING_SLOTS, count) for _ in rings]
         """Held sums that have been updated: their buffers in RAM are free."""
         self.slots, self.grad_slots = [], []
         for ring in rings:
@@ -274,13 +288,13 @@ class _Pass:
         coming = self._read_next()
         written: list[Floats] = []
         for block, following in zip(self.blocks, coming, strict=True):
-            piece, buffers = block.piece, self.left[block.ring]
+            piece, buffers = block.piece, self.sums_out_buffers[block.ring]
             begin = np.maximum(self.link_out, buffers.before(STAGING_SLOTS))
             self.link_out = np.where(block.leaves, begin + piece.sum_out, self.link_out)
             free = np.where(block.leaves, np.maximum(free, self.link_out), free)
             free = np.where(block.on_disk, np.maximum(free, ready[0]), free)
             free = free + block.update
-            written.append(np.where(block.visits, self._visit(block), free))
+            written.append(np.where(block.streams_states, self._stream_states(block), free))
             buffers.add(free, block.leaves)
             if block.on_disk.any():
                 disk = np.where(block.on_disk, np.maximum(disk, free) + piece.disk_write, disk) + following
@@ -288,15 +302,17 @@ class _Pass:
                 ready = [np.where(block.on_disk, new, old) for new, old in zip(after, ready, strict=True)]
         return written
 
-    def _visit(self, block: _Block) -> Floats:
+    def _stream_states(self, block: _Block) -> Floats:
         """States come to VRAM and go back, through a slot that must be free: when they are there."""
-        if not block.visits.any():
+        if not block.streams_states.any():
             return self.states_in
-        rooms, seconds = self.rooms[block.ring], block.piece.visit
+        rooms, seconds = self.state_slots[block.ring], block.piece.stream_states
         arrived = np.maximum(self.states_in, rooms.before(STAGING_SLOTS)) + seconds
-        self.states_in = np.where(block.visits, arrived, self.states_in)
-        self.states_out = np.where(block.visits, np.maximum(self.states_out, arrived) + seconds, self.states_out)
-        rooms.add(self.states_out, block.visits)
+        self.states_in = np.where(block.streams_states, arrived, self.states_in)
+        self.states_out = np.where(
+            block.streams_states, np.maximum(self.states_out, arrived) + seconds, self.states_out
+        )
+        rooms.add(self.states_out, block.streams_states)
         return self.states_in
 
     def _read_next(self) -> list[Floats]:
@@ -318,7 +334,7 @@ class _Pass:
         """Weights into a slot; compute waits until they are there."""
         begin = np.maximum(self.link_in, self.released[block.ring].before(self.slots[block.ring]))
         self._arrive(begin, seconds, written, where, "h2d")
-        self.compute = self.compute + STREAM * where
+        self.compute = self.compute + FETCH_SECONDS * where
 
     def _arrive(self, begin: Floats, seconds: float, written: Floats | None, where: Bools, lane: str) -> None:
         if written is not None:
@@ -333,33 +349,35 @@ class _Pass:
         self._fetch(block, block.fetched, piece.fetch, written)
         if self.first:
             self._arrive(self.link_in, piece.fetch, written, block.held, "refresh")
-            self.compute = self.compute + STREAM * (block.held * 1 + block.leaves + 2 * block.visits)
+            self.compute = self.compute + FETCH_SECONDS * (block.held * 1 + block.leaves + 2 * block.streams_states)
         if written is not None:
-            self._wait(written, block.visits, "states_in")
+            self._wait(written, block.streams_states, "states_in")
             # An update in VRAM takes the GPU from compute.
-            self.compute = self.compute + piece.gpu_update * block.here
-        usual, beside = (self.micro * (seconds + self.call) for seconds in (piece.forward, piece.beside))
-        share = np.clip((self.updating - self.compute) / np.maximum(beside, CALL), 0.0, 1.0)
+            self.compute = self.compute + piece.gpu_update * block.on_gpu
+        usual, beside = (
+            self.micro * (seconds + self.call) for seconds in (piece.forward, piece.forward_during_updates)
+        )
+        share = np.clip((self.updating - self.compute) / np.maximum(beside, CALL_SECONDS), 0.0, 1.0)
         self.compute = self.compute + share * beside + (1 - share) * usual
         self.released[block.ring].add(self.compute, block.fetched)
-        if block.parked.any():
+        if block.offloaded.any():
             # Two inputs may be on their way out; compute waits for those before them.
-            self.compute = self.compute + self.micro * PARK * block.parked
-            self._wait(self.link_out, block.parked, "d2h")
-            leaving = np.maximum(self.link_out, self.compute) + self.micro * piece.park
-            self.link_out = np.where(block.parked, leaving, self.link_out)
+            self.compute = self.compute + self.micro * OFFLOAD_SECONDS * block.offloaded
+            self._wait(self.link_out, block.offloaded, "d2h")
+            leaving = np.maximum(self.link_out, self.compute) + self.micro * piece.offload
+            self.link_out = np.where(block.offloaded, leaving, self.link_out)
 
     def _backward(self, block: _Block) -> None:
         piece = block.piece
-        if block.parked.any():
-            self.compute = self.compute + self.micro * PARK * block.parked
-            self.link_in = self.link_in + self.micro * piece.unpark * block.parked
-            self._wait(self.link_in, block.parked, "h2d")
-        if block.fetched_back.any():
-            self._fetch(block, block.fetched_back, piece.fetch_back, None)
-        self.compute = self.compute + self.micro * (block.again + piece.backward + self.call)
+        if block.offloaded.any():
+            self.compute = self.compute + self.micro * OFFLOAD_SECONDS * block.offloaded
+            self.link_in = self.link_in + self.micro * piece.restore * block.offloaded
+            self._wait(self.link_in, block.offloaded, "h2d")
+        if block.fetched_backward.any():
+            self._fetch(block, block.fetched_backward, piece.fetch_backward, None)
+        self.compute = self.compute + self.micro * (block.recompute + piece.backward + self.call)
         if not self.clipping:
-            self.compute = self.compute + piece.gpu_update * (block.here & self.last)
+            self.compute = self.compute + piece.gpu_update * (block.on_gpu & self.last)
         self.released[block.ring].add(self.compute, block.fetched)
         if block.drained.any():
             self._drain(block)
@@ -382,7 +400,7 @@ class _Pass:
 
     def _update_as_landed(self, block: _Block) -> None:
         """Without clipping: held sums leave in the last backward, and each update follows its gradient."""
-        piece, buffers = block.piece, self.left[block.ring]
+        piece, buffers = block.piece, self.sums_out_buffers[block.ring]
         leaves, updated = block.leaves & self.last, block.updated & self.last
         free = np.maximum(self.compute, buffers.before(STAGING_SLOTS))
         self.link_out = np.where(leaves, np.maximum(self.link_out, free) + piece.sum_out, self.link_out)
@@ -390,5 +408,7 @@ class _Pass:
         self.disk = self.disk + (piece.disk_read + piece.disk_write) * (block.on_disk & self.last)
         landed = np.where(block.on_disk, np.maximum(landed, self.disk), landed)
         self.updates = np.where(updated, landed, self.updates)
-        self.updates = np.where(block.visits & self.last, np.maximum(self.updates, self._visit(block)), self.updates)
+        self.updates = np.where(
+            block.streams_states & self.last, np.maximum(self.updates, self._stream_states(block)), self.updates
+        )
         buffers.add(self.updates, leaves)

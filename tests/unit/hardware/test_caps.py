@@ -14,7 +14,7 @@ from megatrain import process
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware import cgroups, inventory
 from megatrain.hardware.inventory import GIB
-from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Reach
+from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, AvailableMemory
 from megatrain.process import VramLimit
 
 GPU = torch.device("cuda", 0)
@@ -123,15 +123,15 @@ def test_what_others_of_this_process_hold_is_not_within_reach(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 49 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 45 * GIB)
     model = torch.nn.Linear(2, 2)
-    found = inventory.within_reach(GPU, model)
+    found = inventory.available_memory(GPU, model)
     assert (found.vram, found.held) == (30 * GIB + 4 * GIB + CUDA_CONTEXT_BYTES // 2, 45 * GIB)
     share[0] = 0.75
-    assert inventory.within_reach(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
+    assert inventory.available_memory(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
     # A cap of ours is no limit for the next engine, the user's own is.
     cap(12 * GIB)
-    assert inventory.within_reach(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
+    assert inventory.available_memory(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
     share[0] = 0.25
-    assert inventory.within_reach(GPU, model).vram == 0
+    assert inventory.available_memory(GPU, model).vram == 0
 
 
 def test_a_cap_below_what_the_process_holds_already(share: list[float]) -> None:
@@ -157,12 +157,12 @@ def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest
     cpu = torch.device("cpu")
     # What the watch wants to stay free is not a plan's.
     low = inventory.level(inventory.LOW, cgroups.usable_ram())
-    assert inventory.within_reach(cpu, model) == Reach(ram=10 * GIB + PROCESS_BYTES + (4 << 20) - low)
+    assert inventory.available_memory(cpu, model) == AvailableMemory(ram=10 * GIB + PROCESS_BYTES + (4 << 20) - low)
     monkeypatch.setattr(inventory, "own_ram", lambda: 1 << 20)
-    assert inventory.within_reach(cpu, model).ram == 10 * GIB + (1 << 20) - low
+    assert inventory.available_memory(cpu, model).ram == 10 * GIB + (1 << 20) - low
     # Processes that compile are yet to come.
     compilers = inventory.level(inventory.COMPILERS, cgroups.usable_ram())
-    assert inventory.within_reach(cpu, model, compiles=True).ram == 10 * GIB + (1 << 20) - low - compilers
+    assert inventory.available_memory(cpu, model, compiles=True).ram == 10 * GIB + (1 << 20) - low - compilers
 
 
 def test_what_was_dropped_is_not_held() -> None:
@@ -172,7 +172,7 @@ def test_what_was_dropped_is_not_held() -> None:
     try:
         slab = weakref.ref(engine_of(Stack()).slabs[0])
         assert slab() is not None, "in a cycle"
-        inventory.within_reach(torch.device("cpu"), model)
+        inventory.available_memory(torch.device("cpu"), model)
     finally:
         gc.enable()
     assert slab() is None

@@ -18,7 +18,7 @@ from tests.unit.planner.made_up import shape_of
 from megatrain.hardware.machine import PROCESS_BYTES, Machine
 from megatrain.planner import activations, cost
 from megatrain.planner.decision import Decision
-from megatrain.planner.run import run_or
+from megatrain.planner.run import resolve_run
 from megatrain.planner.search import Search
 
 RUNS = json.loads((Path(__file__).parent / "accuracy.json").read_text())
@@ -56,9 +56,9 @@ def planned(commit, number):
     old = commit in OLD_HEAD
     options["head_chunk"] = (1 << 27) // shape.vocab_size // 64 * 64 if old else None
     options |= {"batch": row.get("batch", 4), "length": row.get("length", 2048)}
-    run, limits = run_or(None, shape.precision, options)
+    run, limits = resolve_run(None, shape.precision, options)
     traffic = patch.dict(cost.LOGIT_TRAFFIC, {True: cost.LOGIT_TRAFFIC[False]})
-    memory = patch.object(activations, "logit_bytes", lambda *_: activations.LOGIT_BYTES)
+    memory = patch.object(activations, "bytes_per_logit", lambda *_: activations.LOGIT_BYTES)
     with traffic if old else nullcontext(), memory if old else nullcontext():
         search, decision = Search(shape, machine, run, **limits), Decision(**row["decision"])
         return search.simulator.step(decision).seconds, search.ledger.account(decision)
@@ -75,7 +75,7 @@ def configuration(commit, number):
 def holds(commit, number):
     row, (seconds, account) = RUNS[commit]["rows"][number], planned(commit, number)
     assert row["seconds"] == pytest.approx(seconds, rel=0.1)
-    for tier in ("ram",) if row["decision"]["rest"] or row["decision"]["layers"] else ("ram", "vram"):
+    for tier in ("ram",) if row["decision"]["other_blocks"] or row["decision"]["resident_layers"] else ("ram", "vram"):
         total, measured = sum(account[tier].values()) / GIB, row[f"{tier}_gib"]
         assert measured <= total
         assert commit not in TAKEN_AHEAD or total - measured <= max(0.5, 0.05 * total)

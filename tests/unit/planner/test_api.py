@@ -12,7 +12,7 @@ import megatrain as mt
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import Machine
 from megatrain.planner import Refusal, Run, largest_batch, largest_context, largest_model, plan
-from megatrain.planner.api import MOST, dense_shape
+from megatrain.planner.api import SEARCH_LIMIT, dense_shape
 from megatrain.planner.search import Search
 
 H200 = "h200-128gb"
@@ -30,7 +30,7 @@ def test_answers_fit_and_one_more_does_not(shape, machine, run, max_vram_gb, max
                 Search(shape, machine, dataclasses.replace(run, **{field: step}), **limits).plan()
             continue
         assert getattr(answer.plan.run, field) == answer.value
-        if answer.value < MOST * step:
+        if answer.value < SEARCH_LIMIT * step:
             with pytest.raises(Refusal):
                 Search(shape, machine, dataclasses.replace(run, **{field: answer.value + step}), **limits).plan()
 

@@ -28,18 +28,22 @@ from megatrain.store.slab import Slab
 # benchmarks/results/2026-11-15-h200.md: GiB allocated at the peak, and of RAM (None: not noted, or before freed memory
 # was given back).
 TWO = Run(micro_batch=4, accumulation=2)
+OFFLOAD = {"offload_inputs": 1, "window": 2, "grad_slots": 1}
 MEASURED = [
-    ("qwen2.5-1.5b", TWO, Decision(rest=2, layers=1, offload=True, window=2, slots=4, grad_slots=1), 9.38, 18.85),
-    ("qwen2.5-1.5b", TWO, Decision(rest=RESIDENT, layers=28, stored=28, slots=1), 53.84, 1.04),
-    ("qwen2.5-3b", TWO, Decision(rest=2, layers=10, offload=True, window=2, slots=4, grad_slots=1), 21.61, 29.47),
-    ("qwen2.5-3b", TWO, Decision(rest=RESIDENT, layers=22, stored=4, window=2, grad_slots=1), 43.49, 15.10),
+    ("qwen2.5-1.5b", TWO, Decision(other_blocks=RESIDENT, resident_layers=1, **OFFLOAD, slots=4), 9.38, 18.85),
+    ("qwen2.5-1.5b", TWO, Decision(other_blocks=RESIDENT, resident_layers=28, stored_graphs=28, slots=1), 53.84, 1.04),
+    ("qwen2.5-3b", TWO, Decision(other_blocks=RESIDENT, resident_layers=10, **OFFLOAD, slots=4), 21.61, 29.47),
+    (
+        "qwen2.5-3b", TWO,
+        Decision(other_blocks=RESIDENT, resident_layers=22, stored_graphs=4, window=2, grad_slots=1), 43.49, 15.10,
+    ),
     ("qwen2.5-7b", Run(micro_batch=4), Decision(slots=2, grad_slots=1), 9.55, 100.32),
-    ("qwen2.5-7b", TWO, Decision(layers=3, offload=True, window=2, slots=4, grad_slots=1), 21.12, None),
+    ("qwen2.5-7b", TWO, Decision(resident_layers=3, **OFFLOAD, slots=4), 21.12, None),
     (
         "qwen2.5-7b", replace(TWO, compile=True),
-        Decision(rest=RESIDENT, layers=17, offload=True, window=2, slots=4, grad_slots=1), 75.85, 37.70,
+        Decision(other_blocks=RESIDENT, resident_layers=17, **OFFLOAD, slots=4), 75.85, 37.70,
     ),
-    ("qwen2.5-14b", TWO, Decision(rest=RESIDENT, layers=28, offload=True, window=2, grad_slots=1), 133.43, 80.47),
+    ("qwen2.5-14b", TWO, Decision(other_blocks=RESIDENT, resident_layers=28, **OFFLOAD), 133.43, 80.47),
 ]  # fmt: skip
 
 
@@ -50,8 +54,8 @@ def is_just_above(predicted, measured):
 def allocated_by(ledger, decision):
     """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
     account = ledger.account(decision)
-    pinned = pinned_bytes([*account["ram"].values()], decision.visited > decision.layers)
-    outside = cuda_bytes(pinned, max(decision.first, decision.window)) + SLACK_BYTES
+    pinned = pinned_bytes([*account["ram"].values()], decision.gpu_updates > decision.resident_layers)
+    outside = cuda_bytes(pinned, max(decision.first_window, decision.window)) + SLACK_BYTES
     return (sum(account["vram"].values()) - outside) / (1 + SLACK_SHARE)
 
 
@@ -63,7 +67,7 @@ def state(roles):
 def test_memory_is_what_was_measured(name, run, decision, allocated, ram):
     ledger = Ledger(shape_of(name), run)
     # Gradients of resident blocks took other bytes then: rounded, and through slots.
-    if decision.rest != RESIDENT and not decision.layers:
+    if decision.other_blocks != RESIDENT and not decision.resident_layers:
         assert is_just_above(allocated_by(ledger, decision) / GIB, allocated)
     if ram is not None:
         assert is_just_above(sum(ledger.account(decision)["ram"].values()) / GIB, ram)
@@ -180,7 +184,7 @@ def test_masks_and_whole_logits_are_there_for_every_micro_batch():
         (replace(run, head_chunk=0), 2 * 2048 * 151936 * 8),
     ):
         held = [
-            Ledger(shape, each).account(Decision(offload=True, window=window))["vram"]["activations"]
+            Ledger(shape, each).account(Decision(offload_inputs=True, window=window))["vram"]["activations"]
             for each in (run, changed) for window in (1, 4)
         ]  # fmt: skip
         assert [held[2] - held[0], held[3] - held[1]] == [per_micro_batch, 4 * per_micro_batch]
@@ -209,9 +213,9 @@ def test_layers_without_attention_have_no_masks_and_no_scores():
     assert (conv.attends, full.attends) == (False, True)
     run = Run(length=1024, precision="fp32")
     for changed in (run, replace(run, padded=True)):
-        assert not activations.masked(conv, changed, "sdpa")
-        assert not activations.written_out(conv, changed, "sdpa")
-    assert activations.written_out(full, run, "sdpa")
+        assert not activations.uses_mask(conv, changed, "sdpa")
+        assert not activations.writes_scores(conv, changed, "sdpa")
+    assert activations.writes_scores(full, run, "sdpa")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,7 @@ def test_logits_of_models_that_write_their_loss_out_are_whole(family, logits):
 def test_offload_does_not_grow_with_depth():
     shallow, deep = (Ledger(shape_of("llama2-7b"), Run(micro_batch=4)), Ledger(shape_of("qwen2.5-7b"), Run()))
     for ledger in (shallow, deep):
-        account = ledger.account(Decision(offload=True))
+        account = ledger.account(Decision(offload_inputs=True))
         assert account["ram"]["activations"] > 0
         assert account["vram"]["activations"] < 8 * ledger.shape.blocks[1].hidden_size * 2 * ledger.run.micro_tokens
 
@@ -285,13 +289,13 @@ def test_bytes_per_parameter():
 def test_what_is_resident_is_not_gradient():
     shape, run = shape_of("llama2-7b"), Run(micro_batch=4)
     ledger = Ledger(shape, run)
-    streamed, resident = ledger.account(Decision()), ledger.account(Decision(rest=RESIDENT, layers=32))
+    streamed, resident = ledger.account(Decision()), ledger.account(Decision(other_blocks=RESIDENT, resident_layers=32))
     assert state(resident["ram"]) == 0
     for role in ("residuals", "moments"):
         assert resident["vram"][role] == streamed["ram"][role]
     # Nothing is streamed, so there are no weight slots.
     assert resident["vram"]["weights"] == streamed["ram"]["weights"]
-    disk = ledger.account(Decision(disk=35))
+    disk = ledger.account(Decision(disk_blocks=35))
     states = streamed["ram"]["residuals"] + streamed["ram"]["moments"]
     assert disk["disk"]["residuals"] + disk["disk"]["moments"] > 0.99 * states
     assert disk["ram"]["weights"] == streamed["ram"]["weights"]
@@ -337,7 +341,8 @@ def test_what_is_held():
     shape, run = shape_of("llama2-7b"), Run(accumulation=4)
     ledger = Ledger(shape, run)
     none, weights, sums = (
-        ledger.account(Decision(held=held, summed=summed, rest=RESIDENT)) for held, summed in ((0, 0), (32, 0), (0, 32))
+        ledger.account(Decision(held_weights=held, held_gradients=summed, other_blocks=RESIDENT))
+        for held, summed in ((0, 0), (32, 0), (0, 32))
     )
     layer = ledger.states[1].weights
     assert weights["vram"]["weights"] - none["vram"]["weights"] == (32 - 3) * layer, "less three slots"
@@ -363,7 +368,7 @@ def test_sums_gradient(run, window, per_parameter):
     """Rounded once they are complete, in a step of one window; FP32 between windows, and while they grow."""
     shape = shape_of("llama2-7b")
     ledger = Ledger(shape, run)
-    found = ledger.account(Decision(rest=RESIDENT, layers=32, window=window))["vram"]["gradients"]
+    found = ledger.account(Decision(other_blocks=RESIDENT, resident_layers=32, window=window))["vram"]["gradients"]
     growing = sum(4 * (ledger.states[i].weights // run.itemsize) for i in (0, 1, -2))
     assert 0 <= found - per_parameter * shape.parameters <= growing * (per_parameter < 4 < run.itemsize + 4) + 2e6
 
@@ -371,7 +376,9 @@ def test_sums_gradient(run, window, per_parameter):
 def test_an_fp32_sum_in_ram_is_not_needed_where_it_is_held():
     """12 bytes per parameter instead of 18 when micro-batches come one by one."""
     shape = shape_of("llama2-7b")
-    account = Ledger(shape, Run(accumulation=4)).account(Decision(rest=HELD, held=32, summed=32))
+    account = Ledger(shape, Run(accumulation=4)).account(
+        Decision(other_blocks=HELD, held_weights=32, held_gradients=32)
+    )
     assert state(account["ram"]) / shape.parameters == pytest.approx(12, rel=0.02)
 
 
@@ -379,6 +386,6 @@ def test_an_fp32_sum_in_ram_is_not_needed_where_it_is_held():
 def test_logits_of_the_fused_loss_are_counted_as_the_model_makes_them(family, copies):
     """Logits and their gradient in the compute dtype; with a soft cap its output too; in FP32 if the model says so."""
     shape = shapes.describe(AutoConfig.for_model(family))
-    assert activations.logit_bytes(shape, Run(compile=True), gpu=True) == copies
+    assert activations.bytes_per_logit(shape, Run(compile=True), gpu=True) == copies
     for run, gpu in ((Run(), True), (Run(compile=True), False)):
-        assert activations.logit_bytes(shape, run, gpu) == activations.LOGIT_BYTES
+        assert activations.bytes_per_logit(shape, run, gpu) == activations.LOGIT_BYTES

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planner.made_up import GB, any_machines, cpu_only, runs, shape_of, shapes
 
-from megatrain.hardware.machine import Machine, Reach
+from megatrain.hardware.machine import AvailableMemory, Machine
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
 from megatrain.planner.memory import GIB
@@ -34,14 +34,16 @@ def named_machine(machine, text):
 @settings(max_examples=50, deadline=None)
 @given(
     shapes(), any_machines(), runs(), st.sampled_from([None, 3.0, 8.0]), st.sampled_from([None, 3.0, 16.0]),
-    st.sampled_from([None, None, Reach(vram=4 * GIB), Reach(vram=6 * GIB, ram=24 * GIB, held=2 * GIB)]),
+    st.sampled_from(
+        [None, None, AvailableMemory(vram=4 * GIB), AvailableMemory(vram=6 * GIB, ram=24 * GIB, held=2 * GIB)]
+    ),
 )  # fmt: skip
-def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, reach):
+def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, available):
     asked = {
         "machine": machine, "batch": run.micro_batch, "length": run.length, "accumulation": run.accumulation,
         "precision": run.precision, "compile": run.compile, "clipping": run.clipping, "evaluation": run.evaluation,
         "predictions": run.predictions, "optimizer_compression": run.optimizer_compression,
-        "max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "reach": reach,
+        "max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "available": available,
     }  # fmt: skip
     refused = refusal(shape, asked)
     if refused is None:
@@ -62,7 +64,7 @@ def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, r
         assert refusal(shape, asked | least | {"compile": True}) is not None
         assert "no setting makes it fit" in str(refused)
     if "it takes a machine with" in str(refused):
-        plan(shape, **(asked | uncapped | {"reach": None, "machine": named_machine(machine, str(refused))}))
+        plan(shape, **(asked | uncapped | {"available": None, "machine": named_machine(machine, str(refused))}))
 
 
 def test_without_a_gpu_suggestions_hold():
@@ -167,23 +169,23 @@ def test_a_refusal_can_be_sent_to_another_process():
 
 def test_what_something_else_holds_is_named_and_no_cap_is_raised_in_vain():
     long = {"machine": "h100-512gb", "length": 65536}
-    refused = refusal(shape_of("qwen2.5-7b"), long | {"max_vram_gb": 12, "reach": Reach(vram=6 * GIB)})
+    refused = refusal(shape_of("qwen2.5-7b"), long | {"max_vram_gb": 12, "available": AvailableMemory(vram=6 * GIB)})
     assert "may take 6.0 (6.0 less than it could: something else is using it)" in str(refused)
     assert not any("max_vram_gb" in suggestion.changes for suggestion in refused.suggestions)
     # Two of the 12 are held: what is needed is asked for beside them.
     raised = [
         next(s.changes["max_vram_gb"] for s in refusal(shape_of("qwen2.5-7b"), long | limits).suggestions)
-        for limits in ({"max_vram_gb": 8}, {"max_vram_gb": 8, "reach": Reach(held=2 * GIB)})
+        for limits in ({"max_vram_gb": 8}, {"max_vram_gb": 8, "available": AvailableMemory(held=2 * GIB)})
     ]
     assert raised[1] == pytest.approx(raised[0] + 2, abs=0.11)
 
 
 def test_nothing_but_free_memory_helps():
-    full = Reach(vram=GIB)
+    full = AvailableMemory(vram=GIB)
     with pytest.raises(Refusal, match=r"no setting makes it fit beside what else is running: .* GiB more of vram must"):
-        plan(dense_shape(16, 8), machine="h100-512gb", reach=full)
-    shape, short = dense_shape(16, 8), Reach(vram=GIB, ram=2 * GIB)
-    text = str(refusal(shape, {"machine": "h100-512gb", "reach": short, "max_ram_gb": 1}))
+        plan(dense_shape(16, 8), machine="h100-512gb", available=full)
+    shape, short = dense_shape(16, 8), AvailableMemory(vram=GIB, ram=2 * GIB)
+    text = str(refusal(shape, {"machine": "h100-512gb", "available": short, "max_ram_gb": 1}))
     more = {tier: float(size) for size, tier in re.findall(r"([\d.]+) GiB more of (v?ram)", text)}
-    freed = Reach(vram=short.vram + int(more["vram"] * GIB), ram=short.ram + int(more["ram"] * GIB))
-    plan(shape, machine="h100-512gb", reach=freed)
+    freed = AvailableMemory(vram=short.vram + int(more["vram"] * GIB), ram=short.ram + int(more["ram"] * GIB))
+    plan(shape, machine="h100-512gb", available=freed)

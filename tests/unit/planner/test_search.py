@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe, runs, shape_of, shapes
 
 from megatrain.errors import NotEnoughMemory, SettingsError
-from megatrain.hardware.machine import Disk, Machine, Reach
+from megatrain.hardware.machine import AvailableMemory, Disk, Machine
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
 from megatrain.planner.decision import NAMES, Decision, Decisions
@@ -21,7 +21,7 @@ from megatrain.planner.memory import GIB
 from megatrain.planner.plan import Plan
 from megatrain.planner.refusal import Refusal
 from megatrain.planner.run import Run
-from megatrain.planner.search import GRAD_SLOTS, SLOTS, USABLE, Search, window_choices
+from megatrain.planner.search import GRAD_SLOTS, SLOTS, USABLE_SHARE, Search, window_choices
 
 
 def solved(*args, **kwargs):
@@ -62,11 +62,14 @@ def test_more_memory_is_never_slower(shape, machine, run, disk, more_vram, more_
         assert large.step.seconds <= small.step.seconds * (1 + 1e-9)
 
 
-def test_a_plan_is_made_with_what_is_within_reach():
+def test_a_plan_is_made_with_what_is_is_available():
     """A GPU of 141 GiB with another process on it, and a reference model of 10 GiB in this one."""
     shape, machine = shape_of("qwen2.5-7b"), "h200-1.5tb"
     taken = [
-        plan(shape, machine=machine, max_vram_gb=cap, reach=Reach(vram=vram * GIB, held=held * GIB)).total("vram") / GIB
+        plan(
+            shape, machine=machine, max_vram_gb=cap, available=AvailableMemory(vram=vram * GIB, held=held * GIB)
+        ).total("vram")
+        / GIB
         for cap, vram, held in ((None, 30, 0), (24, 30, 10), (24, 12, 0), (24, 140, 0))
     ]
     for found, most in zip(taken, (30, 14, 12, 24), strict=True):
@@ -122,7 +125,7 @@ def test_without_a_gpu():
     found = plan(dense_shape(8, 8), machine=machine)
     assert found.total("vram") == 0
     assert found.resident == ()
-    assert found.total("ram") <= 64 * GB * USABLE
+    assert found.total("ram") <= 64 * GB * USABLE_SHARE
 
 
 def test_one_layer_that_keeps_its_graph_may_take_less():
@@ -130,13 +133,13 @@ def test_one_layer_that_keeps_its_graph_may_take_less():
     shape, run = dense_shape(32, 1, 512), Run(micro_batch=4, length=2048)
     machine = Machine.load("h100-512gb")
     ledger = Search(shape, machine, run).ledger
-    least = [Decision(stored=stored, slots=1, grad_slots=1) for stored in (1, 0)]
+    least = [Decision(stored_graphs=stored, slots=1, grad_slots=1) for stored in (1, 0)]
     kept, again = map(int, ledger.totals(Decisions.of(least))["vram"])
     assert kept < again
-    between = dataclasses.replace(machine, vram_bytes=int((kept + again) / 2 / USABLE))
+    between = dataclasses.replace(machine, vram_bytes=int((kept + again) / 2 / USABLE_SHARE))
     search = Search(shape, between, run)
     assert search.fits()
-    assert search.best()[0].stored == 1
+    assert search.best()[0].stored_graphs == 1
 
 
 @pytest.mark.parametrize("clipping", [True, False])
@@ -145,7 +148,9 @@ def test_no_step_is_below_its_bound(clipping):
     for run in (Run(clipping=clipping), Run(clipping=clipping, accumulation=6)):
         search = Search(shape, machine, run, offload_dir="/disk")
         for disk, offload, rest, window in itertools.product(range(9), (False, True), range(3), (1, 2)):
-            made = Decision(disk=disk, offload=offload, rest=rest, window=min(window, run.accumulation))
+            made = Decision(
+                disk_blocks=disk, offload_inputs=offload, other_blocks=rest, window=min(window, run.accumulation)
+            )
             (bound,) = search.simulator.bounds(Decisions.of([made]))
             assert bound <= search.simulator.step(made).seconds * (1 + 1e-12)
 
@@ -200,8 +205,8 @@ def decisions(search):
         and (not visited or (visited > layers and held == summed == counts[-1] and rest and not offload and not disk))
     ]
     made = Decisions(**dict(zip(NAMES, zip(*rows, strict=True), strict=True)))
-    streamed = len(counts) - 1 - made.layers + (made.rest < 2) * len(search.ledger.rest)
-    made = made.take(made.disk <= streamed)
+    streamed = len(counts) - 1 - made.resident_layers + (made.other_blocks < 2) * len(search.ledger.other_blocks)
+    made = made.take(made.disk_blocks <= streamed)
     totals = search.ledger.totals(made)
     return made.take(np.logical_and.reduce([totals[tier] <= room for tier, room in search.capacity.items()]))
 

@@ -34,7 +34,7 @@ def simulator(shape, machine, run):
             "qwen2.5-14b",
             H200,
             Run(micro_batch=4, accumulation=4, compile=True),
-            Decision(window=4, layers=25),
+            Decision(window=4, resident_layers=25),
             6.9,
             6.9,
         ),
@@ -96,13 +96,13 @@ def test_without_clipping_updates_hide_under_the_backward():
 def test_no_step_beats_its_bound(shape, machine, run, data):
     layers = sum(block.kind == "layer" for block in shape.blocks)
     decision = Decision(
-        rest=data.draw(st.integers(0, 2)),
-        layers=data.draw(st.integers(0, layers)),
-        held=data.draw(st.integers(0, layers)),
-        summed=data.draw(st.integers(0, layers)),
-        stored=data.draw(st.integers(0, layers)),
-        offload=data.draw(st.booleans()),
-        first=data.draw(st.integers(1, run.accumulation)),
+        other_blocks=data.draw(st.integers(0, 2)),
+        resident_layers=data.draw(st.integers(0, layers)),
+        held_weights=data.draw(st.integers(0, layers)),
+        held_gradients=data.draw(st.integers(0, layers)),
+        stored_graphs=data.draw(st.integers(0, layers)),
+        offload_inputs=data.draw(st.booleans()),
+        first_window=data.draw(st.integers(1, run.accumulation)),
         window=data.draw(st.integers(1, run.accumulation)),
         slots=data.draw(st.integers(1, 3)),
         grad_slots=data.draw(st.integers(1, 2)),
@@ -113,8 +113,8 @@ def test_no_step_beats_its_bound(shape, machine, run, data):
     assert step.seconds >= max(step.busy.values()) * (1 - 1e-9)
     assert all(waited >= 0 for waited in step.waited.values())
     # Fewer graphs rebuilt and more slots never take longer.
-    if decision.stored < layers:
-        more = simulated.step(dataclasses.replace(decision, stored=decision.stored + 1))
+    if decision.stored_graphs < layers:
+        more = simulated.step(dataclasses.replace(decision, stored_graphs=decision.stored_graphs + 1))
         assert more.seconds <= step.seconds * (1 + 1e-9)
     more = simulated.step(dataclasses.replace(decision, slots=decision.slots + 1, grad_slots=2))
     assert more.seconds <= step.seconds * (1 + 1e-9)
@@ -124,19 +124,19 @@ def test_a_larger_first_window_hides_updates():
     """Everything held: all updates run under the forward of the first window."""
     run = Run(micro_batch=2, accumulation=8, compile=True)
     simulated = simulator(shape_of("qwen2.5-7b"), H200, run)
-    held = Decision(rest=HELD, held=28, summed=28, stored=28)
-    steps = [simulated.step(dataclasses.replace(held, first=first)) for first in (1, 2, 4)]
+    held = Decision(other_blocks=HELD, held_weights=28, held_gradients=28, stored_graphs=28)
+    steps = [simulated.step(dataclasses.replace(held, first_window=first)) for first in (1, 2, 4)]
     assert steps[0].seconds > steps[1].seconds > steps[2].seconds
     assert steps[0].waited["update"] > steps[2].waited["update"]
     first = steps[0].busy
     assert (first["h2d"], first["d2h"]) == (0, 0)
-    whole = simulated.step(Decision(window=8, stored=28)).busy
+    whole = simulated.step(Decision(window=8, stored_graphs=28)).busy
     assert first["refresh"] == pytest.approx(whole["h2d"] / 2, rel=0.2)
 
 
 def test_late_blocks_are_best_updated_by_the_cpu():
     """Seven resident layers: the first ones, so that the forward starts while the CPU updates the others."""
     simulated = simulator(shape_of("qwen2.5-7b"), H200, Run(micro_batch=4))
-    none, some = (simulated.step(Decision(layers=layers)) for layers in (0, 7))
+    none, some = (simulated.step(Decision(resident_layers=layers)) for layers in (0, 7))
     update = simulated.costs.pieces[1].update
     assert none.seconds - some.seconds > 0.9 * 7 * update
