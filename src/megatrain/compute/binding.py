@@ -1,8 +1,8 @@
-"""Weights for the extent of one call, without touching the module that is called.
+"""Binds weights for one call without modifying the module.
 
-A module inside a block keeps its parameters in a `Bound` dict. Lookups by the thread that makes the call find the
-weights of that call; everybody else finds what the module owns. Nothing is swapped in and out: a second thread sees no
-change, and an exception at any point (Ctrl-C) leaves nothing behind, since a context is left by the interpreter itself.
+Modules inside a block keep their parameters in a `Bound` dict. Lookups by the calling thread return the weights of its
+call; other threads get the module's own parameters. Bindings are context variables, so an exception at any point, even
+a Ctrl-C, leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.compiler import is_dynamo_compiling
 
 Result = TypeVar("Result")
 Binding = dict[int, dict[str, torch.Tensor]]
-"""What a call has bound: names and tensors, by the identity of the `Bound` dict that they are looked up in."""
-_current: ContextVar[Binding] = ContextVar("megatrain_binding", default={})  # noqa: B039 nobody writes to it
+"""id of a `Bound` dict → the tensors bound in it, by name."""
+_current: ContextVar[Binding] = ContextVar("megatrain_binding", default={})  # noqa: B039 never modified
 _UNSET = object()
 
 
 class Bound(dict[str, Any]):
-    """`_parameters` or `_buffers` of a module: bound tensors first, then what the module owns.
+    """`_parameters` or `_buffers` of a module: looks up bound tensors first, then the module's own.
 
-    The storage of the dict itself is what `torch.compile` traces, which looks past overridden methods; it may hold the
-    weights of a compiled call. `own` never does.
+    `torch.compile` ignores overridden methods and traces the storage of the dict itself, which may hold the weights of
+    a compiled call. `own` never does.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Bound(dict[str, Any]):
             return
         bound = self._bound()
         if name in bound:
-            # A recompute must not advance running statistics again: what it assigns ends with the call.
+            # A recompute must not advance running statistics again, so its assignments end with the call.
             bound[name] = value
             return
         self.own[name] = value
@@ -97,7 +97,7 @@ class Bound(dict[str, Any]):
         self.own.clear()
         super().clear()
 
-    # dict's own would go past the methods above.
+    # The methods of dict would bypass those above.
     get, setdefault, update = MutableMapping.get, MutableMapping.setdefault, MutableMapping.update  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -106,26 +106,26 @@ class Bound(dict[str, Any]):
     # ---- around a compiled call
 
     def reset_traced(self) -> None:
-        """Put the storage that `torch.compile` sees back to what the module owns."""
+        """Reset the storage that `torch.compile` traces to the module's own tensors."""
         super().clear()
         super().update(self.own)
 
     def keep_traced(self) -> None:
-        """Take over what a compiled forward assigned."""
+        """Make what a compiled forward assigned the module's own."""
         self.own = dict(zip(super().keys(), super().values(), strict=True))
 
 
 def call_bound(binding: Binding, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call with tensors bound, on top of what an outer call has bound."""
+    """Call with tensors bound, in addition to those of an outer call."""
     return call_with({_current: _current.get() | binding}, function, *args, **kwargs)
 
 
 def call_with(
     variables: Mapping[ContextVar[Any], Any], function: Callable[..., Result], *args: Any, **kwargs: Any
 ) -> Result:
-    """Call in a copy of the present context with variables of ours set, which are left with it, however the call ends.
+    """Call in a copy of the context with these variables set.
 
-    Variables that somebody else set inside are handed on after a call that ended well.
+    Other context variables that the call sets are copied back if it succeeds.
     """
     context = copy_context()
     for variable, value in variables.items():

@@ -1,7 +1,7 @@
-"""The stateless call of a block: its module's own forward on weights that are handed in.
+"""The stateless call of a block: its module's original forward on weights that the caller passes in.
 
-The module keeps everything that makes the layer itself (index, attention type, buffers, hooks of its submodules). Only
-its parameters are looked up elsewhere, for the extent of the call and in the calling thread (compute/binding.py).
+The module keeps everything else (layer index, attention type, buffers, hooks of its submodules). Only its parameters
+are replaced, for the duration of the call and in the calling thread (compute/binding.py).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatrain.store.slab import Slab
 class Recording(Protocol):
     """Tensors that a library records inside modules through hooks (router logits, attentions...).
 
-    Those recorded inside a block must leave it as outputs of its node.
+    Tensors recorded inside a block must become outputs of its node.
     """
 
     def inside(self, call: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
-        """Run the call; return its result and what it recorded, kept from the outer recording."""
+        """Run the call; return its result and what it recorded, which is not added to the outer recording."""
 
     def replay(self, recorded: dict[str, list[Any]]) -> None:
         """Add entries to the outer recording."""
 
 
 class _Original(torch.nn.Module):
-    """Calls the forward that the block's module had: going through `__call__` again would fire its hooks twice."""
+    """Calls the module's original forward. Calling the module itself would fire its hooks twice."""
 
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -55,21 +55,21 @@ Buffers = dict[str, torch.Tensor]
 
 @dataclass(eq=False)
 class Block:
-    """A module whose weights stream, and where each of its parameters lies."""
+    """A module whose weights are streamed, and where its parameters are stored."""
 
     index: int
     name: str
     module: torch.nn.Module
     locations: dict[str, tuple[Slab, int]]
-    """Parameter name inside the module → (slab, segment). Tied parameters of other blocks appear here too."""
+    """Parameter name inside the module → (slab, segment). Includes tied parameters of other blocks."""
     parameters: dict[str, torch.nn.Parameter]
-    """The same names → what the user sees; `requires_grad` is read from here at every call."""
+    """The same names → the parameters that users see. `requires_grad` is read from them at every call."""
     original: Callable[..., Any]
     layer: bool = False
-    """Whether it is one of the model's repeated layers (else an embedding, a norm, the head...)."""
+    """Whether it is one of the model's repeated layers, not an embedding, a norm or the head."""
     slabs: list[Slab] = field(init=False)
     compiled: Compiled | None = None
-    """Set by an engine that compiles blocks; one for all of them."""
+    """Shared by all compiled blocks; None: the block runs eagerly."""
 
     def __post_init__(self) -> None:
         self.slabs = sorted({slab for slab, _ in self.locations.values()}, key=lambda slab: slab.index)
@@ -81,7 +81,7 @@ class Block:
             if module._parameters
         ]
         self._buffers: dict[str, tuple[Bound, str]] = {}
-        """Full name → where it is looked up. Empty until a forward has changed a buffer."""
+        """Buffer name → its dict and key. Empty until a forward changes a buffer."""
         at = {name: (slab.index, index) for name, (slab, index) in self.locations.items()}
         self._names = [
             (
@@ -91,14 +91,14 @@ class Block:
             for path, _, content in self._owners
         ]
         self._links = self._child_links()
-        # Modules may keep what they derive from their weights (LSTM), and tracing by torch.compile needs the storage
-        # of their dicts: one thread at a time.
+        # One thread at a time: modules may cache what they derive from their weights (LSTM), and torch.compile traces
+        # the storage of their dicts.
         self._call_lock: AbstractContextManager[Any] = threading.RLock()
         self._traced = False
-        """Whether a compiled call is under way, or was interrupted."""
+        """Whether a compiled call is running or was interrupted."""
 
     def allow_nested_calls(self, blocks: Iterable[Block]) -> None:
-        """Micro-batches of a window wait for each other in blocks called inside this one, if any of these is."""
+        """Drop the lock if this block contains others, in which micro-batches of a window wait for each other."""
         inside = set(self.module.modules()) - {self.module}
         if any(other.module in inside for other in blocks):
             self._call_lock, self.compiled = nullcontext(), None
@@ -108,7 +108,7 @@ class Block:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
-        """Weights by (slab, segment), as views of the slots. Fresh leaves per use: autocast caches casts by leaf."""
+        """Views of the slots by (slab, segment). They are new tensors on every call: autocast caches casts by leaf."""
         bound: dict[tuple[int, int], torch.Tensor] = {}
         for name, (slab, index) in self.locations.items():
             if (slab.index, index) in bound:
@@ -120,16 +120,16 @@ class Block:
     def call(
         self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None, *, compiled: bool = False
     ) -> Any:
-        """The module's own forward on these weights, and on these buffers instead of its own if given."""
+        """Run the module's original forward on these weights, and on copies of `buffers` if given."""
         self._check_modules_unchanged()
-        binding: Binding = {content: {key: weights[place] for key, place in names} for content, names in self._names}
-        own = {} if buffers is None else {name: buffer.clone() for name, buffer in buffers.items()}
-        for name, buffer in own.items():
+        binding: Binding = {content: {key: weights[at] for key, at in names} for content, names in self._names}
+        copies = {} if buffers is None else {name: buffer.clone() for name, buffer in buffers.items()}
+        for name, buffer in copies.items():
             content, key = self._buffers[name]
             binding.setdefault(id(content), {})[key] = buffer
         with self._call_lock:
             if compiled:
-                return self._call_compiled(binding, weights, own, args, kwargs)
+                return self._call_compiled(binding, weights, copies, args, kwargs)
             return call_bound(binding, self.original, *args, **kwargs)
 
     def _call_compiled(self, binding: Binding, weights: Weights, buffers: Buffers, args: Any, kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class Block:
             for content in contents:
                 content.reset_traced()
         self._traced = True
-        # What breaks out of the graph runs in Python, and finds the same weights bound.
+        # Code after a graph break runs eagerly and needs the same weights bound.
         result = call_bound(binding, self.compiled, self._stateless, state, args, kwargs)
         for content in of_buffers if not buffers else ():
             content.keep_traced()
@@ -152,7 +152,7 @@ class Block:
         return result
 
     def _check_modules_unchanged(self) -> None:
-        """Weights are bound where the modules were when the engine was attached."""
+        """Raise if modules or parameter dicts were replaced since the engine was attached."""
         if any(modules.get(key) is not module for modules, key, module in self._links):
             self._recheck_modules()
         for _, module, content in self._owners:
@@ -163,7 +163,7 @@ class Block:
                 )
 
     def _recheck_modules(self) -> None:
-        """A module on the way to others was replaced: harmless if it leads to the same ones (BigBird's attention)."""
+        """Accept a replaced module if all modules with parameters are still in place (BigBird's attention)."""
         present = dict(self.module.named_modules(remove_duplicate=False))
         for path, owner, _ in self._owners:
             if present.get(path) is not owner:
@@ -174,15 +174,15 @@ class Block:
         self._links = self._child_links()
 
     def _child_links(self) -> list[tuple[dict[str, Any], str, torch.nn.Module | None]]:
-        """The ways from the module to those inside it: where each step is looked up, and what is found."""
+        """Every (dict, key, child) through which submodules are reached."""
         modules = self.module.modules()
         return [(inner._modules, key, child) for inner in modules for key, child in inner._modules.items()]
 
     @contextmanager
     def keeping_buffers(self) -> Iterator[Buffers]:
-        """Around a forward: filled, at the end, with the buffers' former values if the forward changed any.
+        """Yield a dict that receives the buffers' previous values if the forward inside changes any.
 
-        Recompute must see running statistics as the forward saw them, and must not advance them again.
+        A recompute must see the same running statistics as the forward, and must not advance them again.
         """
         before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in self.module.named_buffers()}
         kept: Buffers = {}
@@ -199,7 +199,7 @@ class Block:
 
 
 def _bindable(module: torch.nn.Module, attribute: str) -> Bound:
-    """A module's dict of tensors, made one whose content a call can bind."""
+    """Replace a module's dict of tensors with one in which a call can bind tensors."""
     content = module.__dict__[attribute]
     if not isinstance(content, Bound):
         content = module.__dict__[attribute] = Bound(content)
@@ -207,7 +207,7 @@ def _bindable(module: torch.nn.Module, attribute: str) -> Bound:
 
 
 def unbind(root: torch.nn.Module) -> None:
-    """Give modules plain dicts again."""
+    """Restore plain dicts in all modules."""
     for module in root.modules():
         for attribute in ("_parameters", "_buffers"):
             content = module.__dict__[attribute]
@@ -218,27 +218,27 @@ def unbind(root: torch.nn.Module) -> None:
 def capture_outputs(
     call: Callable[[], Any], weights: Weights, args: Args, kwargs: Kwargs, recording: Recording | None
 ) -> tuple[list[torch.Tensor], FlattenSpec]:
-    """Call a block; everything that leaves it as flat tensors: its result, what was recorded inside, entries of dicts.
+    """Call a block and flatten its outputs: the result, recorded tensors, and entries it wrote to dicts and lists.
 
-    The arguments are this call's own: it may write to dicts in them.
+    The call may modify dicts and lists in `args` and `kwargs`.
     """
-    before = {place: entries_of(container) for place, container in containers(args, kwargs).items()}
+    before = {key: entries_of(container) for key, container in containers(args, kwargs).items()}
     result, recorded = (call(), {}) if recording is None else call_with({}, recording.inside, call)
     entries = [
-        (place, {k: v for k, v in entries_of(container).items() if k not in before[place] or v is not before[place][k]})
-        for place, container in containers(args, kwargs).items()
+        (key, {k: v for k, v in entries_of(container).items() if k not in before[key] or v is not before[key][k]})
+        for key, container in containers(args, kwargs).items()
     ]
     tensors, spec = flatten_tensors((result, recorded, entries))
-    # What aliases a slot would change when the slot is refilled.
+    # An output that aliases a slot would change when the slot is refilled.
     return [*map(Addresses(weights).copy_if_inside, tensors)], spec
 
 
-def apply_side_effects(emitted: Any, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
-    """Hand on what left a block: entries into the caller's dicts, records to the recording, the result back."""
-    result, recorded, entries = emitted
+def apply_side_effects(outputs: Any, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
+    """Write a block's entries to the caller's containers and its records to the recording; return the result."""
+    result, recorded, entries = outputs
     outer = containers(args, kwargs)
-    for place, changed in entries:
-        update_entries(outer[place], changed)
+    for key, changed in entries:
+        update_entries(outer[key], changed)
     if recording is not None:
         recording.replay(recorded)
     return result

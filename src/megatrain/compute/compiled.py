@@ -1,8 +1,8 @@
-"""Compiled blocks: the stateless call through `torch.compile`, one compiled graph per structure and shape.
+"""Compiled blocks: the stateless call through `torch.compile`, one graph per structure and shape.
 
-Layers that differ only in weights share a graph, since weights are arguments. A first shape is compiled as it is; when
-lengths vary, one more compilation makes them dynamic. A structure that cannot be compiled runs eagerly, announced; the
-others stay compiled, and so does the recompute of what ran compiled: eager code would draw other dropout masks.
+Weights are arguments, so layers that differ only in weights share a graph. The first shape is compiled as static; if
+lengths vary, one more compilation makes them dynamic. A structure that cannot be compiled runs eagerly, with a notice.
+A forward that ran compiled is recomputed compiled: eager code would draw different dropout masks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatrain.process import compile_limits
 from megatrain.telemetry.notices import announce
 
 MAX_GRAPHS = 64
-"""Compilations per call site before it is an error: beyond it dynamo would fall back to eager in silence."""
+"""Compilations per call site before an error is raised. Dynamo would silently fall back to eager."""
 
 
 def _call(module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-    # Every name is given, tied ones too; looking for ties would make each layer a structure of its own to dynamo.
+    # `state` has every name, tied ones too. With tie_weights=True dynamo would compile each layer separately.
     return functional_call(module, dict(state), args, kwargs, tie_weights=False)
 
 
@@ -31,7 +31,7 @@ class CannotCompile(MegaTrainError):
 
 
 class Compiled:
-    """The stateless call, compiled, and which structures cannot be."""
+    """The compiled stateless call, and the structures that cannot be compiled."""
 
     def __init__(self) -> None:
         self._compiled: Any = torch.compile(_call)
@@ -43,11 +43,10 @@ class Compiled:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     def can_compile(self, structure: Hashable) -> bool:
-        """Whether blocks of this structure are compiled."""
         return structure not in self._uncompilable
 
     def run_eagerly(self, structure: Hashable, name: str, reason: CannotCompile) -> None:
-        """Run blocks of this structure eagerly from now on."""
+        """Run blocks of this structure eagerly from now on, and announce it."""
         self._uncompilable.add(structure)
         cause = reason.__cause__
         announce(
@@ -75,7 +74,7 @@ class Compiled:
 
 
 def structure_of(module: torch.nn.Module) -> Hashable:
-    """What blocks have in common that differ in weights and position alone."""
+    """A key that is equal for blocks that differ only in weights and position."""
     return tuple(
         (
             path,

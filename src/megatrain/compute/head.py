@@ -1,13 +1,12 @@
-"""The head of a language model, from the hidden state to the gradient, in chunks of tokens.
+"""The head of a language model, computed in chunks of tokens so that only one chunk of logits exists at a time.
 
-    logits     the model calls its output embedding and gets `LazyLogits` (compute/logits.py): nothing is computed
-    loss       the model's loss function, for which `Head.loss` stands in, takes them: head, recorded operations and
-               cross-entropy run chunk by chunk, and each chunk is differentiated at once, while its logits are there
-    backward   the gradients are scaled by the loss's own, and go the way of every block's
+    logits     The model calls its output embedding and gets `LazyLogits` (compute/logits.py). Nothing is computed.
+    loss       `Head.loss` replaces the model's loss function. It runs the head, the recorded operations and the
+               cross-entropy chunk by chunk, and differentiates each chunk immediately.
+    backward   The gradients are multiplied by the gradient of the loss and delivered as for every block.
 
-So no more than one chunk of logits exists. Where the loss is not taken so (other losses, other shapes, logits that
-somebody has looked at) it is the model's own, on logits computed whole. The first batch is a check: a piece of it goes
-through both.
+In other cases (another loss, another shape, logits that were read) the model's own loss runs on the full logits. On a
+piece of the first batch both losses are compared.
 """
 
 from __future__ import annotations
@@ -32,25 +31,22 @@ from megatrain.stream.add import add_to
 from megatrain.telemetry.notices import announce
 
 CHECKED_TOKENS = 64
-"""Positions of the first batch on which the chunked loss is held against the model's own."""
+"""Positions of the first batch on which the chunked loss is compared with the model's own."""
 
 
 @dataclass(eq=False)
 class Head:
-    """The head block of one engine.
-
-    In evaluation logits are computed at once, unless somebody has said that only the loss is wanted (`loss_only`).
-    """
+    """The head block of one engine. Without gradients, logits are computed at once unless `loss_only` is set."""
 
     runtime: node.Runtime
     block: Block
     model_loss: Callable[..., Any]
-    """The loss function that the model has without an engine."""
+    """The model's original loss function."""
     features: int
     tokens: int
     """Tokens per chunk."""
     fused: bool
-    """Whether cross-entropy is a kernel of our own."""
+    """Whether to use MegaTrain's cross-entropy kernel."""
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -59,7 +55,7 @@ class Head:
 
     @contextmanager
     def set_loss_only(self, loss_only: bool) -> Iterator[None]:
-        """Whether forwards without gradients inside are for their loss alone."""
+        """Set whether the calling thread's forwards without gradients need only the loss."""
         before, self._thread.loss_only = self.loss_only, loss_only
         try:
             yield
@@ -68,11 +64,11 @@ class Head:
 
     @property
     def loss_only(self) -> bool:
-        """Whether the calling thread wants the loss alone."""
+        """Whether the calling thread needs only the loss."""
         return getattr(self._thread, "loss_only", False)
 
     def can_defer(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this call of a block is the head's, and can wait for the loss."""
+        """Whether this is a call of the head that can return lazy logits."""
         if not self.enabled or block is not self.block or kwargs or len(args) != 1:
             return False
         hidden = args[0]
@@ -81,7 +77,7 @@ class Head:
         return block.trainable or hidden.requires_grad if torch.is_grad_enabled() else self.loss_only
 
     def logits(self, hidden: torch.Tensor, materialize: Callable[[], torch.Tensor]) -> LazyLogits:
-        """Logits to be computed; `materialize` computes them at once, under the autocast of this moment."""
+        """Lazy logits. `materialize` computes all of them, under the autocast state of this call."""
         ambient = AmbientState.capture(self.runtime.device)
         graph = torch.is_grad_enabled()
         versions = [slab.version for slab in self.block.slabs]
@@ -98,7 +94,7 @@ class Head:
         return LazyLogits(compute, hidden, self.features, ambient.cast_dtype or hidden.dtype, graph=graph)
 
     def loss(self, logits: Any, labels: Any, vocab_size: int | None = None, **options: Any) -> Any:
-        """What transformers' causal loss computes, chunk by chunk if the logits are still lazy."""
+        """Transformers' causal loss, chunk by chunk if the logits are still lazy."""
         lazy = isinstance(logits, LazyLogits) and not logits.computed and vocab_size == logits.shape[-1]
         shifted = options.get("shift_labels")
         targets = labels if shifted is None else shifted
@@ -112,7 +108,7 @@ class Head:
         return self.chunked(logits, targets, options.get("num_items_in_batch"), ignore)
 
     def chunked(self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int) -> torch.Tensor:
-        """Cross-entropy summed over the targets that count, divided by `items` (None: their number)."""
+        """Cross-entropy summed over the targets that are not ignored, divided by `items` (None: their number)."""
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         targets = targets.reshape(-1).to(hidden.device)
         divisor = (targets != ignore_index).sum() if items is None else items
@@ -124,7 +120,6 @@ class Head:
             anchor = torch.zeros((), requires_grad=True)
             loss: torch.Tensor = _ChunkedLoss.apply(call, anchor, hidden)  # type: ignore[no-untyped-call]
             return loss
-        # The loss alone: the same sums as in training, no gradients.
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), self.runtime.weights(self.block, "inference") as views:
             weights = self.block.bind(views, leaves=False)
@@ -132,37 +127,37 @@ class Head:
                 total += call.chunk(weights, hidden[start : start + self.tokens], start)
         return total
 
-    def _check(self, logits: LazyLogits, given: torch.Tensor, vocab_size: int | None, ignore: int) -> None:
-        """Once: a piece of the first batch through both; on a mismatch the model's own loss is used, announced."""
-        if logits.ndim != 3 or given.shape != logits.shape[:2]:
+    def _check(self, logits: LazyLogits, labels_or_targets: torch.Tensor, vocab_size: int | None, ignore: int) -> None:
+        """Compare both losses on a piece of the first batch. If they differ, use the model's own and announce it."""
+        if logits.ndim != 3 or labels_or_targets.shape != logits.shape[:2]:
             self._checked = True
             return
-        # A piece in which some labels count: prompts are often masked.
-        counted = (given[:, 1:] != ignore).nonzero()
+        # Choose a piece with labels that are not ignored: prompts are often masked.
+        counted = (labels_or_targets[:, 1:] != ignore).nonzero()
         if not len(counted):
             return
         self._checked = True
         row, first = counted[0].tolist()
         hidden = logits.hidden[row : row + 1, first : first + CHECKED_TOKENS].detach()
-        labels = given[row : row + 1, first : first + CHECKED_TOKENS].to(hidden.device)
+        labels = labels_or_targets[row : row + 1, first : first + CHECKED_TOKENS].to(hidden.device)
         with torch.no_grad(), self.set_loss_only(False):
             piece = self.block.module(hidden)
             for operation in logits.chain:
                 piece = operation(piece)
-            own = self.model_loss(piece, labels, vocab_size, ignore_index=ignore)
+            expected = self.model_loss(piece, labels, vocab_size, ignore_index=ignore)
             lazy = LazyLogits(lambda: piece, hidden, piece.shape[-1], hidden.dtype, logits.chain)
-            ours = self.chunked(lazy, _shifted(labels, ignore), None, ignore)
+            chunked = self.chunked(lazy, _shifted(labels, ignore), None, ignore)
         tolerance = 1e-5 if logits.hidden.dtype == torch.float32 else 1e-2
-        if not torch.isclose(own.float(), ours, rtol=tolerance, atol=tolerance, equal_nan=True):
+        if not torch.isclose(expected.float(), chunked, rtol=tolerance, atol=tolerance, equal_nan=True):
             self.enabled = False
             announce(
-                f"the chunked loss ({ours.item():.6g}) is not this model's own ({own.item():.6g}): "
+                f"the chunked loss ({chunked.item():.6g}) is not this model's own ({expected.item():.6g}): "
                 "logits are computed whole"
             )
 
 
 def _shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The token that follows each."""
+    """Labels shifted by one: the target of each token is the next one."""
     return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -185,7 +180,7 @@ class _ChunkedCall:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are taken in the forward, while a chunk's logits are there; the backward only scales them."""
+    """Computes the gradients in the forward, while a chunk's logits exist; the backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, call: _ChunkedCall, anchor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -201,13 +196,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 with torch.enable_grad():
                     loss = call.chunk(weights, piece, start)
                 wanted = [*([piece] if by_hidden is not None else []), *leaves.values()]
-                found = list(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else []
+                grads = list(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else []
                 total += loss.detach()
                 if by_hidden is not None:
-                    by_hidden[start : start + head.tokens] = found.pop(0)
-                _add(by_weight, dict(zip(leaves, found, strict=True)))
-                # A chunk's gradients must not live on beside the next one's.
-                del loss, found
+                    by_hidden[start : start + head.tokens] = grads.pop(0)
+                _add(by_weight, dict(zip(leaves, grads, strict=True)))
+                # Free this chunk's gradients before the next chunk is computed.
+                del loss, grads
         ctx.head, ctx.call_id, ctx.weights = head, call.call_id, list(by_weight)
         ctx.dtypes = {slab.index: slab.layout.dtype for slab in head.block.slabs}
         ctx.save_for_backward(by_hidden, *by_weight.values())
@@ -218,14 +213,14 @@ class _ChunkedLoss(torch.autograd.Function):
         node.refuse_create_graph(ctx.head.block.name)
         by_hidden, *by_weight = ctx.saved_tensors
         if node.wants_weight_gradients():
-            found = zip(ctx.weights, by_weight, strict=True)
-            gradients = {(slab, segment): _scaled(g, scale, ctx.dtypes[slab]) for (slab, segment), g in found}
+            pairs = zip(ctx.weights, by_weight, strict=True)
+            gradients = {(slab, segment): _scaled(g, scale, ctx.dtypes[slab]) for (slab, segment), g in pairs}
             node.deliver_gradients(ctx.head.runtime, ctx.head.block, ctx.call_id, gradients)
         return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
 
 
 def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, int], torch.Tensor | None]) -> None:
-    """Chunks are summed in FP32: in BF16 the last of many would not count."""
+    """Add gradients in FP32: in BF16 the last of many chunks would be rounded away."""
     for key, gradient in gradients.items():
         if gradient is not None and key in sums:
             add_to(sums[key], gradient)
@@ -234,7 +229,7 @@ def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, i
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The FP32 gradient times the loss's scale, rounded once to the weight's dtype, without a second FP32 copy."""
+    """The FP32 gradient times `scale`, rounded once to `dtype`, without a second FP32 copy."""
     rounded = torch.empty_like(gradient, dtype=dtype)
     rows = max(1, (1 << 24) // max(1, gradient[0].numel()))
     for source, target in zip(gradient.split(rows), rounded.split(rows), strict=True):

@@ -1,4 +1,4 @@
-"""Ctrl-C at the wrong moment: sections that change several things which belong together end before it is raised."""
+"""Critical sections: a Ctrl-C inside is raised at the end, so that related changes are made together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class DeferInterrupts:
-    """Inside, a first Ctrl-C waits until the end; a second one is raised at once, in case the section does not end."""
+    """Defers the first Ctrl-C to the end of the section. A second one is raised at once, in case the section hangs."""
 
     def __init__(self) -> None:
         self._handler: Any = None
         self._received: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        # Python runs signal handlers in the main thread alone.
+        # Python runs signal handlers in the main thread only.
         if threading.get_ident() == threading.main_thread().ident and callable(signal.getsignal(signal.SIGINT)):
             self._handler = signal.signal(signal.SIGINT, self._receive)
 
@@ -25,7 +25,7 @@ class DeferInterrupts:
             return
         replaced = signal.signal(signal.SIGINT, self._handler)
         if replaced != self._receive:
-            # Somebody has put a handler of their own in place meanwhile.
+            # Another handler was installed inside the section: keep it.
             signal.signal(signal.SIGINT, replaced)
         if self._received is not None:
             self._handler(*self._received)

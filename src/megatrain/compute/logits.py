@@ -1,7 +1,7 @@
-"""Logits that are not computed yet: the output embedding returns them, and the model's loss takes them chunk by chunk.
+"""Lazy logits: the output embedding returns them, and the model's loss computes them chunk by chunk (compute/head.py).
 
-They are shaped like logits. Pointwise operations on them (a softcap, a scale, a cast) are recorded for the chunks
-(compute/head.py); any other use computes them whole.
+Pointwise operations on them (a softcap, a scale, a cast) are recorded and applied to each chunk. Any other operation
+computes all logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Pointwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LazyLogits(torch.Tensor):
-    """Logits that are computed when somebody looks at them."""
+    """Logits that are computed when they are first read."""
 
     materialize: Callable[[], torch.Tensor]
     hidden: torch.Tensor
@@ -39,7 +39,7 @@ class LazyLogits(torch.Tensor):
         return logits
 
     def compute(self) -> torch.Tensor:
-        """The logits. Kept, so that two uses share them; without the graph that they should have they are not."""
+        """Compute the logits. They are cached unless they lack a graph that they should have."""
         if self._computed is not None:
             return self._computed
         logits = self.materialize()
@@ -105,7 +105,7 @@ _UNARY: dict[str, Pointwise] = {"tanh": torch.tanh, "contiguous": torch.Tensor.c
 
 
 def _reads_metadata(func: Any) -> bool:
-    """Whether the call asks for the tensor's shape or kind alone."""
+    """Whether the call reads only metadata (shape, dtype, device)."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
@@ -113,7 +113,7 @@ def _reads_metadata(func: Any) -> bool:
 
 
 def _record(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """A pointwise operation that means the same on every chunk of tokens; None if it is anything else."""
+    """Record a pointwise operation, which can be applied to each chunk of tokens; None for any other."""
     name = getattr(func, "__name__", "")
     if kwargs or (logits.requires_grad and not torch.is_grad_enabled()):
         return None

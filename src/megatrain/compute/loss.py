@@ -1,4 +1,4 @@
-"""Cross-entropy of a chunk of logits, summed over the targets that count."""
+"""Cross-entropy of a chunk of logits, summed over the targets that are not ignored."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatrain.native.kernels import triton_kernel
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, fused: bool) -> torch.Tensor:
-    """In FP32, whatever the dtype of the logits; `fused`: without an FP32 copy of them on the GPU, where Triton works.
-    The last bits differ."""
+    """The sum in FP32. `fused` uses a Triton kernel on the GPU that makes no FP32 copy of the logits; its result may
+    differ in the last bits."""
     if fused and logits.is_cuda and logits.is_contiguous() and (kernels := _fused_kernels()) is not None:
         rows: torch.Tensor = _Rows.apply(logits, targets, ignore_index, kernels)  # type: ignore[no-untyped-call]
         return rows.sum()
@@ -21,13 +21,13 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 
 
 class _Rows(torch.autograd.Function):
-    """The loss of every token. Logits are read once in the forward, and once for their gradient in the backward."""
+    """The loss of every token. Reads the logits once in the forward and once in the backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, kernels: Any) -> torch.Tensor:
         targets = targets.long()
         counts = targets != ignore_index
-        # As PyTorch's own: an assertion on the device, which nobody waits for.
+        # An assertion on the device, as in PyTorch: the host does not wait for it.
         inside = (targets >= 0) & (targets < logits.shape[-1])
         torch._assert_async((inside | ~counts).all(), "a label is neither a token of the vocabulary nor ignore_index")
         targets = targets.where(counts, -1)

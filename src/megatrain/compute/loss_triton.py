@@ -1,6 +1,6 @@
-"""Cross-entropy on the GPU, a program per token: logits are read in their own dtype and never copied to FP32.
+"""Cross-entropy on the GPU, one program per token. Logits are read in their own dtype and never copied to FP32.
 
-PyTorch's own operations move 78 bytes per BF16 logit, forward and backward; these move 6.
+Forward and backward move 6 bytes per BF16 logit; PyTorch's operations move 78.
 """
 
 # mypy: ignore-errors
@@ -17,14 +17,14 @@ BLOCK = 8192
 def _losses(logits, targets, losses, norms, vocabulary, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * vocabulary
-    # Of what has been read so far: the largest logit, and per lane the sum of exponentials relative to it.
+    # Running maximum, and per lane the sum of exponentials relative to it.
     largest = tl.full((), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         values = tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
         above = tl.maximum(largest, tl.max(values))
-        # As long as all are minus infinity, there is nothing to be relative to.
+        # Avoid inf - inf while all logits so far are minus infinity.
         base = tl.where(above == float("-inf"), 0.0, above)
         sums = sums * tl.exp(largest - base) + tl.exp(values - base)
         largest = above
@@ -39,21 +39,21 @@ def _losses(logits, targets, losses, norms, vocabulary, BLOCK: tl.constexpr):
 def _gradient(logits, targets, norms, scales, gradient, vocabulary, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = at < vocabulary
+    inside = at < vocabulary
     target = tl.load(targets + token)
     norm, scale = tl.load(norms + token), tl.load(scales + token)
-    values = tl.load(logits + token * vocabulary + at, mask=there, other=0.0).to(tl.float32)
-    found = (tl.exp(values - norm) - tl.where(at == target, 1.0, 0.0)) * scale
-    found = tl.where(target < 0, 0.0, found)
-    tl.store(gradient + token * vocabulary + at, found.to(gradient.dtype.element_ty), mask=there)
+    values = tl.load(logits + token * vocabulary + at, mask=inside, other=0.0).to(tl.float32)
+    result = (tl.exp(values - norm) - tl.where(at == target, 1.0, 0.0)) * scale
+    result = tl.where(target < 0, 0.0, result)
+    tl.store(gradient + token * vocabulary + at, result.to(gradient.dtype.element_ty), mask=inside)
 
 
 class Kernels:
-    """Of contiguous logits, tokens × vocabulary; a target below zero does not count."""
+    """Kernels for contiguous logits of shape (tokens, vocabulary). Targets below zero are ignored."""
 
     @staticmethod
     def losses(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per token the loss and the logarithm of the sum of exponentials, in FP32."""
+        """The loss and the log-sum-exp of every token, in FP32."""
         tokens, vocabulary = logits.shape
         losses, norms = (torch.empty(tokens, device=logits.device) for _ in range(2))
         with torch.cuda.device(logits.device):
@@ -64,7 +64,7 @@ class Kernels:
     def gradient(
         logits: torch.Tensor, targets: torch.Tensor, norms: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Of the losses times `scales`, in the logits' dtype."""
+        """The gradient of `losses * scales`, in the logits' dtype."""
         tokens, vocabulary = logits.shape
         gradient = torch.empty_like(logits)
         grid = (tokens, triton.cdiv(vocabulary, BLOCK))

@@ -1,11 +1,13 @@
-"""One autograd node per block. Forward runs the block's training graph; what it keeps is the block's policy:
+"""One autograd node per block. The block's policy decides what the node saves for the backward:
 
-| `recompute` | the inputs; backward rebuilds the graph with the same random numbers and differentiates it |
-| `offload` | the same, the inputs wait in host memory |
-| `store` | the graph, its saved weights as handles; backward differentiates it on the weights fetched again |
+| policy | saved | backward |
+|---|---|---|
+| `recompute` | the inputs | fetches the weights, recomputes the block with the same random numbers, differentiates it |
+| `offload` | the inputs, in host memory | the same |
+| `store` | the graph, with handles instead of weights | fetches the weights and differentiates the stored graph |
 
-Inputs of the node are all tensors in the block's arguments that require grad, and an anchor that always does: a frozen
-embedding must not cut the graph. Outputs are everything that leaves the block (compute/block.py).
+The node's inputs are the tensors in the block's arguments, and an anchor that always requires grad, so that the node
+has a backward even behind a frozen embedding. Its outputs are all tensors that leave the block (compute/block.py).
 """
 
 from __future__ import annotations
@@ -42,27 +44,27 @@ from megatrain.store.slab import Slab
 from megatrain.stream.activations import Activations, OffloadedTensor
 
 MIN_OFFLOAD_BYTES = 1 << 10
-"""Bytes below which an input is not worth a transfer."""
+"""Smaller inputs stay on the device."""
 MAX_RECOMPUTES = 5
-"""Recomputes of a block before it is an error that another thread draws random numbers each time."""
+"""Attempts to recompute a block while another thread draws random numbers."""
 
 
 @dataclass(frozen=True)
 class CallInfo:
-    """One call of a block."""
+    """What the engine knows about one call of a block."""
 
     call_id: CallId
-    """Names this call in the present forward: gradients are summed per call id."""
+    """Identifies this call within the forward. Gradients are summed per call id."""
     policy: str
     """`recompute`, `store` or `offload`."""
     multithreaded: Callable[[], bool]
     """Whether several threads run the model."""
     replay_call_ids: Callable[[], AbstractContextManager[None]]
-    """Around a recompute: blocks that this one calls inside have the call ids that they had in the forward."""
+    """Wraps a recompute: nested blocks get the call ids of the original forward."""
 
 
 class Runtime(Protocol):
-    """What a node needs from the engine: engine/step.py says what each of these does."""
+    """What a node needs from the engine; implemented by engine/step.py."""
 
     device: torch.device
     activations: Activations
@@ -75,7 +77,7 @@ class Runtime(Protocol):
 
 @dataclass
 class _Graph:
-    """A block's inner graph: its leaves, and what it leads to."""
+    """A block's inner autograd graph: leaves and outputs."""
 
     inputs: list[torch.Tensor]
     weights: Weights
@@ -85,7 +87,7 @@ class _Graph:
 
 @dataclass
 class _Call:
-    """One use of a block: what forward leaves for backward beside the saved tensors."""
+    """What one call's forward keeps for its backward, besides the tensors that autograd saves."""
 
     runtime: Runtime
     block: Block
@@ -93,30 +95,30 @@ class _Call:
     differentiable: tuple[int, ...]
     recording: Recording | None
     ambient: AmbientState
-    use: CallInfo
+    info: CallInfo
     versions: tuple[int, ...]
-    """Of the block's slabs: a recompute on other weights would give the gradient of another function."""
+    """Versions of the block's slabs in the forward. The backward needs the same weights."""
     policy: str
     training: bool
-    """Whether the block was in training mode: in the other one a recompute has other masks, or none."""
+    """Whether the module was in training mode. A recompute in the other mode has different dropout masks."""
     offloaded: dict[int, OffloadedTensor] = field(default_factory=dict)
-    """Policy `offload`: inputs that wait in host memory, by position."""
+    """Policy `offload`: inputs in host memory, by position."""
     graph: _Graph | None = None
-    """Policy `store`: what the forward made, until the backward uses it."""
+    """Policy `store`: the forward's graph, until the backward uses it."""
     buffers: Buffers = field(default_factory=dict)
-    """The block's buffers before the forward, if the forward changed them."""
+    """The buffers before the forward, if the forward changed them."""
     generators_after: Generators | None = None
-    """Where the generators stood after the forward; None if it drew nothing."""
+    """The random number state after the forward; None if it drew nothing."""
     interleaved: bool = False
-    """Whether another thread came in during the forward."""
+    """Whether another thread called the model during the forward."""
     result: FlattenSpec | None = None
-    """What left the block in the forward, without its tensors, until it is handed on."""
+    """The structure of the outputs, until they are returned."""
     compiled: bool = False
-    """Whether the forward ran compiled: the recompute must too, or its dropout masks would be others."""
+    """Whether the forward ran compiled. Eager code would draw different dropout masks in the recompute."""
 
     def run_forward(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], FlattenSpec]:
-        """The forward, compiled where blocks are."""
-        # What hooks record inside is a side effect, which compiled code does not repeat.
+        """Run the forward, compiled if possible."""
+        # Compiled code does not repeat the side effects of hooks that record outputs.
         compiled = self.block.compiled
         self.compiled = self.recording is None and compiled is not None and compiled.can_compile(self.block.structure)
         try:
@@ -125,7 +127,7 @@ class _Call:
             assert compiled is not None
             compiled.run_eagerly(self.block.structure, type(self.block.module).__name__, reason)
         self.compiled = False
-        # Parts that could be compiled may have run.
+        # Parts of the block may have run and drawn random numbers.
         self.ambient.generators.restore()
         return self.run(inputs, weights)
 
@@ -136,14 +138,12 @@ class _Call:
             return capture_outputs(call, weights, args, kwargs, self.recording)
 
     def offload_inputs(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
-        """What autograd keeps of the inputs: all, none (`store`), or those too small to be worth parking."""
+        """Apply the policy to the inputs; returns those that autograd saves, and None for the others."""
         if self.policy == "store":
             return (None,) * len(tensors)
         if self.policy == "offload":
-            worth = [
-                i for i in self.differentiable if tensors[i].numel() * tensors[i].element_size() >= MIN_OFFLOAD_BYTES
-            ]
-            self.offloaded = {i: self.runtime.activations.offload(tensors[i]) for i in worth}
+            large = [i for i in self.differentiable if tensors[i].nbytes >= MIN_OFFLOAD_BYTES]
+            self.offloaded = {i: self.runtime.activations.offload(tensors[i]) for i in large}
         return tuple(None if i in self.offloaded else t for i, t in enumerate(tensors))
 
     def restore_inputs(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -151,10 +151,8 @@ class _Call:
             raise UnsupportedCall(
                 f"{self.block.name} was differentiated twice under policy 'offload'; use 'recompute'."
             )
-        return tuple(
-            self.runtime.activations.restore(self.offloaded[i]) if i in self.offloaded else t
-            for i, t in enumerate(saved)
-        )
+        restore = self.runtime.activations.restore
+        return tuple(restore(self.offloaded[i]) if i in self.offloaded else t for i, t in enumerate(saved))
 
     def take_stored_graph(self, views: dict[int, torch.Tensor]) -> _Graph:
         graph, self.graph = self.graph, None
@@ -168,7 +166,7 @@ class _Call:
         inputs = self.detached(tuple(t for t in saved if t is not None))
         weights = self.block.bind(views, leaves=True)
         for _ in range(MAX_RECOMPUTES):
-            with self.ambient.replayed(self.generators_after), self.use.replay_call_ids():
+            with self.ambient.replayed(self.generators_after), self.info.replay_call_ids():
                 outputs, _ = self.run(inputs, weights)
                 if self.random_numbers_match():
                     return _Graph(inputs, weights, outputs, None)
@@ -178,7 +176,7 @@ class _Call:
         )
 
     def random_numbers_match(self) -> bool:
-        """Whether a recompute drew what its forward did: it ends there. One that draws nothing has no masks."""
+        """Whether a recompute drew the same random numbers as the forward, or none."""
         if self.generators_after is None:
             return True
         if self.interleaved:
@@ -187,7 +185,7 @@ class _Call:
         return any(torch.equal(now, other.device_state) for other in (self.generators_after, self.ambient.generators))
 
     def check_unchanged(self) -> None:
-        """Raise if the gradient would be that of another function than the forward computed."""
+        """Raise if weights or training mode have changed since the forward."""
         if self.versions != tuple(slab.version for slab in self.block.slabs):
             raise UnsupportedCall(
                 f"the weights of {self.block.name} were changed between a forward and its backward (by a step, or by "
@@ -200,7 +198,7 @@ class _Call:
             )
 
     def refuse_hidden_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The graph of a forward is dropped, so a gradient that still reaches it came by a side door."""
+        """Raise if a gradient reaches the dropped graph of the forward through a tensor that was not returned."""
 
         def refuse(_: torch.Tensor) -> None:
             raise UnsupportedCall(
@@ -213,7 +211,7 @@ class _Call:
                 tensor.register_hook(refuse)
 
     def detached(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """Inputs cut from the outer graph; those that require grad outside require it inside."""
+        """Detach the inputs from the outer graph, keeping `requires_grad`."""
         return [t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(tensors)]
 
 
@@ -224,8 +222,8 @@ class _BlockNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with call.runtime.weights(call.block, "forward") as views:
             inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
-            # Random numbers that another thread draws in between could not be replayed: the graph is kept then.
-            multithreaded = call.use.multithreaded()
+            # If another thread may draw random numbers in between, a recompute cannot replay them: store the graph.
+            multithreaded = call.info.multithreaded()
             rebinder = Rebinder(views) if call.policy == "store" or multithreaded else None
             forward = partial(call.run_forward, inputs, weights)
             keeping: AbstractContextManager[Buffers] = (
@@ -235,7 +233,7 @@ class _BlockNode(torch.autograd.Function):
                 made, call.result = forward() if rebinder is None else rebinder.run(forward)
             now = Generators.capture(call.runtime.device)
             call.generators_after = None if now.same(call.ambient.generators) else now
-            call.interleaved = not multithreaded and call.use.multithreaded()
+            call.interleaved = not multithreaded and call.info.multithreaded()
             if rebinder is not None and call.generators_after is not None:
                 call.policy = "store"
             if call.policy == "store":
@@ -258,14 +256,14 @@ class _BlockNode(torch.autograd.Function):
             input_grads, weight_grads = _differentiate(graph, grads)
             del graph
         if wants_weight_gradients():
-            deliver_gradients(call.runtime, call.block, call.use.call_id, weight_grads)
+            deliver_gradients(call.runtime, call.block, call.info.call_id, weight_grads)
         return (None, None, *input_grads)
 
 
 def _differentiate(
     graph: _Graph, grads: tuple[torch.Tensor | None, ...]
 ) -> tuple[list[torch.Tensor | None], dict[tuple[int, int], torch.Tensor]]:
-    """Gradients of the node's inputs, and of the weights by slab and segment."""
+    """Gradients of the inputs, and of the weights by (slab, segment)."""
     inputs = graph.inputs
     pairs = [(t, g) for t, g in zip(graph.outputs, grads, strict=True) if g is not None and t.requires_grad]
     targets = [t for t in inputs if t.requires_grad]
@@ -274,25 +272,25 @@ def _differentiate(
         return [None] * len(inputs), {}
     outputs, by_output = zip(*pairs, strict=True)
     wanted = [*targets, *[weight for _, weight in leaves]]
-    # Blocks called inside this one are wanted, whoever asked.
-    found = call_with({_inside_block: True}, torch.autograd.grad, outputs, wanted, by_output, allow_unused=True)
-    by_input = iter(found[: len(targets)])
+    # Nested blocks must deliver weight gradients, whatever inputs the outer backward was called with.
+    gradients = call_with({_inside_block: True}, torch.autograd.grad, outputs, wanted, by_output, allow_unused=True)
+    by_input = iter(gradients[: len(targets)])
     input_grads = [next(by_input) if t.requires_grad else None for t in inputs]
-    by_weight = zip([key for key, _ in leaves], found[len(targets) :], strict=True)
+    by_weight = zip([key for key, _ in leaves], gradients[len(targets) :], strict=True)
     return input_grads, {key: gradient for key, gradient in by_weight if gradient is not None}
 
 
 _inside_block: ContextVar[bool] = ContextVar("megatrain_inside_block", default=False)
-"""Whether a block's own graph is being differentiated."""
+"""Whether a block's inner graph is being differentiated."""
 
 
 def wants_weight_gradients() -> bool:
-    """Whether this backward is for parameters: not in `torch.autograd.grad(loss, [x])` or `backward(inputs=[x])`."""
+    """Whether this backward accumulates into parameters. False for `autograd.grad(...)` and `backward(inputs=...)`."""
     return _inside_block.get() or torch.autograd._is_checkpoint_valid()
 
 
 def refuse_create_graph(name: str) -> None:
-    """Called in a backward. Autograd runs it with gradients on if, and only if, `create_graph=True` was asked for."""
+    """Raise if the current backward has `create_graph=True`: only then does autograd run it with gradients enabled."""
     if torch.is_grad_enabled():
         raise UnsupportedCall(
             f"create_graph=True was asked for in a backward through {name}, whose gradients have no graph of their "
@@ -304,37 +302,35 @@ def refuse_create_graph(name: str) -> None:
 def deliver_gradients(
     runtime: Runtime, block: Block, call_id: CallId, gradients: dict[tuple[int, int], torch.Tensor]
 ) -> None:
-    """Gradients of a block's weights, through the hooks that users put on parameters, to the store."""
+    """Run the users' parameter hooks on a block's weight gradients and add the gradients to the store."""
     for slab in block.slabs:
-        found = {segment: gradient for (index, segment), gradient in gradients.items() if index == slab.index}
-        if not found:
+        of_slab = {segment: gradient for (index, segment), gradient in gradients.items() if index == slab.index}
+        if not of_slab:
             continue
-        hooked = {
-            segment: block.parameters[name] for name, (owner, segment) in block.locations.items() if owner is slab
-        }
-        hooks = {segment: user_hooks(hooked[segment]) for segment in found}
-        for segment, gradient in found.items():
+        parameters = {at: block.parameters[name] for name, (owner, at) in block.locations.items() if owner is slab}
+        hooks = {segment: user_hooks(parameters[segment]) for segment in of_slab}
+        for segment, gradient in of_slab.items():
             for hook in hooks[segment][0]:
                 replaced = hook(gradient)
                 gradient = gradient if replaced is None else replaced
-            found[segment] = gradient
-        runtime.add_gradients(slab, call_id, found)
-        for segment in found:
+            of_slab[segment] = gradient
+        runtime.add_gradients(slab, call_id, of_slab)
+        for segment in of_slab:
             for hook in hooks[segment][1]:
-                hook(hooked[segment])
+                hook(parameters[segment])
     runtime.backward_done(block)
 
 
 def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
-    """Run a block in the forward pass, as a node of the outer graph if anything in it can have a gradient."""
+    """Run a block, as a node of the outer graph if a weight or an input requires grad."""
     tensors, spec = flatten_tensors((args, kwargs))
     differentiable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
     if not torch.is_grad_enabled() or not (block.trainable or differentiable):
         return _without_gradient(runtime, block, args, kwargs)
     versions = tuple(slab.version for slab in block.slabs)
     ambient = AmbientState.capture(runtime.device)
-    use, mode = runtime.start_call(block), block.module.training
-    call = _Call(runtime, block, spec, differentiable, recording, ambient, use, versions, use.policy, mode)
+    info, mode = runtime.start_call(block), block.module.training
+    call = _Call(runtime, block, spec, differentiable, recording, ambient, info, versions, info.policy, mode)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     result, call.result = call.result, None
@@ -343,7 +339,7 @@ def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, recording: R
 
 
 def _without_gradient(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs) -> Any:
-    """Evaluation, generation, or a frozen block on inputs without gradient: no node, side effects as they come."""
+    """Run a block without a node: evaluation, generation, or a frozen block on inputs without gradient."""
     with runtime.weights(block, "inference") as views:
         weights = block.bind(views, leaves=False)
         result = block.call(weights, args, kwargs)

@@ -1,8 +1,7 @@
-"""Keeping a block's graph while its weights leave: saved tensors that are views of a slot are kept as handles.
+"""Stores a block's graph without its weights: saved tensors that are views of a slot are replaced with handles.
 
-Autograd saves the weights it needs for the backward, often as transposed views. A slot is refilled before the backward
-comes, so what is saved is only where in the slab the view lies; it is bound again to the slot that the weights come
-back in.
+Autograd saves the weights that the backward needs, often as transposed views. The slot is refilled before the backward
+runs, so a handle stores the view's position in the slab. The backward applies it to the slot that then holds the slab.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ _active: ContextVar[Any] = ContextVar("megatrain_rebinder", default=None)
 
 
 class Addresses(Generic[Key]):
-    """The ranges of memory that contiguous tensors take: slots and copies may be parts of one storage."""
+    """The address ranges of contiguous tensors. Several of them may share a storage."""
 
     def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes, key) for key, t in tensors.items()]
 
     def find(self, tensor: torch.Tensor) -> Key | None:
-        """Whose memory a tensor begins in; None if nobody's."""
+        """The key of the tensor whose range contains this tensor's start, or None."""
         at = tensor.data_ptr()
         return next((key for begin, end, key in self._ranges if begin <= at < end), None)
 
     def copy_if_inside(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, copied if it lies in any of them: their memory will hold something else."""
+        """The tensor, or a copy if it lies in one of the ranges, whose memory will be reused."""
         return tensor if self.find(tensor) is None else tensor.clone()
 
 
@@ -44,10 +43,10 @@ class Rebinder:
         self._slabs = Addresses(views)
         self._starts = {slab: view.data_ptr() for slab, view in views.items()}
         self.views: Mapping[int, torch.Tensor] = {}
-        """Set before the backward: where the weights are then."""
+        """The weights' current location; set before the backward."""
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Run the forward. Hooks that a Ctrl-C leaves behind find that they are nobody's, and do nothing."""
+        """Run the forward with the hooks active. If a Ctrl-C leaves the hooks installed, they do nothing afterwards."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             return call_with({_active: self}, forward)
 
@@ -57,8 +56,8 @@ class Rebinder:
             return tensor
         slab = self._slabs.find(tensor)
         if slab is None:
-            # Without its own history: a node that saves what it made would hold itself, and a graph that no backward
-            # uses (one that ran out of memory, say) would never be freed.
+            # Detach: a node that saves its own output would form a reference cycle, and a graph whose backward never
+            # runs would never be freed.
             return partial(_unchanged, tensor.detach(), tensor._version)
         offset = (tensor.data_ptr() - self._starts[slab]) // tensor.element_size()
         return partial(self._view, slab, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -70,13 +69,13 @@ class Rebinder:
     def _view(
         self, slab: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
     ) -> torch.Tensor:
-        """A view of the weights where they are now; `offset` is from the start of the slab."""
+        """The view at its current location; `offset` is relative to the start of the slab."""
         view = self.views[slab].view(dtype)
         return view.as_strided(size, stride, int(view.storage_offset()) + offset)
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    # Autograd does not look at versions where hooks are set.
+    # Autograd does not check versions of tensors that hooks have packed.
     if tensor._version != version:
         raise UnsupportedCall(
             "a tensor needed for a gradient was modified by an inplace operation after it had been saved "

@@ -1,4 +1,4 @@
-"""What a recomputed forward must see again: random numbers and autocast, as they were."""
+"""The state that a recompute must restore: random number generators and autocast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.generators import Generators
 
 @dataclass(frozen=True)
 class AmbientState:
-    """Random number generators and autocast at the moment a block's forward began."""
+    """Random number generators and autocast at the start of a block's forward."""
 
     generators: Generators
     device: torch.device
@@ -22,7 +22,7 @@ class AmbientState:
 
     @classmethod
     def capture(cls, device: torch.device, generators: Generators | None = None) -> AmbientState:
-        """The present state; `generators` if where they stand is not of interest."""
+        """The current state, with `generators` instead of the current ones if given."""
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         generators = Generators.capture(device) if generators is None else generators
@@ -30,12 +30,12 @@ class AmbientState:
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """What autocast computes matrix products in on the device; None if it is off."""
+        """The autocast dtype on the device; None if autocast is off."""
         return next((dtype for kind, enabled, dtype in self.autocast if kind == self.device.type and enabled), None)
 
     @contextmanager
     def autocasting(self) -> Iterator[None]:
-        """Run with the captured autocast state alone."""
+        """Run with the captured autocast state only."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(
@@ -45,12 +45,12 @@ class AmbientState:
 
     @contextmanager
     def replayed(self, generators_after: Generators | None) -> Iterator[None]:
-        """Run with the captured state, and put the present one back afterwards.
+        """Run with the captured state and restore the current one afterwards.
 
         `generators_after`: the generators after the original forward; None if it drew nothing, so nothing is restored.
         """
         present = AmbientState.capture(self.device, self.generators if generators_after is None else None)
-        # Twice: a Ctrl-C that ends the first leaves the second to finish.
+        # Nested: if a Ctrl-C interrupts the first restore, the second completes it.
         try:
             try:
                 if generators_after is not None:
@@ -63,7 +63,7 @@ class AmbientState:
             present.restore(generators_after is not None)
 
     def restore(self, generators: bool) -> None:
-        """Put autocast, and the generators if they were set, to the captured state."""
+        """Restore autocast and, if `generators`, the random number generators."""
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)

@@ -1,8 +1,8 @@
-"""The window: the micro-batches of a step pass every block together, so that its weights travel once for all of them.
+"""The window: micro-batches of a step run block by block together, so each block's weights are fetched once for all.
 
-Each micro-batch's unchanged training step runs in a thread of its own, but only the thread that holds the baton runs.
-At every block, forward and backward, a thread hands the baton on; the next one brings its own micro-batch to the same
-block, and finds the weights there. Each thread keeps its own streams of random numbers.
+Each micro-batch runs in its own thread, and only one thread runs at a time. At every block, forward and backward, a
+thread passes the baton. The next thread brings its micro-batch to the same block and finds the weights on the device.
+Each thread has its own random number state.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatrain.generators import Generators
 Result = TypeVar("Result")
 _thread = threading.local()
 OUTSIDE_WINDOW = -1
-"""The micro-batch of a thread that runs none."""
+"""The micro-batch number of a thread that does not belong to a window."""
 INTERRUPT_TIMEOUT = 0.5
-"""Seconds that micro-batches get to come to their next block after a Ctrl-C."""
+"""Seconds to wait after a Ctrl-C until every micro-batch reaches its next block."""
 
 
 def wait_for_turn(position: int) -> None:
-    """Called at a block, `position` of the way through a step: let the other micro-batches of the window come this far.
+    """Wait until the other micro-batches of the window have reached `position`, counted in blocks through the step.
 
-    Nothing outside a window.
+    Returns at once outside a window.
     """
     thread = getattr(_thread, "current", None)
     if thread is not None:
@@ -45,34 +45,34 @@ def wait_for_turn(position: int) -> None:
 
 
 class _Baton:
-    """One thread runs at a time: whoever is least far, and of those the earliest micro-batch.
+    """Lets one thread run at a time: the one that is least far, and among equals the earliest micro-batch.
 
-    So micro-batches pass every block in their order, also when one of them skips blocks (layer drop).
+    Micro-batches therefore pass every block in order, even if one of them skips blocks (layer drop).
     """
 
     def __init__(self, micro_batches: int, device: torch.device) -> None:
         self._condition = threading.Condition()
         self.positions = dict.fromkeys(range(micro_batches), (-1, 0))
-        """How far each that has not left is: its position in the step, and how many blocks it has come to."""
+        """Micro-batch → its position in the step and the number of blocks it has reached; removed when it ends."""
         self.finished: set[int] = set()
-        """Those whose work is done; one of them may still hold the baton."""
+        """Micro-batches whose task has returned; one of them may still hold the baton."""
         self._turn = 0
         self._device = device
         self.aborted = False
-        """Whether everybody is to give up; stays so for a thread that is left behind."""
+        """Whether all threads must stop. A stuck thread sees this whenever it continues."""
         self.error: BaseException | None = None
 
     def yield_turn(self, number: int, position: int) -> None:
-        """Give the baton to whoever is least far and wait until it comes back."""
+        """Pass the baton and wait until it returns."""
         with self._condition:
             furthest, blocks = self.positions[number]
             self.positions[number] = (max(furthest, position), blocks + 1)
             self._choose_next()
-            # In here nobody else draws yet.
-            drawn = Generators.capture(self._device) if self._turn != number else None
+            # Capture inside the lock: no other thread draws random numbers yet.
+            state = Generators.capture(self._device) if self._turn != number else None
         self.wait(number)
-        if drawn is not None:
-            drawn.restore()
+        if state is not None:
+            state.restore()
 
     def wait(self, number: int) -> None:
         with self._condition:
@@ -81,13 +81,13 @@ class _Baton:
             raise WindowAborted("another micro-batch of the window failed.")
 
     def leave(self, number: int) -> None:
-        """The micro-batch is done, or has failed."""
+        """Remove a micro-batch that has ended or failed."""
         with self._condition:
             del self.positions[number]
             self._choose_next()
 
     def join(self) -> bool:
-        """Wait until all have left. A Ctrl-C here ends them at their next block; False if one did not get there."""
+        """Wait until all have left. A Ctrl-C stops them at their next block; returns False if one does not reach it."""
         deadline: float | None = None
         while True:
             try:
@@ -99,7 +99,7 @@ class _Baton:
                 deadline = deadline or time.monotonic() + INTERRUPT_TIMEOUT
 
     def abort(self, error: BaseException) -> None:
-        """Whoever gets the baton from now on gives up."""
+        """Stop every thread when it next gets the baton."""
         with self._condition:
             self.error, self.aborted = self.error or error, True
 
@@ -114,14 +114,14 @@ Jobs = queue.SimpleQueue[Callable[[], None] | None]
 def _run_jobs(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
-        # The last job's closure must not keep its tensors alive while the thread is idle.
+        # The closure would keep its tensors alive while the thread is idle.
         del job
 
 
 class WindowThreads:
-    """The threads of an engine's windows.
+    """The threads of an engine's windows, kept between windows.
 
-    They stay: CUDA libraries keep a handle per thread, and making one takes tens of milliseconds.
+    CUDA libraries create a handle per thread, which takes tens of milliseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,12 +130,12 @@ class WindowThreads:
         self._baton: _Baton | None = None
 
     def current(self) -> int:
-        """The micro-batch that the calling thread runs."""
+        """The number of the micro-batch that the calling thread runs, or `OUTSIDE_WINDOW`."""
         thread = getattr(_thread, "current", None)
         return OUTSIDE_WINDOW if thread is None else int(thread[1])
 
     def check(self) -> None:
-        """Raise in a thread whose window was given up: what it still does is nobody's."""
+        """Raise `WindowAborted` in a thread whose window was aborted: its results must not be used."""
         thread = getattr(_thread, "current", None)
         if thread is not None and thread[0].aborted:
             raise WindowAborted("the window of this micro-batch was given up.")
@@ -147,9 +147,9 @@ class WindowThreads:
     def run(
         self, tasks: Sequence[Callable[[], Result]], seeds: Sequence[int], on_finished: Callable[[], None]
     ) -> list[Result]:
-        """Run the tasks together; results in order. The first failure is raised, after all tasks have ended.
+        """Run the tasks together and return their results in order.
 
-        `on_finished` is called whenever a task has ended well.
+        `on_finished` is called after each task that succeeds. The first error is raised after all tasks have ended.
         """
         self._baton = baton = _Baton(len(tasks), self._device)
         results: dict[int, Result] = {}
@@ -188,14 +188,14 @@ class WindowThreads:
             except BaseException as interrupt:
                 if not started:
                     raise
-                # They run: they must end before the caller goes on.
+                # The tasks run already and must end before this returns.
                 baton.abort(interrupt)
             if not baton.join():
-                # Whoever is stuck keeps its thread; it gives up if it ever gets the baton again.
+                # Leave the stuck thread behind. It stops if it ever gets the baton again.
                 self._workers = []
         self._baton = None
         if baton.error is not None:
-            # What failed holds its frames, and those the tensors of the whole window: nobody but the caller keeps it.
+            # The error's frames hold the tensors of the window, so only the caller may keep a reference to it.
             error, baton.error = baton.error, None
             try:
                 raise error
@@ -211,14 +211,13 @@ class WindowThreads:
 
 
 def _thread_settings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """What a thread does not take over from the one that starts it, as it is now; to be applied in the thread."""
+    """Capture the settings that a new thread does not inherit; the result applies them in that thread."""
     grad, ambient, default_device = torch.is_grad_enabled(), AmbientState.capture(device), torch.get_default_device()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def applied() -> Iterator[None]:
-        # A backward of CUDA tensors otherwise runs in one worker thread that all micro-batches share: parking there
-        # would be a deadlock.
+        # With multithreading, all CUDA backwards share one worker thread, and waiting for a turn there would deadlock.
         with (
             torch.device(default_device) if default_device.type != "cpu" else nullcontext(),
             torch.set_grad_enabled(grad),

@@ -1,7 +1,7 @@
-"""Putting an engine on a model: `ATTACH_STEPS`, in order, each listing its undo before it changes anything.
+"""Attaches an engine to a model: `ATTACH_STEPS`, in order. Each step registers its undo before it changes anything.
 
-A step that fails or is interrupted undoes them all, so that the user gets the model back whole. Closing and releasing
-an engine run the same lists (engine/undo.py).
+If a step fails or is interrupted, all changes are undone and the model is as before. `Engine.close` and
+`Engine.release` run the same undo lists (engine/undo.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatrain.engine.session import Engine
 
 CLOSE_TIMEOUT = 3.0
-"""Seconds that lanes get to finish when an engine is left because of an error, or the process ends."""
+"""Seconds to wait for lanes when an engine is closed after an error or at process exit."""
 
 
 class Attachment:
@@ -71,7 +71,7 @@ class Attachment:
             raise
 
     def close(self, timeout: float | None = None) -> None:
-        """Undo all but what was done to the model."""
+        """Undo all changes except those to the model."""
         self.closed = True
         self.on_close.timeout = timeout
         self.on_close.run()
@@ -79,19 +79,19 @@ class Attachment:
     # ---- the steps
 
     def create_tiers(self) -> None:
-        """Tiers; nothing is allocated yet."""
+        """Create the memory tiers. Nothing is allocated yet."""
         self.placement = Placement(self.settings, self.device)
         self.on_close.add(self.placement.ram.unpin)
 
     def limit_gpu_memory(self) -> None:
-        """The share of the GPU that a cap or a plan allows."""
+        """Limit PyTorch's allocator to what `max_vram_gb` or the plan allows."""
         ram = self.placement.ram
         self.memory_limit = MemoryLimit(self.settings, self.device, self.model, pinned=lambda: ram.pinned)
         self.on_close.add(self.memory_limit.release)
         self.memory_limit.apply()
 
     def start_lanes(self) -> None:
-        """Lanes and their threads."""
+        """Start the lanes and their threads."""
         on_close = self.on_close
         with DeferInterrupts():
             self.lanes = lanes = cuda.choose_lanes(self.settings.debug.lanes, self.device)
@@ -101,8 +101,8 @@ class Attachment:
             process.switch_interval.request(on_close, process.SWITCH_INTERVAL)
 
     def adopt_model(self) -> None:
-        """Weights into the store; blocks are routed through the step, which is built from their slabs next."""
-        # Autograd keeps the hooks of parameters out of the garbage collector's sight: they must not hold the engine.
+        """Move weights into the store and route the blocks' forwards through the step, which is built next."""
+        # The garbage collector cannot see hooks of parameters, so a strong reference would keep the engine alive.
         reference = weakref.ref(self)
 
         def add_loose_gradient(slab: Slab, index: int, gradient: torch.Tensor) -> None:
@@ -111,17 +111,17 @@ class Attachment:
 
         self.adoption = Adoption(self.model, self.device, self.engine.precision, self.placement, self.saved)
         self.adoption.adopt(self.found, add_loose_gradient, lambda *call: self.step.forward(*call), self.on_release)
-        # Parameters outside any block lie in slabs that have a name of their own.
+        # Parameters outside any block are in slabs that are named after the module that owns them.
         names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
         self.placement.check(names)
 
     def build_step(self) -> None:
-        """The flow of a step, over everything that it moves."""
+        """Build the training step and the parts that move its data."""
         settings, device, lanes, slabs = self.settings, self.device, self.lanes, self.adoption.slabs
         blocks, counters = self.adoption.blocks, self.engine.counters
         self.memory_limit.policies = Policies(settings.policy, [block.name for block in blocks])
         link = Link(device, lanes, counters, inventory.cores())
-        # Loose parameters are read where they are used: no slot is for them.
+        # Loose parameters are read where they are used, so they need no slot.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
         fetcher = Fetcher(fetched, settings.debug.slots, link)
         drain = Drain(slabs, settings.debug.grad_slots, link)
@@ -148,11 +148,11 @@ class Attachment:
         self.on_close.add(self.step.window_threads.close)
 
     def reserve_gpu_memory(self) -> None:
-        """All that a plan has of the GPU."""
+        """Reserve all GPU memory of the plan."""
         self.memory_limit.reserve(self.lanes.quiesce)
 
     def prepare_blocks(self) -> None:
-        """How blocks run: not checkpointed, compiled if that was asked for, and expected in registration order."""
+        """Disable gradient checkpointing, compile layers if requested, and register the blocks."""
         blocks = self.adoption.blocks
         if blocks:
             disable_checkpointing(self.model, self.on_release)
@@ -162,7 +162,7 @@ class Attachment:
         self.step.set_blocks(blocks)
 
     def chunk_head(self) -> None:
-        """Logits wait for the loss if the model is a causal LM whose loss is transformers' own."""
+        """Compute the loss in chunks of tokens if the model is a causal LM with transformers' own loss."""
         model, loss, chunk = self.model, self.transformers_api.causal_loss, self.settings.head_chunk
         module: Any = output_embedding(model) if chunk != 0 and can_chunk_loss(model, loss) else None
         block = next((block for block in self.adoption.blocks if block.module is module), None)
@@ -173,21 +173,21 @@ class Attachment:
         features = module.weight.shape[0]
         fused = fuses_loss(self.settings.compile, self.device.type == "cuda")
         self.step.head = Head(self.step, block, loss, features, chunk or chunk_tokens(features, fused), fused)
-        # The module whose forward calls the loss function: under adapters it is inside the one the user holds.
+        # The innermost module that calls the loss function: adapters wrap it.
         owner = [inner for inner in model.modules() if uses_causal_loss(inner, module, loss)][-1]
         self.on_release.patch(owner, "_loss_function", self.step.head.loss, keep_user_value=True)
 
     def connect_model(self) -> None:
-        """What users call on the model, which knows its engine from here on; and the engine knows its parts."""
+        """Connect engine and model: the engine's parts, the model's hooks and patched methods."""
         engine = self.engine
         with DeferInterrupts():
             engine._set_parts(self)
-            # Nothing in that list refers to the engine, which must not be kept alive.
+            # The list must not refer to the engine: it would keep it alive.
             weakref.finalize(engine, _close_at_exit, self.on_close)
             patch_model(engine, self.transformers_api, self._start_forward, self.on_release)
         announce_attached(engine)
 
-    # ---- what the parts call
+    # ---- callbacks
 
     def check_open(self) -> None:
         if self.closed:
@@ -215,8 +215,8 @@ ATTACH_STEPS: tuple[Callable[[Attachment], None], ...] = (
 
 
 def _close_at_exit(on_close: Undo) -> None:
-    """An engine that nobody has any more. Of one that was closed nothing is left."""
+    """Close an engine that was garbage-collected or is alive at process exit."""
     on_close.timeout = CLOSE_TIMEOUT
-    # At the end of the process CUDA may be gone.
+    # CUDA may already be shut down.
     with suppress(RuntimeError):
         on_close.run()

@@ -1,4 +1,4 @@
-"""Who calls the model, and which call of a block this is, in the present forward."""
+"""Which thread runs the model, and which call of a block this is within the forward."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from megatrain.stream.predict import Predictor
 
 
 class _ThreadState(threading.local):
-    """What a thread knows of its own forward."""
+    """The state of one thread's forward."""
 
     def __init__(self) -> None:
         self.calls: Counter[int] = Counter()
         self.step: int | None = None
-        """The step that those calls are of."""
+        """The step that `calls` belongs to."""
         self.recomputing = False
         self.predictor: Predictor | None = None
 
 
 class CallTracker:
-    """Gradients are summed by call id, so that the sum does not depend on timing.
+    """Numbers the calls of each block and counts those without a backward.
 
-    A thread that only evaluates, beside the one that trains, is a visitor: it must not change what the step knows.
+    Gradients are summed by call id, so the sum does not depend on timing.
     """
 
     def __init__(self, window_threads: WindowThreads, lock: threading.RLock) -> None:
         self._window_threads, self._lock = window_threads, lock
         self.steps = 0
         self._pending: Counter[int] = Counter()
-        """Forwards through each block whose backward has not come yet."""
+        """Block → forwards in this step whose backward has not run yet."""
         self._total_pending = 0
-        """The same, through all of them together, since the last step or zero_grad."""
+        """The same for all blocks, since the last step or zero_grad."""
         self._training_thread: int | None = None
-        """The thread that took the last step, or made the first forward that can be trained."""
+        """The thread of the last step; before the first step, of the first forward with gradients."""
         self._last_thread: int | None = None
         """The thread that called the model last."""
         self._last_multithreaded_step = -2
-        """The last step in which several did."""
+        """The last step in which several threads called the model."""
         self._thread = _ThreadState()
 
     # ---- threads
 
     def mark_training_thread(self) -> None:
-        """The calling thread is the one that trains."""
+        """Make the calling thread the training thread."""
         self._training_thread = threading.get_ident()
 
     def enter_model(self) -> bool:
-        """The model is called. Whether the calling thread is the one that trains, as far as is known."""
+        """Note that the calling thread calls the model. Returns False if another thread is the training thread."""
         thread = threading.get_ident()
         if self._training_thread is None and torch.is_grad_enabled():
             self._training_thread = thread
-        # Blocks inside a block are called again in autograd's thread, and micro-batches of a window take turns.
+        # A recompute may run in autograd's thread, and micro-batches of a window never run at the same time.
         if self._window_threads.current() == OUTSIDE_WINDOW and not self._thread.recomputing:
             if self._last_thread not in (None, thread):
                 self._last_multithreaded_step = self.steps
@@ -66,19 +66,17 @@ class CallTracker:
         return self._training_thread in (None, thread)
 
     def multithreaded(self) -> bool:
-        """Whether several threads have run the model in this step or the one before."""
+        """Whether several threads ran the model in this step or the previous one."""
         return self._last_multithreaded_step + 1 >= self.steps
 
     def evaluating(self) -> bool:
-        """Whether the calling thread is a visitor."""
-        foreign = (
-            self._training_thread not in (None, threading.get_ident())
-            and self._window_threads.current() == OUTSIDE_WINDOW
-        )
-        return foreign and not torch.is_grad_enabled()
+        """Whether the calling thread only evaluates, beside the training thread."""
+        if torch.is_grad_enabled() or self._window_threads.current() != OUTSIDE_WINDOW:
+            return False
+        return self._training_thread not in (None, threading.get_ident())
 
     def evaluation_predictor(self, blocks: Sequence[Block]) -> Predictor:
-        """What the calling thread has done so far, and will do next."""
+        """The calling thread's own predictor, so that it does not disturb that of the training thread."""
         if self._thread.predictor is None:
             self._thread.predictor = Predictor()
             self._thread.predictor.assume([("inference", block.index) for block in blocks] * 2)
@@ -87,14 +85,14 @@ class CallTracker:
     # ---- call ids
 
     def start_forward(self) -> None:
-        """A forward begins, of the whole model or of a part of it: calls of a block are counted from here."""
+        """Count calls from zero: a forward of the model, or of a part of it, begins."""
         self._thread.calls, self._thread.step = Counter(), self.steps
 
     def start_call(self, block: Block) -> tuple[CallId, Counter[int]]:
-        """The id of this call of a block, and all calls of blocks in this forward so far."""
+        """Return the id of this call, and the calls of all blocks in this forward so far."""
         if self._total_pending == 0 or self._thread.step != self.steps:
-            # No forward pass is open: a part of the model called by itself, or another thread (a block called inside
-            # another one is called again in autograd's).
+            # No forward pass is open in this thread: part of the model was called directly, or autograd's thread
+            # recomputes a block that contains this one.
             self.start_forward()
         calls = self._thread.calls
         calls[block.index] += 1
@@ -108,7 +106,7 @@ class CallTracker:
 
     @contextmanager
     def replay_call_ids(self, calls: Counter[int]) -> Iterator[None]:
-        """A block is computed again: blocks that it calls inside have the call ids that they had in the forward."""
+        """Inside, nested blocks get the call ids that they had in the original forward."""
         thread = self._thread
         before = thread.calls, thread.step, thread.recomputing
         thread.calls, thread.step, thread.recomputing = calls.copy(), self.steps, True
@@ -118,20 +116,18 @@ class CallTracker:
             thread.calls, thread.step, thread.recomputing = before
 
     def backward_done(self, block: Block) -> None:
-        """One backward through a block has come."""
         self._pending[block.index] -= 1
         self._total_pending = max(0, self._total_pending - 1)
 
     def all_backwards_done(self, block: int) -> bool:
-        """Whether every forward through a block has had its backward."""
+        """Whether every forward through the block has had its backward."""
         return self._pending[block] <= 0
 
     def discard_pending(self) -> None:
-        """Backwards that have not come will not count."""
+        """Stop waiting for missing backwards."""
         self._total_pending = 0
 
     def after_step(self) -> None:
-        """A step is over."""
         self._pending.clear()
         self._total_pending = 0
         self.steps += 1

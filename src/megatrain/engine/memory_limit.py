@@ -1,6 +1,6 @@
-"""How much of the GPU may be taken, what blocks keep there for their backward, and less of it once it has run out.
+"""GPU memory: the limit of PyTorch's allocator, the policy of each block, and what to give up when memory runs out.
 
-Nothing here changes bits: `store`, `recompute` and `offload` give the same gradients.
+All policies give bitwise equal gradients, so a retry with less memory gives the same result.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatrain.stream.states import StateStream
 from megatrain.stream.sums_out import SumsOut
 
 SMALLER_POLICY = {"store": "recompute", "recompute": "offload", "offload": "offload"}
-"""Policy → the next one, which takes less of the device."""
+"""Policy → the next one, which needs less GPU memory."""
 GRANULARITY = 32 << 20
-"""The allocator takes memory from the driver in pieces of 2 or 20 MiB; what is taken beforehand stops short of one."""
+"""Bytes to leave unreserved: the allocator requests segments of 2 or 20 MiB from the driver."""
 WARMUP_STEPS = 2
-"""Steps after which all streams have what they keep."""
+"""Steps after which every stream has allocated its caches."""
 
 
 class Policies:
@@ -46,29 +46,29 @@ class Policies:
 
     @property
     def stored(self) -> list[str]:
-        """Blocks that keep their graph."""
+        """Names of blocks with policy `store`."""
         return [name for name, policy in self._by_block.items() if policy == "store"]
 
     @property
     def is_smallest(self) -> bool:
-        """Whether no block could keep less."""
+        """Whether no block can be switched to a smaller policy."""
         return all(policy == SMALLER_POLICY[policy] for policy in self._by_block.values())
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
-        """No graph is kept inside (no input either, if none was); afterwards half as many as before."""
+        """Inside, no block stores its graph; afterwards half as many as before do. If none did, offload inputs."""
         stored = self.stored
-        leaner = {
+        smaller = {
             name: SMALLER_POLICY[policy] for name, policy in self._by_block.items() if policy == "store" or not stored
         }
-        before, self._by_block = self._by_block, self._by_block | leaner
+        before, self._by_block = self._by_block, self._by_block | smaller
         yield
-        # The first half goes on as before: a backward frees the last ones first, so those are worth least.
+        # Keep the first half: the backward frees the graphs of the last blocks first, so they save the least memory.
         self._by_block |= {name: before[name] for name in stored[: len(stored) // 2]}
 
 
 class HeldState:
-    """What the GPU holds for longer than one use, of slabs whose states are in RAM."""
+    """Weights and gradient sums that stay on the GPU although the optimizer states are in RAM."""
 
     def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, sums_out: SumsOut, states: StateStream) -> None:
         self._slabs, self._fetcher, self._sums_out, self._states = slabs, fetcher, sums_out, states
@@ -77,7 +77,7 @@ class HeldState:
         return self._fetcher.holding or any(slab.held_sum for slab in self._slabs)
 
     def stop_holding(self) -> None:
-        """Weights and sums stream from now on; gradients that there are now are dropped."""
+        """Stream all weights and sums from now on. Drops the current gradients."""
         with self._fetcher.lock, DeferInterrupts():
             sums = [slab for slab in self._slabs if slab.held_sum]
             for slab in sums:
@@ -90,7 +90,7 @@ class HeldState:
 
 
 class MemoryLimit:
-    """The limits of an engine's GPU memory, and what gives way when they are reached."""
+    """The GPU memory limit of one engine, and what it gives up when the limit is reached."""
 
     policies: Policies
     held_state: HeldState
@@ -100,48 +100,48 @@ class MemoryLimit:
     ) -> None:
         self._device = device
         self._pinned = pinned
-        """Bytes of host memory that the GPU can reach now."""
+        """Returns the bytes of pinned host memory."""
         self._owner: object | None = object()
-        """Stands for this engine among those that limit the GPU; None once it has ended."""
+        """Identifies this engine among those that limit the GPU; None once released."""
         plan: Plan | None = settings.plan if device.type == "cuda" else None
-        # Settings that override the plan change how much memory is taken.
+        # Settings that override the plan change how much memory is needed.
         self._plan = plan if plan is not None and not settings.differing(plan.settings()) else None
         self._other_bytes = inventory.vram_held_beside(device, model)
-        """Held by this process for something else: a reference model, another engine."""
+        """GPU memory that this process uses for something else: a reference model, another engine."""
         self._limit = inventory.vram_limit(device, settings.max_vram_gb, self._other_bytes)
         self._plan_lifted = self._expandable = False
         self._planned: int | None = None
-        """What PyTorch's allocator may have by the plan."""
+        """Bytes that the plan allows PyTorch's allocator."""
         self._window = 1
-        """Most micro-batches that have passed a block together."""
+        """The largest window so far, in micro-batches."""
         if self._plan is not None:
             self._planned = self._plan.total("vram") - self._plan.outside_allocator
             self._window = self._plan.largest_window
 
-    def apply(self, held: bool = True) -> None:
-        """Whether a plan's figure limits GPU memory, or `max_vram_gb` alone, as evaluation and generation may need."""
+    def apply(self, to_plan: bool = True) -> None:
+        """Limit the allocator to the plan's total, or to `max_vram_gb` alone: evaluation may need more than planned."""
         if self._device.type == "cpu" or self._owner is None:
             return
         if self._plan is not None or self._limit is not None:
             self._expandable = process.use_expandable_segments(self._owner)
         cap = None if self._limit is None else self._limit - cuda_bytes(self._pinned(), self._window)
-        planned = self._planned if held and not self._plan_lifted else None
+        planned = self._planned if to_plan and not self._plan_lifted else None
         process.vram_fraction(self._device).request(self._owner, process.VramLimit(cap, planned, self._other_bytes))
 
     def set_window_size(self, window: int) -> None:
-        """So many micro-batches pass a block together, each in a thread of its own: what those take is inside a cap."""
+        """Count the GPU memory of the threads of a window of this size against the limit."""
         if window > self._window:
             self._window = window
             self.apply()
 
     def release(self) -> None:
-        """The engine is closed: its limits are nobody else's."""
+        """Remove this engine's limit."""
         if self._device.type == "cpu" or self._owner is None:
             return
         process.release(self._owner)
         self._owner = None
         if self._plan is not None:
-            # What was taken ahead; a GPU that has failed has raised already what the user should see.
+            # Frees what `reserve` allocated. A GPU that has failed raised its error before.
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
@@ -153,10 +153,10 @@ class MemoryLimit:
         """
         if self._plan is None and self._limit is None:
             return
-        # Host memory is pinned now, which takes some of the GPU's.
+        # Pinned host memory takes some GPU memory too, and it is allocated now.
         self.apply()
         wait_for_lanes()
-        # What was cached before there was a limit, the driver counts as well.
+        # The driver counts memory that was cached before the limit was set.
         torch.cuda.empty_cache()
         if self._plan is None or self._plan_lifted:
             return
@@ -171,11 +171,10 @@ class MemoryLimit:
             ) from error
 
     def after_step(self, steps: int, wait_for_lanes: Callable[[], None]) -> None:
-        """After a step. What other streams keep came in the first ones, for which the allocator gave back what had
-        been taken; then it is taken again, once."""
+        """Reserve once more after the first steps, in which the allocator returned memory to make room for caches."""
         if steps != WARMUP_STEPS:
             return
-        # Buffers of gradients are pinned as well by now.
+        # Gradient buffers are pinned by now.
         self.apply()
         if self._expandable and self._plan is not None and not self._plan_lifted:
             wait_for_lanes()
@@ -184,14 +183,14 @@ class MemoryLimit:
 
     def _reserve_missing(self) -> None:
         held: list[torch.Tensor] = []
-        # What is asked for may lie in memory that is there already: then it is still missing, and asked for again.
+        # An allocation may be served from cached memory, so repeat until the reserved total is reached.
         while (missing := self._missing_bytes()) > GRANULARITY:
             held.append(torch.empty(missing, dtype=torch.uint8, device=self._device))
             if not self._expandable:
                 break
 
     def _missing_bytes(self) -> int:
-        """Bytes of the plan that the allocator could take from the driver, as far as it may."""
+        """Bytes of the plan that are not reserved yet, within the allocator's limit."""
         assert self._plan is not None
         assert self._planned is not None
         total = torch.cuda.get_device_properties(self._device).total_memory
@@ -200,22 +199,22 @@ class MemoryLimit:
         missing = wanted - torch.cuda.memory_reserved(self._device) - GRANULARITY
         if self._expandable:
             return missing
-        # A segment that does not grow is one stream's for good, and what stays on the GPU is another's.
+        # A fixed segment belongs to one stream for good, and persistent data is allocated on another one.
         roles = self._plan.memory["vram"]
         return min(missing, roles["activations"] + roles["workspace"] - self._plan.outside_allocator)
 
     @property
     def exhausted(self) -> bool:
-        """Whether `lean` has nothing left to give."""
+        """Whether `with_less_memory` has nothing left to give up."""
         return self.policies.is_smallest and not self.held_state and (self._plan_lifted or self._plan is None)
 
     @contextmanager
     def with_less_memory(self) -> Iterator[None]:
-        """For a step that ran out of memory, done again inside: blocks keep less for their backward.
+        """Retry a step that ran out of GPU memory inside this context.
 
-        Inside no block keeps its graph, and afterwards half as many as before do. If none did, weights and sums that
-        are held stream from now on, and the next time inputs go to RAM. A plan's figure is no limit any more,
-        `max_vram_gb` still is.
+        Inside, no block stores its graph; afterwards half as many as before do. If no block stored its graph, held
+        weights and sums are streamed from now on; if none are held, inputs of blocks are offloaded. The plan's total no
+        longer limits the allocator, but `max_vram_gb` does.
         """
         self._plan_lifted = True
         self.apply(False)

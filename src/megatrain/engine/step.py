@@ -1,23 +1,24 @@
-"""The whole flow of a training step, on one page.
+"""One training step, from the forward pass to the optimizer update.
 
-    forward    the model calls a block → its weights are in a slot (fetched ahead) → it runs → the slot is released
-    head       returns logits that are not computed yet → the model's loss takes them chunk by chunk, and each chunk is
-               differentiated at once (compute/head.py)
-    backward   autograd reaches the block's node → its weights are fetched again → it is recomputed and
-               differentiated → its gradients are drained to host memory
-    step       the norm is taken, updates are released in forward order on the update lane → at once, the first
-               blocks of the next forward are fetched, each as soon as its own update is done (without clipping, and
-               in a backward that is known to be the last, updates start there)
+    forward    1. The model calls a block. Its weights are already in a device slot, because they were prefetched.
+               2. The block runs, its slot is released, and the next block's weights are prefetched.
+    head       The last block returns lazy logits. The model's loss computes them chunk by chunk, and differentiates
+               each chunk immediately (compute/head.py).
+    backward   1. Autograd reaches a block's node. The weights are fetched again.
+               2. The block is recomputed and differentiated. Its gradients are copied to host memory.
+    step       1. The gradient norm is computed, and the updates are submitted to the update lane in forward order.
+               2. The first blocks of the next forward are prefetched, each as soon as its own update is done.
+               Without clipping, updates start during the last backward of the step (`final_backward`).
 
-What stays on the device skips the copies: weights that are resident or held, and sums that are added to in call_id.
-Where both are there, states may come to the device for their update and go back to RAM (stream/states.py).
+Resident and held weights need no fetch, and gradient sums on the device need no copy out. Optimizer states of a block
+that has both may be staged on the device for their update (stream/states.py).
 
-Compute is the user's thread. Everything else runs on lanes (stream/lanes.py). A job says what it reads and writes, and
-waits for whoever uses that memory (store/ticket.py).
+Compute runs in the user's thread. Copies and updates run on lanes (stream/lanes.py). Each job declares what it reads
+and writes, and waits for earlier users of that memory (store/ticket.py).
 
-Other threads may run the model meanwhile. One lock guards slots, gradients and counts, never compute. A thread that
-only evaluates is a visitor, which keeps its own record of what comes next. A Ctrl-C in a section that changes several
-of these is raised at its end (compute/interrupts.py).
+Several threads may run the model. One lock guards slots, gradients and counters; it is not held during compute. A
+thread that only evaluates has its own predictor. A Ctrl-C inside a critical section is raised at the end of that
+section (compute/interrupts.py).
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class Step:
     ram_monitor: RamMonitor
     check_open: Callable[[], None]
     head: Head | None = None
-    """The block whose logits wait for the loss, if the model has one."""
+    """The block that returns lazy logits, if the model has one."""
     revisits: bool = False
-    """Whether a micro-batch was seen to pass a block twice: in a window its sums have another order then."""
+    """Whether a micro-batch of a window ran a block twice, which changes the order of its gradient sum."""
 
     def __post_init__(self) -> None:
         self.blocks: list[Block] = []
@@ -89,12 +90,12 @@ class Step:
         """Slab → block, for slabs that only one block uses."""
         self._window_sums: WindowSums | None = None
         for slab in self.slabs:
-            # Parameters lead to these, so they must not lead to the engine, which ends with its last user: autograd
-            # keeps what parameters refer to out of the garbage collector's sight.
+            # These must not refer to the engine. Parameters refer to them, and the garbage collector cannot see through
+            # autograd, so the engine would never be freed.
             slab.grad.merge, slab.grad.refuse_late = self.drain.merge, self.updates.refuse_late
 
     def set_blocks(self, blocks: list[Block]) -> None:
-        """The first step has no past to predict from: assume registration order, there and back."""
+        """Set the blocks. Until a step has run, the predictor assumes that they run in registration order."""
         self.blocks = blocks
         users = Counter(slab.index for block in blocks for slab in block.slabs)
         for slab in self.slabs:
@@ -109,7 +110,7 @@ class Step:
     # ---- forward and backward
 
     def forward(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], *, materialize: bool = False) -> Any:
-        """The model calls a block. `materialize`: logits that were to wait for the loss are looked at."""
+        """Run a block for the model. The head returns lazy logits unless `materialize` is set."""
         self._enter_model()
         if not materialize and self.head is not None and self.head.can_defer(block, args, kwargs):
             return self.head.logits(args[0], partial(self.forward, block, args, kwargs, materialize=True))
@@ -119,9 +120,12 @@ class Step:
 
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:
-        """The block's weights on the device, and those of the blocks after it on their way."""
+        """Yield the block's weights on the device, by slab, and prefetch those of the next blocks.
+
+        `phase` is "forward", "backward" or "inference".
+        """
         self.ram_monitor.check()
-        # A window does not wait at the head: the logits of its micro-batches must not pile up.
+        # Micro-batches of a window do not wait at the head: the logits of all of them would be in memory at once.
         if phase != "inference" and (self.head is None or block is not self.head.block):
             wait_for_turn(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
         evaluating = phase == "inference" and self._calls.evaluating()
@@ -146,9 +150,9 @@ class Step:
             self.fetcher.release(lease)
 
     def add_gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None:
-        """Gradients of a slab's parameters, by segment, as a block's backward makes them."""
+        """Add gradients of a slab's parameters, given by segment, to the sum of this call of the block."""
         if slab.grad.scale != 1.0:
-            slab.grad.writable()  # what was clipped before stays clipped, and this one is not
+            slab.grad.writable()  # applies the pending clip factor, which must not scale the new gradient
         with self._lock, DeferInterrupts():
             self.window_threads.check()
             if self._window_sums is not None and self.window_threads.current() == OUTSIDE_WINDOW:
@@ -157,40 +161,40 @@ class Step:
                     "call backward() before or after the window."
                 )
             self.updates.refuse_late(slab.grad)
-            # An embedding with sparse=True gives rows; sums and updates are of whole parameters.
+            # An embedding with sparse=True has sparse gradients.
             gradients = {index: g if g.layout is torch.strided else g.to_dense() for index, g in gradients.items()}
             (self._window_sums or self.drain).collect(slab, call_id, gradients)
 
     def backward_done(self, block: Block) -> None:
-        """One backward through a block has given all its gradients."""
+        """Note that one backward through a block has added all its gradients."""
         with self._lock, DeferInterrupts() if self.updates.early else nullcontext():
             self._calls.backward_done(block)
             if block.index == 0:
-                # The host is ahead of the device here; between steps it is not.
+                # Here the host is ahead of the device, so reading timers costs nothing.
                 self.lanes.timeline.settle(wait=False)
             for slab in block.slabs:
                 if self._window_sums is None or not self._window_sums.has_pending(slab):
                     self._gradient_complete(slab)
 
     def _gradient_complete(self, slab: Slab) -> None:
-        """A gradient is on its way home: the slab's only one, if every forward through its block has come back."""
+        """Allow the slab's update to start if no other gradient for it can follow in this step."""
         if not slab.shared and self._calls.all_backwards_done(self._block_of_slab[slab.index]):
             if self.updates.early:
                 self.fetcher.wait_for_evaluations()
             self.updates.gradient_complete(slab)
 
     def add_loose_gradient(self, slab: Slab, index: int, gradient: torch.Tensor) -> None:
-        """The gradient of a parameter that the model or the loss used outside any block."""
+        """Add the gradient of a parameter that was used outside any block."""
         node.refuse_create_graph(slab.layout.segments[index].name)
         slab.shared = True
         self.add_gradients(slab, OUTSIDE_BLOCKS, {index: gradient})
 
     def start_forward(self) -> None:
-        """A forward begins, of the whole model or of a part of it."""
+        """Start counting calls of blocks: a forward of the model, or of a part of it, begins."""
         self._calls.start_forward()
 
     def start_call(self, block: Block) -> CallInfo:
-        """A block is called, to be differentiated later."""
+        """Register a call of a block that will be differentiated."""
         call_id, calls = self._calls.start_call(block)
         replay_call_ids = partial(self._calls.replay_call_ids, calls)
         return CallInfo(call_id, self.memory_limit.policies[block.name], self._calls.multithreaded, replay_call_ids)
@@ -198,7 +202,7 @@ class Step:
     # ---- window
 
     def window(self, tasks: Sequence[Callable[[], Result]], full_step: bool) -> list[Result]:
-        """Run micro-batches together: each block's weights come once, and its gradients leave once."""
+        """Run micro-batches together: each block's weights are fetched once, and its gradients are copied out once."""
         self.raise_errors()
         self._calls.mark_training_thread()
         if self._window_sums is not None:
@@ -215,7 +219,7 @@ class Step:
             with self._lock, DeferInterrupts():
                 sums.close()
         except BaseException:
-            # Some sums have left already, some replaced what was there: only none at all is a clean state.
+            # Some sums have been copied out and others have not: only dropping all gradients is consistent.
             self.zero_grad()
             raise
         finally:
@@ -230,7 +234,7 @@ class Step:
     # ---- step
 
     def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
-        """Release the updates; block *i* of the next forward waits for update *i* alone."""
+        """Submit the updates. In the next forward a block waits for its own update only."""
         self.raise_errors()
         self._calls.mark_training_thread()
         with self._lock:
@@ -257,8 +261,7 @@ class Step:
         except BaseException:
             moved = [slab for slab in self.slabs if slab.version != before[slab.index]]
             for slab in moved:
-                # Used up: a later step must not apply it again.
-                slab.grad.clear()
+                slab.grad.clear()  # a later step must not apply it again
             if moved:
                 warn(
                     f"a step failed after the updates of {len(moved)} of {len(self.slabs)} parts of the model had been "
@@ -268,9 +271,9 @@ class Step:
 
     @contextmanager
     def final_backward(self, rules: RuleTable, owner: object) -> Iterator[None]:
-        """Without clipping, updates start in the backward inside: each slab's as soon as its gradient is complete."""
+        """Start each slab's update during the backward inside, as soon as its gradient is complete."""
         self.raise_errors()
-        # The first step shows which parameters are used in several places; those must wait for all of them.
+        # Only after one step is it known which parameters several calls share; those wait for all their gradients.
         if self._calls.steps > 0:
             with self._lock:
                 self.updates.start_early(rules, owner)
@@ -281,7 +284,7 @@ class Step:
             raise
 
     def owns(self, parameter: Any) -> bool:
-        """Whether a parameter lies in one of this engine's slabs."""
+        """Whether a parameter is stored in one of this engine's slabs."""
         if not isinstance(parameter, StoreTensor) or parameter.slab.index >= len(self.slabs):
             return False
         return self.slabs[parameter.slab.index] is parameter.slab
@@ -295,32 +298,32 @@ class Step:
             self.activations.drop_all()
 
     def grad_norm(self) -> float:
-        """The global gradient norm of what has been accumulated so far."""
+        """The global norm of the gradients accumulated so far."""
         self.raise_errors()
         return self.updates.norm()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what has been accumulated so far."""
+        """Multiply the gradients accumulated so far."""
         self.raise_errors()
         self.updates.scale(factor)
 
-    # ---- around it
+    # ---- errors, waiting, prediction
 
     def _enter_model(self) -> None:
-        """The model is called. What lanes found out is told to the thread that trains."""
+        # Errors of lanes belong to the training thread.
         if self._calls.enter_model():
             self.raise_errors()
         else:
             self.check_open()
 
     def raise_errors(self) -> None:
-        """Raise what lanes found out since the last call."""
+        """Raise errors that occurred on lanes since the last call."""
         self.check_open()
         self.lanes.check()
         self.updates.check()
 
     def require_consistent_weights(self) -> None:
-        """Raise if weights are partly those of the next step, or of one that turned out not to be finite."""
+        """Raise if some weights belong to a later step than others, or the last gradients were not finite."""
         self.updates.wait_for_outcome()
         self.raise_errors()
         if self.updates.early_started:
@@ -330,19 +333,19 @@ class Step:
             )
 
     def synchronize(self) -> None:
-        """Wait until all submitted work on the store is done."""
+        """Wait for all submitted copies and updates."""
         for slab in self.slabs:
             slab.wait_for_all_work()
         self.lanes.check()
 
     def _upcoming_slabs(self, predictor: Predictor) -> list[Slab]:
-        """Slabs of the uses that are expected next, nearest first; those for which nothing travels do not count."""
+        """Slabs of the next blocks that need a fetch, nearest first, up to the fetcher's depth."""
         uses = (self.blocks[use[1]].slabs for use in predictor.upcoming() if isinstance(use, tuple))
         fetched = (slabs for slabs in uses if any(map(self.fetcher.needs_fetch, slabs)))
         return list(chain.from_iterable(islice(fetched, self.fetcher.depth)))
 
     def _slabs_in_forward_order(self) -> list[Slab]:
-        """Slabs as the last forward used them, then those it did not use."""
+        """Slabs in the order of the last forward, then those that it did not use."""
         ordered = {slab.index: slab for index in self._forward_order for slab in self.blocks[index].slabs}
         return list((ordered | {slab.index: slab for slab in self.slabs if slab.index not in ordered}).values())
 
