@@ -12,7 +12,9 @@ def renamed(old: str, new: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "megatrain":
         frame, level = frame.f_back, level + 1
-    warnings.warn(f"{old} is now {new}; the old name goes with the next release.", FutureWarning, stacklevel=level)
+    warnings.warn(
+        f"{old} is now {new}; the old name will be removed in the next release.", FutureWarning, stacklevel=level
+    )
 
 
 class Aliased(type):

@@ -93,7 +93,7 @@ def sync_directory(path: AnyPath) -> None:
         device = os.stat(path).st_dev
         if device not in _unable:
             _unable.add(device)
-            warn(f"the file system of {path} cannot sync directories; after a power cut new files may be missing")
+            warn(f"the file system of {path} cannot sync directories: after a power cut new files may be missing")
 
 
 def sync_tree(directory: AnyPath, only: Iterable[AnyPath]) -> int:
@@ -283,7 +283,7 @@ def _fsync(path: AnyPath, operation: str, flags: int = 0, harmless: Collection[i
         status = os.fstat(descriptor)
         key = (status.st_dev, status.st_ino, status.st_mtime_ns)
         if key in _failed:
-            raise OSError(errno.EIO, "could not be synced before, and has not been written anew", os.fspath(path))
+            raise OSError(errno.EIO, "an earlier sync failed, and the file has not been written again", os.fspath(path))
         try:
             before(operation, path)
             os.fsync(descriptor)

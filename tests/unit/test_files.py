@@ -97,7 +97,7 @@ def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
         files.sync_tree(tmp_path, files.regular_files(tmp_path))
     assert failed.value.filename == str(tmp_path / "name")
     seen: Seen = []
-    with files.observing(recording(seen)), pytest.raises(OSError, match="has not been written anew"):
+    with files.observing(recording(seen)), pytest.raises(OSError, match="has not been written again"):
         files.sync(tmp_path / "name")
     assert seen == []
     (tmp_path / "name").unlink()

@@ -82,8 +82,12 @@ def _read(place: Path, name: str) -> dict[str, torch.Tensor]:
         if (place / PICKLED).is_file():
             return torch.load(place / PICKLED, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except SafetensorError as cause:
-        raise CheckpointError(f"{place / FILE} is damaged: {cause}.") from cause
-    raise CheckpointError(f"{place} holds no {FILE}, where the adapter {name!r} of the model would be.")
+        raise CheckpointError(f"{place / FILE} is damaged: {cause}; use another checkpoint.") from cause
+    raise CheckpointError(
+        f"{place} has no {FILE}, which the model's adapter {name!r} needs; use a checkpoint of this adapter, or remove "
+        "it "
+        "from the model."
+    )
 
 
 def _check(
@@ -91,10 +95,16 @@ def _check(
 ) -> None:
     odd = sorted(values.keys() ^ targets.keys())
     if odd:
-        says = "lacks" if odd[0] in targets else "has, and the model has not,"
-        raise CheckpointError(f"the adapter {name!r} in {place} is another one: it {says} {odd[0]}.")
+        which = "the model has and it lacks" if odd[0] in targets else "it has and the model lacks"
+        raise CheckpointError(
+            f"the adapter {name!r} in {place} does not match the model's, {which} {odd[0]}; create the adapter with "
+            "the "
+            "configuration that was saved."
+        )
     for key, target in targets.items():
         if target is not None and values[key].shape != target.shape:
             raise CheckpointError(
-                f"{key} has shape {tuple(values[key].shape)} in {place}, and the model has {tuple(target.shape)}."
+                f"{key} has shape {tuple(values[key].shape)} in {place}, but {tuple(target.shape)} in the model; "
+                "create the "
+                "adapter with the configuration that was saved."
             )

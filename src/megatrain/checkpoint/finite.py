@@ -62,9 +62,9 @@ def warn_once(owner: object, marked: Iterable[str]) -> None:
     said.update(fresh)
     if fresh:
         warn(
-            f"NaN or infinite values in {_listed(fresh)}: the checkpoint is marked, resume_from_checkpoint=True passes "
-            "it over, and it does not count toward save_total_limit; go back to an earlier one, with a lower learning "
-            "rate or other data"
+            f"this checkpoint has NaN or infinite values in {_listed(fresh)}: resume_from_checkpoint=True will skip it "
+            "and "
+            "save_total_limit will not count it; go back to an earlier one with a lower learning rate or other data"
         )
 
 

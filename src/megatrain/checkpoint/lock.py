@@ -61,8 +61,9 @@ def _locked(path: Path) -> int | None:
             os.close(descriptor)
             who = f" (pid {holder})" if holder else ""
             raise DirectoryInUse(
-                f"another process{who} trains in {path.parent}, and the two would delete each other's checkpoints; "
-                "use another output_dir, or end that process first. Nothing was changed."
+                f"another process{who} is training in {path.parent}, and each would delete the other's checkpoints; "
+                "use "
+                "another output_dir, or stop that process first. Nothing was changed."
             ) from None
         except OSError as error:
             if descriptor >= 0:
@@ -70,7 +71,7 @@ def _locked(path: Path) -> int | None:
             if error.errno not in UNSUPPORTED | FORBIDDEN:
                 raise
             warn(
-                f"{path.parent} cannot be locked ({error.strerror}): make sure that no other process trains with this "
+                f"{path.parent} cannot be locked ({error.strerror}); make sure that no other process uses this "
                 "output_dir"
             )
             return None

@@ -68,10 +68,13 @@ def read(directory: AnyPath) -> dict[str, Any]:
         with files.opened_inside(directory, FILE) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MOST_BYTES:
-                raise CheckpointError(f"{path} is damaged: it is {size} bytes long.")
+                raise CheckpointError(f"{path} is damaged: it has {size:,} bytes; use another checkpoint.")
             data = file.read()
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {FILE}: the checkpoint was not written to its end.") from None
+        raise CheckpointError(
+            f"{directory} has no {FILE}: the checkpoint is incomplete, as saving was interrupted; use another "
+            "checkpoint."
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     return parse(path, data)
@@ -81,17 +84,22 @@ def parse(path: Path, data: bytes) -> dict[str, Any]:
     """The content of a manifest, if it is one; `path` is what errors name."""
     ending = _SUM.search(data)
     if ending is not None and hashlib.sha256(data[: ending.start()]).hexdigest().encode() != ending[1]:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one at its end.")
+        raise CheckpointError(
+            f"{path} is damaged: its SHA-256 does not match the one at its end; use another checkpoint."
+        )
     try:
         manifest = json.loads(data)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is damaged: it is not valid JSON.") from None
+        raise CheckpointError(f"{path} is damaged: it is not valid JSON; use another checkpoint.") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found == FORMAT and ending is None:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is missing.")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is missing; use another checkpoint.")
     # True == 1, and 1.0 == 1.
     if type(found) is not int or found not in (FORMAT, UNSUMMED):
-        raise CheckpointError(f"{path} has format {found}, this MegaTrain ({__version__}) reads up to {FORMAT}.")
+        raise CheckpointError(
+            f"{path} has format {found}, but MegaTrain {__version__} reads formats up to {FORMAT}; install a newer "
+            "MegaTrain."
+        )
     _check(path, manifest)
     return manifest  # type: ignore[no-any-return]
 
@@ -106,7 +114,8 @@ def verify(directory: AnyPath, states: bool = True) -> dict[str, Any]:
                 _check_file(Path(directory), name, entry, whole)
             except FileNotFoundError:
                 raise CheckpointError(
-                    f"{Path(directory) / name} is missing, not {entry['bytes']} bytes: the checkpoint is damaged."
+                    f"{Path(directory) / name} is missing ({entry['bytes']:,} bytes): the checkpoint is damaged; use "
+                    "another one."
                 ) from None
             except OSError as error:
                 raise CheckpointError(
@@ -121,10 +130,13 @@ def _check_file(directory: Path, name: str, entry: dict[str, int], whole: bool) 
         size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
             raise CheckpointError(
-                f"{directory / name} is {size} bytes long, not {entry['bytes']} bytes: the checkpoint is damaged."
+                f"{directory / name} has {size:,} bytes, expected {entry['bytes']:,}: the checkpoint is damaged; use "
+                "another one."
             )
         if whole and _crc32(file) != entry["crc32"]:
-            raise CheckpointError(f"{directory / name} is damaged: its CRC-32 is not the one in the manifest.")
+            raise CheckpointError(
+                f"{directory / name} is damaged: its CRC-32 does not match the manifest; use another one."
+            )
 
 
 def _crc32(file: BinaryIO) -> int:
@@ -172,6 +184,6 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
     wanted = _NEEDED | ({"sequence": _is_count} if manifest["format"] == FORMAT else {})
     for key, fits in (wanted | {key: fits for key, fits in _OPTIONAL.items() if key in manifest}).items():
         if key not in manifest:
-            raise CheckpointError(f"{path} is damaged: it lacks {key!r}.")
+            raise CheckpointError(f"{path} is damaged: it has no {key!r}; use another checkpoint.")
         if not fits(manifest[key]):
-            raise CheckpointError(f"{path} is damaged: its {key!r} is not what a manifest has there.")
+            raise CheckpointError(f"{path} is damaged: the value of {key!r} is not valid; use another checkpoint.")

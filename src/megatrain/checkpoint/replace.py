@@ -40,9 +40,11 @@ class Replacement:
         # A link to a directory stays one.
         self.target = Path(os.path.realpath(directory))
         if self.target.exists() and not self.target.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "not a directory, which a checkpoint is", str(directory))
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory, but a checkpoint is one", str(directory))
         if self.target.exists() and not os.access(self.target, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "this process may not write here; save elsewhere", str(directory))
+            raise PermissionError(
+                errno.EACCES, "this process has no permission to write here; save to another directory", str(directory)
+            )
         files.make_directory(self.target.parent)
         recover(self.target)
         self._stays = self.target.exists() and _must_stay(self.target)
@@ -174,7 +176,7 @@ def find(directory: AnyPath) -> Path:
         found = before
     else:
         return Path(directory)
-    announce(f"{directory} was being replaced when its process died: using {found}")
+    announce(f"{directory} was being replaced when its process was killed: using {found}")
     return found
 
 
@@ -270,4 +272,4 @@ def _discard(path: Path) -> None:
     try:
         (files.remove if path.is_symlink() else files.remove_tree)(path)
     except OSError as error:
-        warn(f"{path} could not be deleted ({error.strerror}); it is not needed any more")
+        warn(f"{path} could not be deleted ({error.strerror}); it is no longer needed, delete it by hand")

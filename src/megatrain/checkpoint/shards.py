@@ -40,9 +40,16 @@ def check(
             found = _described(shard)
             for name, tensors in found.items():
                 if name not in parameters:
-                    raise CheckpointError(f"{path} holds the state of {name!r}, which this optimizer does not have.")
+                    raise CheckpointError(
+                        f"{path} has the state of {name!r}, a parameter that this optimizer does not train; use the "
+                        "same "
+                        "model and the same frozen parameters."
+                    )
                 if name in where:
-                    raise CheckpointError(f"{path} holds the state of {name}, and so does {where[name].name}.")
+                    raise CheckpointError(
+                        f"{path} and {where[name].name} both have the state of {name}: the checkpoint was changed; use "
+                        "another one."
+                    )
                 where[name] = path
                 if RESIDUAL in tensors:
                     found_residuals.add(name)
@@ -51,10 +58,15 @@ def check(
             for key in (f"{name}/{role}" for name in found for role in found[name] if role.endswith(CODED)):
                 _decoded(path, key, shard.get_tensor(key), parameters)
     if missing := sorted(parameters.keys() - where.keys()):
-        raise CheckpointError(f"no shard holds the state of {missing[0]} ({len(missing)} missing).")
+        raise CheckpointError(
+            f"the state of {missing[0]} is in no shard ({len(missing)} parameters are missing); use another checkpoint."
+        )
     if residuals is not None and (other := sorted(found_residuals ^ set(residuals))):
         has = "has a" if other[0] in found_residuals else "lacks its"
-        raise CheckpointError(f"the state of {other[0]} in {where[other[0]]} {has} residual: the shard was changed.")
+        raise CheckpointError(
+            f"the state of {other[0]} in {where[other[0]]} {has} residual: the shard was changed; use another "
+            "checkpoint."
+        )
 
 
 def read(path: Path, parameters: Parameters) -> dict[str, dict[str, torch.Tensor]]:
@@ -85,17 +97,20 @@ def _check_tensors(where: str, tensors: Tensors, parameter: StoreTensor, moments
         ways = _ways(parameter, moment)
         kept = next((way for way in ways if way.keys() <= tensors.keys()), None)
         if kept is None:
-            raise CheckpointError(f"{where} has no {moment}.")
+            raise CheckpointError(f"{where} has no {moment}; use another checkpoint.")
         expected |= kept
     if unknown := sorted(tensors.keys() - expected.keys()):
-        raise CheckpointError(f"{where} has {unknown[0]!r}, which has no meaning here.")
+        raise CheckpointError(f"{where} has {unknown[0]!r}, which this version does not know; use another checkpoint.")
     for role, (dtype, shape) in expected.items():
         found = tensors[role]
         if role.endswith(CODED):
             # The size of a code depends on what it holds.
             shape = found[1] if len(found[1]) == 1 else (0,)
         if found != (dtype, shape):
-            raise CheckpointError(f"{where} has {role} as {found[0]} of shape {found[1]}, not {dtype} of {shape}.")
+            raise CheckpointError(
+                f"{where} has {role} as {found[0]} of shape {found[1]}, expected {dtype} of {shape}; use another "
+                "checkpoint."
+            )
 
 
 def _ways(parameter: StoreTensor, moment: str) -> list[Tensors]:

@@ -47,7 +47,9 @@ def require(directory: AnyPath, nbytes: int) -> None:
     """Raise unless there is room. What the new checkpoint replaces is deleted only after it is complete."""
     free = files.free_bytes(directory)
     if free < nbytes:
-        raise NoRoom(f"it takes about {nbytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free where {directory} is.")
+        raise NoRoom(
+            f"it needs about {nbytes / 1e9:.3g} GB, but {free / 1e9:.3g} GB are free in {directory}; free some space."
+        )
 
 
 def fault_of(error: BaseException) -> str | None:

@@ -135,15 +135,17 @@ def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: Any
     kind = saved.get("optimizer", "adamw")
     if kind != optimizer.kind:
         raise CheckpointError(
-            f"the optimizer state in {directory} is of {kind}, this optimizer is {optimizer.kind}; continue with the "
-            "same kind, or load the weights alone."
+            f"the optimizer state in {directory} was saved by {kind}, but this optimizer is {optimizer.kind}; continue "
+            "with "
+            f"{kind}, or load the weights alone."
         )
     parameters = _parameters(model, optimizer)
     groups = [[*own] for own in _named(model, optimizer)]
     if groups != [group["params"] for group in saved["groups"]] or saved["steps"].keys() != parameters.keys():
         raise CheckpointError(
-            f"the optimizer state in {directory} is of other parameters or groups "
-            f"({[len(g['params']) for g in saved['groups']]} per group, not {[len(g) for g in groups]})."
+            f"the optimizer state in {directory} has other parameters or groups "
+            f"({[len(g['params']) for g in saved['groups']]} parameters per group, this optimizer "
+            f"{[len(g) for g in groups]}); build the same groups before loading, or load the weights alone."
         )
     try:
         optimizer.check_groups(saved["groups"])
@@ -198,6 +200,6 @@ def _coded(gathered: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, to
         seconds += time.perf_counter() - start
         yield coded
     announce(
-        f"lossless: moments of {before / 1e6:.1f} MB are {after / 1e6:.1f} MB on disk (ratio "
-        f"{before / max(1, after):.2f}, coded at {before / 1e9 / max(seconds, 1e-9):.1f} GB/s)"
+        f"lossless: {before / 1e6:.1f} MB of moments compressed to {after / 1e6:.1f} MB on disk (ratio "
+        f"{before / max(1, after):.2f}, {before / 1e9 / max(seconds, 1e-9):.1f} GB/s)"
     )

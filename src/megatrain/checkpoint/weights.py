@@ -91,15 +91,16 @@ def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]
     if not files:
         if adapters.found_in(directory):
             raise CheckpointError(
-                f"{directory} holds the weights of adapters, and the model has none; add them with peft first."
+                f"{directory} has the weights of adapters, but the model has no adapter; add it with peft first."
             )
-        raise CheckpointError(f"{directory} holds no model*.safetensors; it is not a complete checkpoint.")
+        raise CheckpointError(f"{directory} has no model*.safetensors: it is no complete checkpoint; use another one.")
     if (directory / INDEX).exists():
         listed = _indexed(directory / INDEX)
         absent = sorted(listed - {path.name for path in files})
         if absent:
             raise CheckpointError(
-                f"{directory} lacks the shard {absent[0]} that its index names ({len(absent)} missing)."
+                f"{directory} has no {absent[0]}, which its index names ({len(absent)} shards are missing); use "
+                "another one."
             )
         files = [path for path in files if path.name in listed]
     return [(path, _shapes(path)) for path in files]
@@ -109,7 +110,7 @@ def _indexed(index: Path) -> set[str]:
     try:
         named = json.loads(index.read_bytes())["weight_map"].values()
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as cause:
-        raise CheckpointError(f"{index} is damaged: {cause!r}.") from cause
+        raise CheckpointError(f"{index} is damaged: {cause!r}; use another checkpoint.") from cause
     return {str(name) for name in named}
 
 
@@ -118,19 +119,23 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as shard:
             return {key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()}  # noqa: SIM118
     except SafetensorError as cause:
-        raise CheckpointError(f"{path} is damaged: {cause}.") from cause
+        raise CheckpointError(f"{path} is damaged: {cause}; use another checkpoint.") from cause
 
 
 def _load_converted(model: Any, own: dict[str, torch.Tensor], directory: Any, missing: list[str]) -> None:
     """Names on disk differ from the model's (merged experts...): let transformers convert, in a temporary copy."""
     if not hasattr(model, "from_pretrained"):
-        lacks = f"lacks {missing[0]}" if missing else "has names that the model does not know"
-        raise CheckpointError(f"the checkpoint in {directory} is of another model: it {lacks}.")
+        differs = f"has no {missing[0]}" if missing else "has names that the model does not have"
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another model: it {differs}; use the model it was saved from."
+        )
     loaded, report = type(model).from_pretrained(directory, dtype="auto", config=model.config, output_loading_info=True)
-    for kind, says in (("missing_keys", "lacks"), ("unexpected_keys", "has, and the model has not,")):
+    for kind, differs in (("missing_keys", "it has no"), ("unexpected_keys", "the model has no")):
         if report[kind]:
             raise CheckpointError(
-                f"the checkpoint in {directory} is of another model: it {says} {sorted(report[kind])[0]}."
+                f"{directory} is a checkpoint of another model: {differs} {sorted(report[kind])[0]}; use the model it "
+                "was saved "
+                "from."
             )
     for name, parameter in loaded.named_parameters():
         _check_shape(name, own.get(name), tuple(parameter.shape))
@@ -145,7 +150,9 @@ def _load_converted(model: Any, own: dict[str, torch.Tensor], directory: Any, mi
 def _check_shape(name: str, target: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     if target is None or tuple(target.shape) != shape:
         own = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
-        raise CheckpointError(f"{name} has shape {shape} in the checkpoint, and the model has {own}.")
+        raise CheckpointError(
+            f"{name} has shape {shape} in the checkpoint, but the model has {own}; use the model it was saved from."
+        )
 
 
 def _put(target: torch.Tensor, values: torch.Tensor) -> None:

@@ -19,6 +19,6 @@ def triton_kernel(module: str, name: str, try_out: Callable[[Any], object], slow
     except torch.OutOfMemoryError:
         raise  # that says nothing of Triton
     except Exception as reason:
-        announce(f"Triton cannot be used here ({type(reason).__name__}): {slower} on the GPU")
+        announce(f"Triton is not usable ({type(reason).__name__}), so {slower} on the GPU")
         return None
     return kernel

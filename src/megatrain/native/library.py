@@ -179,11 +179,11 @@ def square_sums(values: torch.Tensor, partials: torch.Tensor, *, chunk: int, rou
         if tensor.dtype not in dtypes or tensor.device.type != "cpu" or not tensor.is_contiguous():
             strided = "" if tensor.is_contiguous() else "strided "
             raise ValueError(
-                "only contiguous FP32 or BF16 in host memory can be summed, and only into FP64, "
+                "only contiguous FP32 or BF16 tensors in host memory can be summed, and only into FP64, "
                 f"not a {strided}{tensor.dtype} tensor on {tensor.device}"
             )
     if chunk < 1 or partials.numel() < -(-values.numel() // chunk):
-        raise ValueError(f"{partials.numel()} sums are no room for {values.numel()} elements in chunks of {chunk}")
+        raise ValueError(f"{values.numel()} elements in chunks of {chunk} do not fit in {partials.numel()} sums")
     kind = 1 if values.dtype == torch.bfloat16 else (2 if rounded else 0)
     code = load().mt_square_sums(values.data_ptr(), kind, values.numel(), chunk, partials.data_ptr(), threads)
     check(code, f"adding the squares of {values.numel()} elements")
@@ -213,7 +213,7 @@ def load() -> ctypes.CDLL:
     except AttributeError as error:
         raise NativeLibraryMissing(f"{path} is not MegaTrain's native library. {_HOW_TO_BUILD}") from error
     if found != ABI_VERSION:
-        why = f"The native library {path} has ABI version {found}, this megatrain needs {ABI_VERSION}."
+        why = f"The native library {path} has ABI version {found}, but MegaTrain needs {ABI_VERSION}."
         raise NativeLibraryMissing(f"{why} {_HOW_TO_BUILD}")
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
@@ -247,7 +247,7 @@ def search_paths() -> list[Path]:
 def _size(nbytes: int) -> int:
     # ctypes would wrap a negative number around to almost 2**64.
     if nbytes < 0:
-        raise ValueError(f"a size cannot be negative: {nbytes}")
+        raise ValueError(f"a size cannot be negative, and this one is {nbytes}")
     return nbytes
 
 

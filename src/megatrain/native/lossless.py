@@ -68,7 +68,8 @@ def decode(encoded: torch.Tensor, out: torch.Tensor, threads: int) -> None:
     )
     if code == errno.EMSGSIZE:
         raise CheckpointError(
-            f"The encoded state is sound, but it is not one of {out.numel()} elements of {out.dtype}."
+            f"The encoded state is intact, but does not hold {out.numel()} elements of {out.dtype}; use another "
+            "checkpoint."
         )
     if code == errno.EBADMSG:
         raise CheckpointError(f"The encoded state of {out.numel()} elements is damaged: {_place(chunk.value, out)}.")
@@ -79,7 +80,7 @@ def bound(numel: int, itemsize: int) -> int:
     """The most bytes that so many elements can take when encoded."""
     dtypes = {dtype.itemsize: code for dtype, code in _DTYPES.items()}
     if itemsize not in dtypes or numel < 0:
-        raise ValueError(f"only elements of 2 or 4 bytes can be encoded, not {numel} of {itemsize}")
+        raise ValueError(f"only elements of 2 or 4 bytes can be encoded, not {numel} elements of {itemsize} bytes")
     nbytes = ctypes.c_size_t()
     code = library.load().mt_lossless_bound(numel, dtypes[itemsize], ctypes.byref(nbytes))
     library.check(code, f"sizing the encoding of {numel} elements")
@@ -88,9 +89,9 @@ def bound(numel: int, itemsize: int) -> int:
 
 def _place(chunk: int, out: torch.Tensor) -> str:
     if chunk == ctypes.c_size_t(-1).value:
-        return "its header is cut off or changed, so nothing of it can be decoded"
+        return "its header is truncated or changed, so none of it can be decoded"
     first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, out.numel()) - 1
-    return f"chunk {chunk} of {-(-out.numel() // CHUNK)}, elements {first} to {last}, is the first that is wrong"
+    return f"chunk {chunk} of {-(-out.numel() // CHUNK)}, elements {first} to {last}, is the first that is damaged"
 
 
 def _check_flat(tensor: torch.Tensor, dtypes: Container[torch.dtype], rule: str) -> None:

@@ -40,7 +40,7 @@ class ExportTensor(StoreTensor):
     materialise = host
 
     def require_writable(self) -> None:
-        raise MegaTrainError("a state dict that was made for saving cannot be written to; write into the parameter.")
+        raise MegaTrainError("this state dict was made for saving and is read-only; write into the parameter itself.")
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.host().to(*args, **kwargs)

@@ -81,4 +81,4 @@ def _after_fork_in_child() -> None:
         try:
             native.protect(address, nbytes)
         except OSError as error:
-            warn(f"a forked child could write the weights of its parent: they cannot be made read-only ({error})")
+            warn(f"the weights could not be made read-only in a forked child ({error}): it must not write to them")

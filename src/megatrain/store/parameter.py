@@ -110,9 +110,10 @@ class StoreTensor(torch.Tensor):
         if flat.numel() < self.slab.layout.numel:
             owned, layout = self.slab.owned, self.slab.layout
             raise UnsupportedCall(
-                f"of the states and the gradient of {layout.segments[self.segment].name} only a part is here, elements "
-                f"{owned.begin:,} to {owned.begin + owned.numel:,} of {layout.numel:,} in {self.slab.name}; the others "
-                "have to be gathered first."
+                f"this process has only a part of the state and gradient of {layout.segments[self.segment].name}, "
+                "elements "
+                f"{owned.begin:,} to {owned.begin + owned.numel:,} of {layout.numel:,} in {self.slab.name}; gather the "
+                "others first."
             )
         return flat.as_strided(view.size(), view.stride(), view.storage_offset())
 
@@ -129,14 +130,17 @@ class StoreTensor(torch.Tensor):
     def grad(self, value: torch.Tensor | None) -> None:
         if not getattr(self, "_is_param", False):
             raise MegaTrainError(
-                "the gradient of a view or of a detached parameter cannot be set; set the parameter's own."
+                "the gradient of a view or of a detached parameter cannot be set; set the gradient of the parameter "
+                "itself."
             )
         if value is None:
             self.slab.grad.drop(self.segment)
             return
         if value.shape != self.shape:
             raise UnsupportedCall(
-                f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of {tuple(self.shape)}."
+                f"a gradient of shape {tuple(value.shape)} was assigned to a parameter of shape {tuple(self.shape)}; "
+                "the shapes "
+                "must be equal."
             )
         values = value.detach().clone()
         self.slab.grad.writable_part().present.add(self.segment)

@@ -88,8 +88,9 @@ class HostMemory:
         if transferred and self.pinning and not buffer.pin():
             self.pinning = False
             warn(
-                f"the driver refused to pin {nbytes / (1 << 20):.0f} MiB of host memory: transfers go through a pinned "
-                "staging ring and are slower (raise the container's locked-memory limit to avoid this)"
+                f"the driver refused to pin {nbytes / (1 << 20):.0f} MiB of host memory, so transfers use a pinned "
+                "staging "
+                "ring and are slower; raise the locked-memory limit (ulimit -l) to avoid this"
             )
         self.held += nbytes
         self._buffers.append(buffer)

@@ -127,5 +127,7 @@ def choose_lanes(requested: Any, device: torch.device) -> Lanes:
             raise SettingsError("lanes='cuda' needs a CUDA device; use 'sync' or 'threads' on the CPU.")
         return CudaLanes(device)
     if device.type == "cuda":
-        raise SettingsError(f"lanes={requested!r} run copies without CUDA streams; use 'auto' on a CUDA device.")
+        raise SettingsError(
+            f"lanes={requested!r} copies without CUDA streams and works on the CPU only; use 'auto' on a CUDA device."
+        )
     return SyncLanes() if requested == "sync" else ThreadLanes()

@@ -213,14 +213,14 @@ class ThreadLane(Lane):
             if self._thread.is_alive():
                 self.check_progress("close")
         if self._thread.is_alive():
-            warn(f"the {self._worker} lane was left behind: {self._status()}")
+            warn(f"the {self._worker} lane did not stop and was abandoned: {self._status()}")
 
     def check_progress(self, waited_for: str) -> None:
         """Called by whoever waits: names the lane if it is dead, or has been at one job for too long."""
         if not self._thread.is_alive():
             raise LaneFailed(
-                f"the {self._worker} lane is dead, so {waited_for!r} will never be done: {self._status()}; "
-                "restart from the last checkpoint."
+                f"the thread of the {self._worker} lane has died, so {waited_for!r} will never complete: "
+                f"{self._status()}; restart from the last checkpoint."
             )
         job = self._job
         if job is None:
@@ -228,16 +228,17 @@ class ThreadLane(Lane):
         since = time.monotonic() - job[1]
         if since > FAIL_AFTER_SECONDS:
             raise LaneFailed(
-                f"the {self._worker} lane is stalled: {self._status()}. {waited_for!r} waits for it; restart from "
-                "the last checkpoint, and look at the disk, the driver and the machine's load."
+                f"the {self._worker} lane is stalled: {self._status()}, and {waited_for!r} waits for it; check the "
+                "disk, "
+                "the driver and the load of the machine, then restart from the last checkpoint."
             )
         if since > WARN_AFTER_SECONDS and self._warned < job[1]:
             self._warned = time.monotonic()
-            warn(f"the {self._worker} lane does not get on: {self._status()}; {waited_for!r} waits for it")
+            warn(f"the {self._worker} lane makes no progress: {self._status()}, and {waited_for!r} waits for it")
 
     def _status(self) -> str:
         job = self._job
-        return "it has no work" if job is None else f"it has been at {job[0]!r} for {time.monotonic() - job[1]:.0f} s"
+        return "it is idle" if job is None else f"it has been running {job[0]!r} for {time.monotonic() - job[1]:.0f} s"
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -268,7 +269,10 @@ class ThreadLane(Lane):
         """The error that work which failed leaves in its ticket; reported once to `check`."""
         if isinstance(cause, LaneFailed):
             return cause
-        error = LaneFailed(f"work on the {self._worker} lane failed ({label}): {type(cause).__name__}: {cause}")
+        error = LaneFailed(
+            f"{label!r} failed on the {self._worker} lane ({type(cause).__name__}: {cause}); restart from the last "
+            "checkpoint."
+        )
         error.__cause__ = cause
         self._report(error)
         return error

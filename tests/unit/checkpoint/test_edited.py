@@ -68,7 +68,7 @@ def coded(code: torch.Tensor) -> Callable[[Tensors], Any]:
 
 
 EDITS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
-    "a parameter gone": (lambda t: [t.pop(key) for key in list(t) if key.startswith(NAME)], "no shard holds"),
+    "a parameter gone": (lambda t: [t.pop(key) for key in list(t) if key.startswith(NAME)], "is in no shard"),
     "a moment gone": (lambda t: t.pop(f"{NAME}/exp_avg_sq"), "has no exp_avg_sq"),
     "a residual gone": (lambda t: t.pop(f"{NAME}/residual"), "lacks its residual"),
     "a moment of another shape": (put(f"{NAME}/exp_avg", torch.zeros(32)), "of shape"),
@@ -76,11 +76,11 @@ EDITS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "a moment of another dtype": (put(f"{NAME}/exp_avg", torch.zeros(32, 32, dtype=torch.float64)), "F64"),
     "a residual of another dtype": (put(f"{NAME}/residual", torch.zeros(32, 32, dtype=torch.int32)), "I32"),
     "a residual of another shape": (put(f"{NAME}/residual", torch.zeros(31, 32, dtype=torch.int16)), "of shape"),
-    "a name unknown": (put("model.layers.9.weight/exp_avg", torch.zeros(1)), "does not have"),
-    "a role unknown": (put(f"{NAME}/momentum", torch.zeros(32, 32)), "no meaning"),
-    "no role": (put(NAME, torch.zeros(32, 32)), "does not have"),
-    "a moment twice": (put(f"{NAME}/exp_avg.bf16", torch.zeros(32, 32, dtype=torch.bfloat16)), "no meaning"),
-    "codes without scales": (put(f"{NAME}/exp_avg.8bit", torch.zeros(1024, dtype=torch.uint8)), "no meaning"),
+    "a name unknown": (put("model.layers.9.weight/exp_avg", torch.zeros(1)), "does not train"),
+    "a role unknown": (put(f"{NAME}/momentum", torch.zeros(32, 32)), "does not know"),
+    "no role": (put(NAME, torch.zeros(32, 32)), "does not train"),
+    "a moment twice": (put(f"{NAME}/exp_avg.bf16", torch.zeros(32, 32, dtype=torch.bfloat16)), "does not know"),
+    "codes without scales": (put(f"{NAME}/exp_avg.8bit", torch.zeros(1024, dtype=torch.uint8)), "does not know"),
     "a code that is none": (coded(torch.zeros(99, dtype=torch.uint8)), "damaged"),
     "a code in two dimensions": (coded(torch.zeros(9, 9, dtype=torch.uint8)), "of shape"),
     "a code without dimensions": (coded(torch.zeros((), dtype=torch.uint8)), "of shape"),
@@ -90,14 +90,14 @@ CHANGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a step missing": (lambda m: m["steps"].pop(NAME), "other parameters"),
     "a step too many": (lambda m: m["steps"].update(more=1), "other parameters"),
     "another group": (lambda m: m["groups"][0]["params"].pop(), "other parameters"),
-    "another kind": (lambda m: m.update(optimizer="lion"), "is of lion"),
+    "another kind": (lambda m: m.update(optimizer="lion"), "was saved by lion"),
     "no lr": (lambda m: m["groups"][0].pop("lr"), "has no lr in its groups"),
     "lr a text": (lambda m: m["groups"][0].update(lr="0.1"), "lr='0.1', which must be a number"),
     "lr not a number": (lambda m: m["groups"][0].update(lr=float("nan")), "lr=nan, which must be finite"),
     "lr huge": (lambda m: m["groups"][0].update(lr=10**400), "lr=1000"),
     "one beta": (lambda m: m["groups"][0].update(betas=[0.9]), "two numbers"),
     "betas of text": (lambda m: m["groups"][0].update(betas=["a", "b"]), "must be a number"),
-    "no shards": (lambda m: m["files"].pop(SHARD), "no shard holds"),
+    "no shards": (lambda m: m["files"].pop(SHARD), "is in no shard"),
 }
 
 
@@ -158,7 +158,7 @@ def test_a_parameter_in_two_shards(saved: Path, trainer: Any, tmp_path: Path) ->
     entry = {"megatrain/optimizer-00002-of-00002.safetensors": {"bytes": 0, "crc32": 0}}
     resealed(directory, lambda m: m["files"].update(entry))
     resealed(directory)
-    refused(trainer, directory, "and so does")
+    refused(trainer, directory, "both have the state of")
 
 
 def test_a_shard_that_the_manifest_does_not_name_is_not_read(saved: Path, trainer: Any, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_file_that_cannot_be_synced_is_not_sealed(tmp_path: Path) -> None:
     states.save_optimizer(model, optimizer, tmp_path / "one", states.SHARD_BYTES)
     with files.observing(fails), pytest.raises(OSError, match="while syncing"):
         states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))
-    with pytest.raises(OSError, match="has not been written anew"):
+    with pytest.raises(OSError, match="has not been written again"):
         states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))
 
 

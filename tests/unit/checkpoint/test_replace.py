@@ -292,7 +292,7 @@ def test_read_only(open_path: Path, which: str) -> None:
         try:
             save(target)
         except PermissionError as error:
-            os._exit(1 if "may not write here" in str(error) and error.filename == str(target) else 2)
+            os._exit(1 if "no permission to write" in str(error) and error.filename == str(target) else 2)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == (1 if which == "target" else 0)

@@ -146,7 +146,7 @@ def test_what_is_made_for_saving_can_be_read_and_pickled_and_not_written(tmp_pat
     assert torch.equal(torch.from_numpy(state[name].numpy()), expected)
     torch.save(state, tmp_path / "state.pt")
     assert torch.equal(torch.load(tmp_path / "state.pt")[name], expected)
-    with pytest.raises(mt.errors.MegaTrainError, match="cannot be written to"):
+    with pytest.raises(mt.errors.MegaTrainError, match="read-only"):
         state[name].zero_()
     assert torch.equal(masters(model)[name], expected)
 

@@ -222,7 +222,7 @@ def rewrite(text: str) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "manifest missing": (MANIFEST, Path.unlink, "not written to its end"),
+    "manifest missing": (MANIFEST, Path.unlink, "incomplete"),
     "manifest cut": (MANIFEST, shorten, "not valid JSON"),
     "manifest a list": (MANIFEST, rewrite("[]"), "format"),
     "manifest empty": (MANIFEST, rewrite("{}"), "format"),
@@ -237,7 +237,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "random state missing": ("rng_state.pth", Path.unlink, "missing"),
     "scheduler missing": ("scheduler.pt", Path.unlink, "missing"),
     "scheduler flipped": ("scheduler.pt", flip, "CRC-32"),
-    "weights missing": (WEIGHTS, Path.unlink, "missing|holds no"),
+    "weights missing": (WEIGHTS, Path.unlink, "missing|has no"),
     "weights cut": (WEIGHTS, shorten, "bytes"),
     "weights flipped": (WEIGHTS, flip, "CRC-32"),
     "weights header": (WEIGHTS, spoil_header, "CRC-32"),

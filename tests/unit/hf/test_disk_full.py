@@ -149,7 +149,7 @@ def test_too_little_room_is_seen_before_anything_is_written(
         trainer.train()
     assert written == []
     [line] = [line for line in said.messages if "could not be saved" in line]
-    assert "it takes about 0.00" in line
+    assert "it needs about 0.00" in line
     assert "and 5e-06 GB are free" in line
     assert names(tmp_path) == ["checkpoint-2"]
 

@@ -111,7 +111,7 @@ def test_file_that_is_no_library_is_refused(monkeypatch, tmp_path, fresh_loader)
 def test_other_abi_is_refused(monkeypatch, fresh_loader):
     monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
     needed = library.ABI_VERSION
-    with pytest.raises(NativeLibraryMissing, match=f"ABI version {needed - 1}, this megatrain needs {needed}"):
+    with pytest.raises(NativeLibraryMissing, match=f"ABI version {needed - 1}, but MegaTrain needs {needed}"):
         library.touch(0, 0, 1)
 
 

@@ -262,7 +262,7 @@ def test_a_damaged_chunk_is_named_and_the_others_are_decoded():
         end = int.from_bytes(bytes(encoded[HEADER + ENTRY * chunk :][:8].tolist()), "little")
         encoded[end - 1] ^= 4
     out = torch.zeros_like(source)
-    with pytest.raises(CheckpointError, match="chunk 1 of 5, elements 65536 to 131071, is the first that is wrong"):
+    with pytest.raises(CheckpointError, match="chunk 1 of 5, elements 65536 to 131071, is the first that is damaged"):
         lossless.decode(encoded, out, 2)
     for chunk in range(5):
         part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
@@ -389,7 +389,7 @@ def checksum(data: bytes) -> int:
 def test_another_tensor_is_told_from_damage():
     encoded = lossless.encode(normal(1000), 1)
     for out in (torch.empty(999), torch.empty(CHUNK + 1), torch.empty(1000, dtype=torch.bfloat16), torch.empty(0)):
-        with pytest.raises(CheckpointError, match=r"sound, but it is not one of \d+ elements of"):
+        with pytest.raises(CheckpointError, match=r"intact, but does not hold \d+ elements of"):
             lossless.decode(encoded, out, 1)
 
 

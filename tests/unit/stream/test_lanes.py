@@ -86,7 +86,9 @@ def test_sync_failures_are_raised_where_they_happen():
 def test_a_failure_is_raised_by_its_ticket_with_the_cause(threads):
     cause = ZeroDivisionError("deep inside")
     ticket = threads["update"].submit(lambda: fail(cause), label="layers.3")
-    with pytest.raises(LaneFailed, match=r"update lane failed \(layers.3\): ZeroDivisionError: deep inside") as caught:
+    with pytest.raises(
+        LaneFailed, match=r"'layers.3' failed on the update lane \(ZeroDivisionError: deep inside\)"
+    ) as caught:
         ticket.wait()
     assert caught.value.__cause__ is cause
     with pytest.raises(LaneFailed):
@@ -192,7 +194,7 @@ def test_a_dead_lane_is_named(threads, monkeypatch):
     monkeypatch.setattr(lanes_module, "_POLL_SECONDS", 0.01)
     threads["update"].close()
     ticket = threads["update"].submit(lambda: None, label="layers.3")
-    with pytest.raises(LaneFailed, match=r"update lane is dead, so 'layers.3' will never be done"):
+    with pytest.raises(LaneFailed, match=r"update lane has died, so 'layers.3' will never complete"):
         ticket.wait()
 
 
@@ -203,9 +205,9 @@ def test_a_stalled_lane_is_named_and_then_given_up(threads, monkeypatch, said):
     release = threading.Event()
     stuck = threads["update"].submit(release.wait, label="layers.7")
     behind = threads["h2d"].submit(lambda: None, after=(Wait("it", stuck),), label="layers.8")
-    with pytest.raises(LaneFailed, match=r"update lane is stalled: it has been at 'layers.7' for"):
+    with pytest.raises(LaneFailed, match=r"update lane is stalled: it has been running 'layers.7' for"):
         behind.wait()
-    warnings = [line for line in said.messages if "does not get on" in line]
+    warnings = [line for line in said.messages if "makes no progress" in line]
     assert len(warnings) == 1
     assert "update lane" in warnings[0]
     assert "layers.7" in warnings[0]
@@ -227,7 +229,7 @@ def test_leaving_a_stalled_lane_behind(monkeypatch, said):
     start = time.monotonic()
     made.close(patience=0.2)
     assert time.monotonic() - start < 2
-    assert any("update lane was left behind" in line and "layers.2" in line for line in said.messages)
+    assert any("update lane did not stop and was abandoned" in line and "layers.2" in line for line in said.messages)
     release.set()
 
 
@@ -256,6 +258,6 @@ def test_ctrl_c_gets_through_within_five_seconds():
     assert "interrupted after" in found.stdout, found.stderr
     waited = float(found.stdout.split("interrupted after ")[1].split(" s")[0])
     assert 1.0 <= waited < 6.0, "one second before the signal, five after it"
-    assert "update lane was left behind: it has been at 'stuck'" in found.stderr
+    assert "update lane did not stop and was abandoned: it has been running 'stuck'" in found.stderr
     assert found.returncode == 0
     assert time.monotonic() - start < 50
