@@ -20,8 +20,10 @@ from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.engine.adopt import Adoption, disable_checkpointing, patch_model
 from megatrain.engine.headroom import Headroom
 from megatrain.engine.memory_limit import HeldState, MemoryLimit, Policies
-from megatrain.engine.placement import Placement, announce_attached
+from megatrain.engine.placement import Placement
+from megatrain.engine.recording import Recording
 from megatrain.engine.step import Step
+from megatrain.engine.summary import announce_attached
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
 from megatrain.geometry import chunk_tokens, fuses_loss
@@ -142,10 +144,12 @@ class Attachment:
             transformers_api=self.transformers_api,
             memory_limit=self.memory_limit,
             ram_monitor=ram_monitor,
+            recording=Recording(lanes.timeline, lambda: ram_monitor.own),
             check_open=self.check_open,
         )
         self.memory_limit.held_state = HeldState(slabs, fetcher, sums_out, states)
         self.on_close.add(self.step.window_threads.close)
+        self.on_close.add(self.step.recording.end)
 
     def reserve_gpu_memory(self) -> None:
         """Reserve all GPU memory of the plan."""
@@ -185,7 +189,7 @@ class Attachment:
             # The list must not refer to the engine: it would keep it alive.
             weakref.finalize(engine, _close_at_exit, self.on_close)
             patch_model(engine, self.transformers_api, self._start_forward, self.on_release)
-        announce_attached(engine)
+        announce_attached(engine, engine.expected_kind)
 
     # ---- callbacks
 
@@ -198,6 +202,7 @@ class Attachment:
 
     def _start_forward(self, inputs: Any) -> None:
         self.headroom.check_batch(inputs)
+        self.step.recording.begun(inputs)
         self.step.start_forward()
 
 

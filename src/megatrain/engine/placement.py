@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,18 +11,14 @@ from megatrain.errors import SettingsError
 from megatrain.geometry import PLACEMENT_SETTINGS, STAGING_SLOTS, group_by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
-from megatrain.optim.rules import AdamW, Rule
+from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
-from megatrain.planner.plan import format_parameters
 from megatrain.settings import Settings
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
 from megatrain.telemetry.notices import announce, warn
-
-if TYPE_CHECKING:
-    from megatrain.engine.session import Engine
 
 
 class Placement:
@@ -132,52 +126,3 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
         if chosen.get(name):
             warn(f"{name}={chosen[name]!r} has no effect on a model of one block")
     return settings.override(resident=("*",)) if stays else settings
-
-
-def announce_attached(engine: Engine) -> None:
-    """Print a summary; a plan has been printed already."""
-    if engine.settings.plan is None:
-        announce(f"no plan; {summary(engine)}")
-        return
-    run = engine.settings.plan.run
-    for name, has, planned in (
-        ("precision", engine.precision, run.precision),
-        ("moments in", engine.settings.moment_width, run.moment_width),
-        ("compile", engine.settings.compile, run.compile),
-    ):
-        if has != planned:
-            warn(f"the plan is for {name} {planned}, this engine has {has}: memory and time will not be as planned")
-
-
-def summary(engine: Engine) -> str:
-    """Bytes per tier as far as they are known before there is an optimizer, and what blocks keep."""
-    settings, trained = engine.settings, [slab for slab in engine.slabs if slab.trains]
-    width = settings.moment_width
-    copies = sum(slab.layout.nbytes for slab in engine.slabs if slab.homes.holds_weight)
-    rows = {
-        "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
-        + (f", copies in vram {_size(copies)}" if copies else ""),
-        "gradients": _by_tier((slab.homes.sums.tier, slab.owned.nbytes) for slab in trained) + " for one micro-batch",
-        "states": _by_tier((slab.homes.states.tier, slab.state_bytes(AdamW.moments, width)) for slab in trained)
-        + f" with AdamW and {width} moments",
-    }
-    parameters = format_parameters(sum(parameter.numel() for parameter in engine.model.parameters()))
-    title = f"{type(engine.model).__name__}: {parameters} parameters"
-    if engine.blocks:
-        policies = Counter(engine.memory_limit.policies[block.name] for block in engine.blocks)
-        rows["policy"] = ", ".join(f"{count} {policy}" for policy, count in policies.items())
-        rows["window"] = f"{settings.window} micro-batches" if settings.window else "as many micro-batches as fit"
-        title += f" in {len(engine.blocks)} blocks" + (", compiled," if settings.compile else "")
-    title += f" on {engine.device}, {engine.precision}"
-    return "\n".join([title, *[f"{name:<11}{text}" for name, text in rows.items()]])
-
-
-def _by_tier(sizes: Iterable[tuple[str, int]]) -> str:
-    tiers = {"ram": 0, "vram": 0}
-    for tier, nbytes in sizes:
-        tiers[tier] += nbytes
-    return ", ".join(f"{tier} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes) or "none"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"

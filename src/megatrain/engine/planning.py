@@ -16,7 +16,7 @@ from megatrain.hardware.machine import Machine
 from megatrain.optim.update import update_rates
 from megatrain.planner import Answer, Plan, Run
 from megatrain.settings import Settings
-from megatrain.telemetry.notices import announce, warn
+from megatrain.telemetry.notices import warn
 
 MachineLike = Machine | str | os.PathLike[str] | None
 LIMITS = ("max_vram_gb", "max_ram_gb")
@@ -136,7 +136,6 @@ def apply_plan(settings: Settings) -> Settings:
             f"the plan puts states of {len(decided.on_disk)} blocks on disk, and the disk tier is not in this version; "
             "plan without offload_dir."
         )
-    announce(f"the plan:\n{decided.table()}")
     _warn_unplanned(settings, decided)
     followed = Settings(**decided.settings()).override(**settings.chosen())
     if other := followed.differing(decided.settings()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -18,6 +20,8 @@ from megatrain.engine.attach import CLOSE_TIMEOUT, Attachment
 from megatrain.engine.headroom import tensors_of
 from megatrain.engine.placement import announce_unavailable, place_one_block
 from megatrain.engine.planning import apply_plan
+from megatrain.engine.recording import described
+from megatrain.engine.summary import announce_plan, saved_precision
 from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, SettingsError
 from megatrain.geometry import MAX_WINDOW
 from megatrain.hardware import inventory
@@ -33,6 +37,7 @@ from megatrain.store.parameter import StoreTensor
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import warn
+from megatrain.telemetry.record import Record
 
 Result = TypeVar("Result")
 
@@ -44,7 +49,7 @@ class Engine:
     `save_pretrained()`. Keyword arguments are the fields of `Settings`, on top of what `megatrain.init` was given.
     """
 
-    def __init__(self, model: torch.nn.Module, **overrides: Any) -> None:
+    def __init__(self, model: torch.nn.Module, *, _kind: str = "adamw", **overrides: Any) -> None:
         self.defaults = settings_module.current()
         self.settings: Settings = apply_plan(self.defaults.override(**overrides))
         inventory.refuse_distributed()
@@ -57,8 +62,13 @@ class Engine:
             self.settings = place_one_block(self.settings, self.device, model)
         announce_unavailable(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
+        self.saved_precision = saved_precision(model, self.precision, saved)
+        self.expected_kind = _kind
+        """The kind of optimizer that a Trainer makes next."""
+        self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
         self.counters = Counters()
         self._told_window = False
+        announce_plan(self, sum(not item.loose for item in found))
         Attachment(self, found, saved, api)
 
     def _set_parts(self, parts: Attachment) -> None:
@@ -125,9 +135,11 @@ class Engine:
             warn(f"kind={kind!r}: the plan is for {plan.run.kind!r}; memory and time will not be as planned")
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
         lossless = self.settings.optimizer_compression == "lossless"
-        return Optimizer(
+        made = Optimizer(
             params, self._step, kind=kind, moment_width=width, lossless=lossless, max_grad_norm=max_grad_norm, **options
         )
+        self._last_optimizer = weakref.ref(made)
+        return made
 
     def window(
         self, tasks: Sequence[Callable[[], Result]], *, full_step: bool = False, whole: bool | None = None
@@ -205,6 +217,24 @@ class Engine:
             self.synchronize()
             self._lanes.timeline.stop()
 
+    def record(self, path: str | os.PathLike[str]) -> Record:
+        """Append what the run does to a file of JSON lines, or to `run.jsonl` in a directory (docs/record.md).
+
+        Every `optimizer.step()` becomes a line; `record.log(loss=loss)` adds to it. The record is a context manager,
+        and is closed with the engine at the latest.
+        """
+        return self.open_record(path, step=max((steps for slab in self.slabs for steps in slab.steps), default=0))
+
+    def open_record(self, path: str | os.PathLike[str] | None, step: int, **more: Any) -> Record:
+        """The same from a given step on, with `more` in its first line; no path: nothing is written."""
+        self._memory.owner.require("record a run")
+        start = {} if path is None else described(self, self._last_optimizer())
+        return self._step.recording.open(path, start | {"resumed_from_step": step or None} | more, step)
+
+    def restart_step(self) -> None:
+        """Leave what was done since the last step out of the next one's times."""
+        self._lanes.timeline.restart_step()
+
     def host_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state dict for saving. Parameters are brought to host memory one by one, when they are written,
         in the dtype the model was loaded in: FP32 is joined from both halves of the master."""
@@ -217,12 +247,17 @@ class Engine:
         What the directory held before is replaced in one step; files of others in it stay.
         """
         self.ready_to_save()
+        began = time.perf_counter()
         saving.save(self.model, self.host_state_dict, directory, optimizer, self.ram.portion)
+        self._step.recording.event("save", path=os.fspath(directory), seconds=time.perf_counter() - began)
+        self.restart_step()
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Read back what `save` wrote; training continues bit for bit. All is checked before anything is changed."""
         self._step.raise_errors()
         saving.load(self.model, directory, optimizer)
+        if optimizer is not None:
+            self._step.recording.resumed(max((n for slab in self.slabs for n in slab.steps), default=0), directory)
 
     def ready_to_save(self) -> None:
         """Wait for the last step to be decided, and raise if weights are between two steps. Make room if RAM is low."""
@@ -243,6 +278,7 @@ class Engine:
         try:
             if not self.closed and self._memory.owner.is_current:
                 self.synchronize()
+                self._step.recording.close()
         finally:
             self._attached.close()
 
@@ -261,8 +297,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is not None and not self.closed:
+            self._step.recording.close(error)
             # Whatever went wrong must reach the user, also when it left a lane that will never finish.
             self._attached.close(CLOSE_TIMEOUT)
             return

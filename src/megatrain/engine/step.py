@@ -41,6 +41,7 @@ from megatrain.compute.node import CallInfo
 from megatrain.compute.window import OUTSIDE_WINDOW, WindowThreads, wait_for_turn
 from megatrain.engine.calls import CallTracker
 from megatrain.engine.memory_limit import MemoryLimit
+from megatrain.engine.recording import Recording
 from megatrain.errors import UnsupportedCall
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model.transformers_api import TransformersApi
@@ -72,6 +73,7 @@ class Step:
     activations: Activations
     transformers_api: TransformersApi
     memory_limit: MemoryLimit
+    recording: Recording
     ram_monitor: RamMonitor
     check_open: Callable[[], None]
     head: Head | None = None
@@ -244,12 +246,13 @@ class Step:
                 outcome = self._release_updates(rules, max_norm, order, owner)
                 self._forward_order = {}
                 self._calls.after_step()
-                self.lanes.timeline.cut()
+                page = self.lanes.timeline.cut()
                 self._predictor.record(BOUNDARY)
                 self.fetcher.refresh(order)
                 self.fetcher.prefetch(self._upcoming_slabs(self._predictor), keep=())
         self.memory_limit.after_step(self._calls.steps, self.lanes.quiesce)
         self.ram_monitor.after_step()
+        self.recording.stepped(page, rules, outcome)
         return outcome
 
     def _release_updates(
@@ -296,6 +299,7 @@ class Step:
             for slab in self.slabs:
                 slab.grad.clear()
             self.activations.drop_all()
+        self.recording.dropped()
 
     def grad_norm(self) -> float:
         """The global norm of the gradients accumulated so far."""

@@ -102,6 +102,11 @@ class RamMonitor:
         return max(self._swings, default=0)
 
     @property
+    def own(self) -> int:
+        """Bytes that this process held when the last step ended, or at the peak of the one under way."""
+        return self._top
+
+    @property
     def left(self) -> int:
         """Bytes that are left now."""
         return self._left()

@@ -7,9 +7,8 @@ they have all happened, usually while the next step runs.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatrain import files
+from megatrain.telemetry import trace
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ class Timeline:
         self.spans: list[Span] = []
         self.last: StepTimes | None = None
         """Of the newest step whose times are known."""
+        self.listeners: list[Callable[[StepTimes, float, Sequence[Span]], None]] = []
+        """Called with the times, the start and the spans of every step, once they are known, in any thread."""
         self._clock = time.perf_counter()
         self._idle = None if device is None else torch.cuda.Stream(device)
         self._closed: list[_Page] = []
@@ -107,19 +109,27 @@ class Timeline:
 
     # ---- steps
 
-    def cut(self) -> None:
-        """A step has been submitted: later work belongs to the next."""
+    def cut(self) -> int:
+        """A step has been submitted: later work belongs to the next. The number of the step."""
         self._page.end = self._now()
         self._closed.append(self._page)
         self._page = self._new_page(self._page.step + 1)
         if len(self._closed) > UNREAD:
             self.settle(wait=False)
+        return self._page.step - 1
+
+    def restart_step(self) -> None:
+        """The step begins here: what came since the last one (an evaluation, a save) is not a part of it."""
+        if not self.recording:
+            self._page = self._new_page(self._page.step)
 
     def settle(self, wait: bool) -> None:
         """Read the pages that are complete. Takes milliseconds: best while the device has work to go on with."""
         while self._closed and self._closed[0].resolve(wait):
             page = self._closed.pop(0)
             self.last = page.times()
+            for listener in [*self.listeners]:
+                listener(self.last, page.begin, page.spans)
             if self.recording:
                 self.spans += page.spans
 
@@ -191,17 +201,8 @@ class Timeline:
 
     def save(self, path: str | Path) -> None:
         """Write a trace that chrome://tracing and Perfetto open."""
-        lanes = sorted({span.lane for span in self.spans})
-        events = [
-            {"ph": "X", "pid": 0, "tid": lanes.index(span.lane), "cat": span.lane, "name": span.label}
-            | {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
-            for span in self.spans
-        ]
-        names = [
-            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane}}
-            for tid, lane in enumerate(lanes)
-        ]
-        files.write(path, json.dumps({"traceEvents": names + events}))
+        spans = ((span.lane, span.label, span.start, span.end) for span in self.spans)
+        files.write(path, trace.dumped(trace.document(spans)))
 
     def _room(self, page: _Page) -> bool:
         return self.recording or len(page.spans) + len(page.waits) + len(page.pending) < MOST

@@ -1,0 +1,161 @@
+"""What an engine tells the records of its run: tokens, times, memory, and what the run is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain import files
+from megatrain.engine.summary import counted
+from megatrain.optim.schedule import Outcome, RuleTable
+from megatrain.stream.timeline import Timeline
+from megatrain.telemetry.record import FILE, Record, deferred, ending
+
+if TYPE_CHECKING:
+    from megatrain.engine.session import Engine
+
+PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "safetensors", "triton")
+
+
+class Recording:
+    """The open records of one engine. It does not refer to the engine, which ends with its last user."""
+
+    def __init__(self, timeline: Timeline, ram: Callable[[], int]) -> None:
+        self.timeline = timeline
+        self._ram = ram
+        self._records: list[Record] = []
+        self._lock = threading.Lock()
+        self._tokens: list[Any] = []
+        """Of each micro-batch of this step: a number, or a tensor on the GPU."""
+
+    def open(self, path: str | os.PathLike[str] | None, start: Mapping[str, Any], step: int) -> Record:
+        """A record in a file, or in the `run.jsonl` of a directory; None: one that only keeps the newest step."""
+        where = None if path is None else Path(path)
+        if where is not None and where.is_dir():
+            where /= FILE
+        elif where is not None and not where.parent.is_dir():
+            # What goes wrong here goes wrong again when the file is opened, and ends the recording there.
+            with suppress(OSError):
+                files.make_directory(where.parent)
+        record = Record(where, start, step=step, settle=self.timeline.settle)
+        self.timeline.restart_step()
+        self._records = [*[other for other in self._records if not other.closed], record]
+        self.timeline.listeners[:] = [open_one.timed for open_one in self._records]
+        return record
+
+    def begun(self, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+        """The model is called with these inputs."""
+        if not torch.is_grad_enabled():
+            return
+        if (tokens := tokens_of(*inputs)) is not None:
+            with self._lock:
+                self._tokens.append(tokens)
+        for record in self._records:
+            record.begun()
+
+    def dropped(self) -> None:
+        """The gradients of this step were dropped, so its tokens do not count."""
+        with self._lock:
+            self._tokens = []
+
+    def stepped(self, page: int, rules: RuleTable, outcome: Outcome) -> None:
+        """A step was submitted; `page` is its number in the timeline."""
+        with self._lock:
+            counted, self._tokens = self._tokens, []
+        if not self._records:
+            return
+        there = [count for count in counted if isinstance(count, torch.Tensor)]
+        tokens: Any = sum(count for count in counted if isinstance(count, int)) if counted else None
+        if there:
+            tokens = deferred(torch.stack(there).sum() + tokens)
+        device = self.timeline.device
+        memory = {"vram": 0 if device is None else torch.cuda.memory_reserved(device), "ram": self._ram()}
+        rate = next((rule.lr for own in rules.values() for rule in own.values()), None)  # type: ignore[attr-defined]
+        for record in self._records:
+            record.stepped(page, outcome, learning_rate=rate, tokens=tokens, memory=memory)
+        if device is None:
+            # On a GPU the events of this step have not happened yet, and are read while the next one runs.
+            self.timeline.settle(wait=False)
+
+    def event(self, name: str, **values: Any) -> None:
+        for record in self._records:
+            record.write(name, **values)
+
+    def resumed(self, step: int, path: object) -> None:
+        for record in self._records:
+            record.step = step
+            record.write("load", path=path, step=step)
+
+    def close(self, error: BaseException | None = None) -> None:
+        for record in self._records:
+            record.close(**ending(error))
+        self._records = []
+
+    def end(self) -> None:
+        """The engine was dropped, or the process ends, perhaps because of an error."""
+        self.close(getattr(sys, "last_value", None))
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Tokens of a batch, without padding: a number, or a tensor if that has to be counted on a GPU; None: no tokens."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    mask = kwargs.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.ndim == 0:
+        ids = kwargs.get("inputs_embeds")
+        if not isinstance(ids, torch.Tensor) or ids.ndim < 2:
+            return None
+        ids = ids[..., 0]
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape and not mask.is_floating_point():
+        return mask.sum() if mask.is_cuda else int(mask.sum())
+    return ids.numel()
+
+
+def described(engine: Engine, optimizer: Any) -> dict[str, Any]:
+    """What the first line of a record says of an engine."""
+    settings, model = engine.settings, engine.model
+    chosen = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "plan"}
+    chosen["debug"] = {field.name: getattr(settings.debug, field.name) for field in fields(settings.debug)}
+    gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None
+    return {
+        "versions": _versions(),
+        "settings": chosen | {"machine": getattr(settings.machine, "name", settings.machine)},
+        "model": {"class": type(model).__name__, "blocks": len(engine.blocks)} | counted(model),
+        "device": {"name": str(engine.device), "gpu": gpu},
+        "precision": {"compute": engine.precision, "saved": engine.saved_precision},
+        "optimizer": None if optimizer is None else _optimizer(optimizer),
+        "plan": None if settings.plan is None else json.loads(settings.plan.to_json()),
+    }
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    groups = [
+        {name: group[name] for name in optimizer.rule.defaults}
+        | {"parameters": sum(parameter.numel() for parameter in group["params"])}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "kind": optimizer.kind,
+        "moments": optimizer.moment_width,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "groups": groups,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,101 @@
+"""What an engine says when it is attached: the model, its precision, its optimizer, and where its state lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.model.dtypes import Dtypes
+from megatrain.optim.rules import RULES
+from megatrain.planner.plan import format_parameters
+from megatrain.telemetry.notices import announce, warn
+
+if TYPE_CHECKING:
+    from megatrain.engine.session import Engine
+
+COMPUTES = {
+    "fp32": "computes in fp32",
+    "bf16": "computes in bf16, exact FP32 master",
+    "bf16-sr": "computes in bf16, no FP32 master, rounded stochastically",
+}
+
+
+def announce_plan(engine: Engine, blocks: int) -> None:
+    """Say what was planned, before anything is allocated, and where the engine differs from it."""
+    plan = engine.settings.plan
+    if plan is None:
+        return
+    announce(f"{_laid_out(engine, plan.run.kind, blocks)}\n\nThe plan:\n{plan.table()}")
+    for name, has, planned in (
+        ("precision", engine.precision, plan.run.precision),
+        ("moments in", engine.settings.moment_width, plan.run.moment_width),
+        ("compile", engine.settings.compile, plan.run.compile),
+    ):
+        if has != planned:
+            warn(f"the plan is for {name} {planned}, this engine has {has}: memory and time will not be as planned")
+
+
+def announce_attached(engine: Engine, kind: str) -> None:
+    """The same for an engine without a plan: bytes per tier with an optimizer of this kind."""
+    if engine.settings.plan is not None:
+        return
+    settings, trained = engine.settings, [slab for slab in engine.slabs if slab.trains]
+    moments, width = RULES[kind].moments, settings.moment_width
+    copies = sum(slab.layout.nbytes for slab in engine.slabs if slab.homes.holds_weight)
+    rows = {
+        "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
+        + (f", copies in VRAM {_size(copies)}" if copies else ""),
+        "gradients": _by_tier((slab.homes.sums.tier, slab.owned.nbytes) for slab in trained),
+        "states": _by_tier((slab.homes.states.tier, slab.state_bytes(moments, width)) for slab in trained),
+    }
+    if engine.blocks:
+        policies = Counter(engine.memory_limit.policies[block.name] for block in engine.blocks)
+        rows["policy"] = ", ".join(f"{count} {policy}" for policy, count in policies.items())
+        rows["window"] = f"{settings.window} micro-batches" if settings.window else "as many micro-batches as fit"
+    announce(_laid_out(engine, kind, len(engine.blocks), rows))
+
+
+def counted(model: torch.nn.Module) -> dict[str, int]:
+    """The number of a model's parameters, and of those that are trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return {"parameters": sum(n for n, _ in sizes), "trainable": sum(n for n, trained in sizes if trained)}
+
+
+def saved_precision(model: torch.nn.Module, precision: str, saved: Mapping[str, torch.dtype]) -> str:
+    """What trained weights are saved in. `saved`: by name, what an earlier engine of the model saved."""
+    if precision != "bf16":
+        return "fp32" if precision == "fp32" else "bf16"
+    sizes: Counter[torch.dtype] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            sizes[saved.get(name, parameter.dtype)] += parameter.numel()
+    loaded = sizes.most_common(1)[0][0] if sizes else Dtypes(model).loaded
+    return "fp32" if loaded == torch.float32 else "bf16"
+
+
+def _laid_out(engine: Engine, kind: str, blocks: int, more: Mapping[str, str] | None = None) -> str:
+    size = counted(engine.model)
+    whole, trained = size["parameters"], size["trainable"]
+    gpu = f" ({torch.cuda.get_device_name(engine.device)})" if engine.device.type == "cuda" else ""
+    rows = {
+        "parameters": f"{format_parameters(whole)}, {'all' if trained == whole else format_parameters(trained) if trained else 'none'} trained",
+        "blocks": (f"{blocks}" + (", compiled" if engine.settings.compile else "")) if blocks else "1, the whole model",
+        "precision": f"{COMPUTES[engine.precision]}, saved in {engine.saved_precision}",
+        "optimizer": f"{RULES[kind].__name__}, moments in {engine.settings.moment_width}",
+    } | dict(more or {})
+    title = f"{type(engine.model).__name__} on {engine.device}{gpu}"
+    return "\n".join([title, *[f"  {name:<12}{text}" for name, text in rows.items()]])
+
+
+def _by_tier(sizes: Iterable[tuple[str, int]]) -> str:
+    tiers = {"ram": 0, "vram": 0}
+    for tier, nbytes in sizes:
+        tiers[tier] += nbytes
+    return ", ".join(f"{tier.upper()} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes) or "none"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"

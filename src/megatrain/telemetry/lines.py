@@ -1,0 +1,64 @@
+"""A file that one process appends lines to: each is there completely or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from megatrain.telemetry.notices import warn
+
+TAKEN = (errno.EACCES, errno.EAGAIN)
+
+
+class LineFile:
+    """If it cannot be written, that is said once, and nothing more is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path, -1
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock()
+            found = os.fstat(self._descriptor)
+            # A process that was killed may have left part of a line.
+            kept = found.st_size if stat.S_ISREG(found.st_mode) else 0
+            if kept and os.pread(self._descriptor, 1, kept - 1) != b"\n":
+                os.write(self._descriptor, b"\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def append(self, line: str) -> None:
+        if self._descriptor < 0:
+            return
+        data, size = line.encode() + b"\n", os.fstat(self._descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except BaseException as error:
+            # Part of a line may be there: a full disk takes what still fits.
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, size)
+            if not isinstance(error, OSError):
+                raise
+            self._give_up(error)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _lock(self) -> None:
+        """Refuse a file that another process records into. Unlike `flock`, children do not inherit this lock."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in TAKEN:
+                raise OSError(error.errno, "another process records into it") from None
+            # This file system has no locks.
+
+    def _give_up(self, error: OSError) -> None:
+        self.close()
+        warn(f"{self._path} cannot be written ({error.strerror}): the run goes on without being recorded")
