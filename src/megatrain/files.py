@@ -69,8 +69,12 @@ class Stopwatch:
     def __init__(self) -> None:
         self._start, self._synced = time.perf_counter(), _seconds
 
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
     def report(self, name: str, nbytes: int) -> str:
-        took, syncing = time.perf_counter() - self._start, _seconds - self._synced
+        took, syncing = self.seconds, _seconds - self._synced
         return f"{name} written to disk: {_size(nbytes)} in {took:.1f} s, {syncing:.1f} s of it syncing"
 
 

@@ -133,6 +133,8 @@ class Settings(_Choices, metaclass=_HadDebug):
     step's windows in order, the last one repeated as long as needed."""
     head_chunk: int | None = None
     """Tokens per chunk of the head and its loss; None: a constant of the vocabulary; 0: logits are computed whole."""
+    record: bool = True
+    """Whether a Trainer appends `run.jsonl` in its output directory; an engine without a Trainer has `record(path)`."""
     debug: Debug = Debug()
     """How the engine works inside, for tests and for finding faults."""
 
@@ -164,6 +166,8 @@ class Settings(_Choices, metaclass=_HadDebug):
             )
         if self.head_chunk is not None and (not isinstance(self.head_chunk, int) or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
+        if not isinstance(self.record, bool):
+            raise SettingsError(f"record must be True or False, not {self.record!r}; engine.record(path) names a file.")
         _debug(self.debug)
         if self.device is not None and str(self.device).split(":")[0] not in ("cpu", "cuda"):
             raise SettingsError(f"device must be 'cuda', 'cuda:N', 'cpu' or None, not {self.device!r}.")

@@ -21,7 +21,7 @@ from megatrain.telemetry.notices import warn
 MachineLike = Machine | str | os.PathLike[str] | None
 LIMITS = ("max_vram_gb", "max_ram_gb")
 RUN_OPTIONS = ("optimizer_compression", "precision", "compile", "head_chunk", "length")
-NOT_PLAN_OPTIONS = ("machine", "device", "plan")
+NOT_PLAN_OPTIONS = ("machine", "device", "plan", "record")
 """Settings that are no option of a plan, and do not contradict one."""
 _UNSET: Any = object()
 

@@ -19,6 +19,7 @@ from megatrain.checkpoint import lock, manifest, replace, space, states, weights
 from megatrain.errors import CheckpointError, DirectoryInUse, MegaTrainError, OutOfRam
 from megatrain.hf.checkpoint_list import STOCK_STATES, rotate
 from megatrain.hf.optimizers import Optimizing, changed
+from megatrain.hf.progress import RunRecord
 from megatrain.hf.recovery import RamStop
 from megatrain.hf.sigterm import EvaluationCut, Termination
 from megatrain.optim.optimizer import Optimizer
@@ -41,6 +42,7 @@ class Checkpoints(Optimizing):
     callback_handler: Any
     _ram_stop: RamStop
     _termination: Termination
+    run_record: RunRecord
     _failure: tuple[int, str] | None = None
     """Step and sentence of a save that failed, until one succeeds."""
 
@@ -107,6 +109,7 @@ class Checkpoints(Optimizing):
         if resumable:
             self._ram_stop.sealed = (self.state.global_step, folder)
         announce(stopwatch.report(os.path.basename(folder), nbytes))
+        self.run_record.saved(folder, stopwatch.seconds)
 
     @property
     def _ending(self) -> bool:

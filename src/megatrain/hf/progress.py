@@ -1,21 +1,120 @@
-"""A line for every step: a step can take minutes, and a stock Trainer may be silent for hundreds of them. One more if
-steps take another time than the plan has, since what it goes by may then be wrong."""
+"""What a Trainer's run tells its user: a record in `run.jsonl`, a line for every step, and one if steps do not take as
+long as planned."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
+from megatrain import settings as settings_module
 from megatrain.telemetry.notices import announce
+from megatrain.telemetry.record import FILE, Record, ending
 
+SECRET = re.compile(r"(^|_)(token|secret|password|key)$", re.IGNORECASE)
+"""Names of arguments that are not written."""
 FIRST = 4
 """Steps that are not looked at: in the first ones memory is allocated and layers are compiled."""
 LOOKED_AT = 8
 OFF = 1.25
 """How many times as long, or as short, a step may take before it is said."""
+
+
+class RunRecord(TrainerCallback):
+    """Records a Trainer's run in its output directory, with the mean loss of every step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._record: Record | None = None
+        self._loss: torch.Tensor | None = None
+        self._directory = ""
+
+    @contextmanager
+    def running(self, directory: str) -> Iterator[None]:
+        """A run that records into this directory, once it begins; at the end it is said why it ended."""
+        self._directory = directory
+        try:
+            yield
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        record, self._record, self._loss = self._record, None, None
+        if record is None:
+            return
+        how, trainer = ending(error), self._trainer
+        if trainer._termination.requested:
+            how["reason"] = "sigterm"
+        elif trainer._ram_stop.reason is not None:
+            how = {"reason": "out_of_ram", "error": trainer._ram_stop.reason}
+        elif trainer._failure is not None and error is None:
+            how = {"reason": "failed", "error": trainer._failure[1]}
+        record.close(**how)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._record is not None:
+            self._record.close()
+        engine = self._trainer.engine
+        recorded = settings_module.current().record and engine.settings.record
+        path = f"{self._directory}/{FILE}" if recorded else None
+        more = {"arguments": chosen(args), "max_steps": state.max_steps} if recorded else {}
+        self._record = engine.open_record(path, step=state.global_step, **more)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._loss = None
+
+    def add(self, loss: torch.Tensor) -> None:
+        """The loss of a micro-batch, as the Trainer adds it up: without a wait, and in its order."""
+        if self._record is not None:
+            loss = loss.detach().float()
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._record is not None:
+            self._record.log(loss=self._loss, grad_norm=self._trainer.step_norm)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._record is not None:
+            self._record.flush()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        if self._record is not None:
+            self._record.write("evaluation", step=state.global_step, **{str(k): v for k, v in (metrics or {}).items()})
+            self._trainer.engine.restart_step()
+
+    def saved(self, path: str, seconds: float) -> None:
+        if self._record is not None:
+            self._record.write("save", path=path, seconds=seconds)
+            self._trainer.engine.restart_step()
+
+    def newest(self) -> dict[str, Any]:
+        return {} if self._record is None else self._record.newest()
+
+
+def chosen(args: Any) -> dict[str, Any]:
+    """The arguments that differ from their defaults, without secrets."""
+    found = {}
+    for field in fields(args):
+        value = getattr(args, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if value is not None and value != default:
+            found[field.name] = value
+    return dict(_without_secrets(found))
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(inner) for key, inner in value.items() if not SECRET.search(str(key))}
+    return value
 
 
 class Pace(TrainerCallback):
@@ -44,11 +143,22 @@ class Pace(TrainerCallback):
             # Of the norm what the Trainer has taken already: asking the optimizer would wait for every update.
             norm = self._trainer.step_norm
             normed = "" if norm is None else f"grad norm {norm:.4g}, "
-            announce(f"step {state.global_step}/{state.max_steps}: {normed}lr {self._lr:.3g}, {seconds:.2f} s")
+            said = f"{self._losses(state.global_step, seconds)}{normed}lr {self._lr:.3g}, {seconds:.2f} s"
+            announce(f"step {state.global_step}/{state.max_steps}: {said}", recorded=False)
         if len(self._seconds) == FIRST + LOOKED_AT and self.planned is not None:
             taken = statistics.median(self._seconds[FIRST:])
             if line := compared(taken, self.planned, self._trainer.engine.settings.plan.run.padded):
                 announce(line)
+
+    def _losses(self, step: int, seconds: float) -> str:
+        """Loss and speed of this step, or the loss of the last one if the GPU has not come to it."""
+        known = self._trainer.run_record.newest()
+        loss, tokens = known.get("loss"), known.get("tokens")
+        if loss is None:
+            return ""
+        if known["step"] != step:
+            return f"loss {loss:.4g} (of step {known['step']}), "
+        return f"loss {loss:.4g}, " + (f"{tokens / seconds:,.0f} tokens/s, " if tokens else "")
 
     @property
     def planned(self) -> float | None:

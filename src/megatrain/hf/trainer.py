@@ -31,7 +31,7 @@ from megatrain.hf.labels import LabelCount
 from megatrain.hf.microbatches import MicroBatches
 from megatrain.hf.optimizers import Given, changed
 from megatrain.hf.planning import plan_of
-from megatrain.hf.progress import Pace
+from megatrain.hf.progress import Pace, RunRecord
 from megatrain.hf.recovery import RamStop
 from megatrain.hf.sigterm import Termination
 from megatrain.model import transformers_api
@@ -57,7 +57,8 @@ class MegaMixin(MicroBatches, Checkpoints):
         self._ram_stop = RamStop(lambda: self.engine)
         self._label_count = LabelCount(self)
         self._termination = Termination(lambda: self.is_in_train)
-        own = (Pace(self), self._label_count, self._ram_stop, self._termination)
+        self.run_record = RunRecord(self)
+        own = (self.run_record, Pace(self), self._label_count, self._ram_stop, self._termination)
         self.callback_handler = Handler(self.callback_handler, own)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -172,7 +173,7 @@ class MegaMixin(MicroBatches, Checkpoints):
         plan = plan_of(self, settings, choice.kind, device)
         if plan is not None and plan is not asked.plan:
             settings = settings.override(length=None)  # it went into the plan that was made here
-        self.engine = Engine(self.model, **settings.override(plan=plan).chosen())
+        self.engine = Engine(self.model, _kind=choice.kind, **settings.override(plan=plan).chosen())
 
     def _follow_model(self) -> None:
         """`model_init` may have made another model: the first one's memory is wanted then."""
@@ -186,10 +187,11 @@ class MegaMixin(MicroBatches, Checkpoints):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trial = args[0] if args else kwargs.get("trial")
         self._failure = None
-        with self._termination.listening(), ExitStack() as lasting:
+        directory = self._get_output_dir(trial=trial)
+        with self._termination.listening(), self.run_record.running(directory), ExitStack() as lasting:
             # A run that does not save may share its directory with others.
             if self.args.save_strategy != "no":
-                lasting.callback(lock.acquire(self._get_output_dir(trial=trial)))
+                lasting.callback(lock.acquire(directory))
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = last_complete(self.args.output_dir)
             elif resume_from_checkpoint:
@@ -208,6 +210,11 @@ class MegaMixin(MicroBatches, Checkpoints):
         self._ram_stop.check()
         self._check_last_save()
         return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.run_record.add(loss)
+        return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.memory_limit.apply(False)
@@ -303,7 +310,8 @@ def _check_attached(engine: Engine, asked: Settings) -> None:
     if asked is engine.defaults:
         return  # what the engine has otherwise, it was given itself
     has = vars(engine.settings) | {"device": str(engine.device), "precision": engine.precision}
-    other = {name: value for name, value in asked.chosen().items() if has[name] != value}
+    # Whether a run is recorded is asked when it begins.
+    other = {name: value for name, value in asked.chosen().items() if has[name] != value and name != "record"}
     # None and "cuda" leave it open.
     device = torch.device(asked.device or engine.device)
     if device.type == engine.device.type and device.index in (None, engine.device.index):

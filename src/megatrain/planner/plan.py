@@ -210,6 +210,8 @@ class Plan:
 
 def format_parameters(parameters: int) -> str:
     """A number of parameters in a few characters."""
+    if parameters < 1e5:
+        return f"{parameters:,}"
     return f"{parameters / 1e9:.1f}B" if parameters >= 5e7 else f"{parameters / 1e6:.1f}M"
 
 

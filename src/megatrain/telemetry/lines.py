@@ -6,12 +6,14 @@ import errno
 import fcntl
 import os
 import stat
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from megatrain.telemetry.notices import warn
 
-TAKEN = (errno.EACCES, errno.EAGAIN)
+UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+_open: weakref.WeakSet[LineFile] = weakref.WeakSet()
 
 
 class LineFile:
@@ -19,6 +21,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._descriptor = path, -1
+        _open.add(self)
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._lock()
@@ -51,14 +54,24 @@ class LineFile:
             os.close(descriptor)
 
     def _lock(self) -> None:
-        """Refuse a file that another process records into. Unlike `flock`, children do not inherit this lock."""
+        """Refuse a file that somebody else appends to. The lock goes away with the process."""
         try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(error.errno, "another run is recorded in it") from None
         except OSError as error:
-            if error.errno in TAKEN:
-                raise OSError(error.errno, "another process records into it") from None
-            # This file system has no locks.
+            if error.errno not in UNSUPPORTED:
+                raise
 
     def _give_up(self, error: OSError) -> None:
         self.close()
         warn(f"{self._path} cannot be written ({error.strerror}): the run goes on without being recorded")
+
+
+def _in_child() -> None:
+    """A forked child writes nothing, and must not keep the lock when its parent is killed."""
+    for file in list(_open):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -23,9 +23,8 @@ def document(spans: Iterable[Span], process: int = 0, origin: float = 0.0) -> li
     spans = list(spans)
     lanes = sorted({lane for lane, *_ in spans}, key=lambda lane: (lane != STEPS, lane != "compute", lane))
     named = [
-        {"ph": "M", "pid": process, "tid": tid, "name": name, "args": args}
+        {"ph": "M", "pid": process, "tid": tid, "name": "thread_name", "args": {"name": lane}}
         for tid, lane in enumerate(lanes)
-        for name, args in (("thread_name", {"name": lane}), ("thread_sort_index", {"sort_index": tid}))
     ]
     slices = [
         {"ph": "X", "pid": process, "tid": lanes.index(lane), "cat": lane, "name": label}

@@ -63,7 +63,7 @@ def test_what_is_announced_on_the_cpu(said: pytest.LogCaptureFixture) -> None:
 def test_nothing_but_a_summary_is_announced_if_nothing_was_decided(said: pytest.LogCaptureFixture) -> None:
     mt.Engine(small.llama(), device="cpu")
     (summary,) = said.messages
-    assert summary.startswith("no plan; LlamaForCausalLM: ")
+    assert summary.startswith("LlamaForCausalLM on cpu\n  parameters  ")
 
 
 def test_init_is_the_default_and_an_engine_may_override(said: pytest.LogCaptureFixture) -> None:

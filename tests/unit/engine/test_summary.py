@@ -1,9 +1,12 @@
-"""An engine without a plan says where everything is; one with a plan, what it has otherwise."""
+"""An engine says what it trains, in which precision, and where its state is; with a plan, the plan."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests import small
 from tests.tiny import engine_of
 
@@ -12,8 +15,12 @@ from megatrain.optim.rules import AdamW
 
 
 def printed(said: pytest.LogCaptureFixture) -> list[str]:
-    (text,) = [line for line in said.messages if line.startswith("no plan; ")]
+    (text,) = [line for line in said.messages if "\n  parameters  " in line]
     return text.splitlines()
+
+
+def rows(lines: list[str]) -> dict[str, str]:
+    return {line.split()[0]: line[14:] for line in lines if line.startswith("  ")}
 
 
 def mib(nbytes: int) -> str:
@@ -31,48 +38,82 @@ def test_it_says_where_everything_is(said: pytest.LogCaptureFixture) -> None:
         policy={"model.layers.0": "store", "*": "recompute"},
         window=4,
     )
-    title, *rows = printed(said)
-    assert title.startswith("no plan; LlamaForCausalLM: 0.")
-    assert title.endswith(f"in {len(engine.blocks)} blocks on cpu, bf16")
-    found = {row.split()[0]: row[11:] for row in rows}
+    title, *lines = printed(said)
+    assert title == "LlamaForCausalLM on cpu"
+    found = rows(lines)
+    assert found["parameters"] == "0.3M, all trained"
+    assert found["blocks"] == f"{len(engine.blocks)}"
+    assert found["precision"] == "computes in bf16, exact FP32 master, saved in fp32"
+    assert found["optimizer"] == "AdamW, moments in 8bit"
 
     def nbytes(name: str) -> int:
         return sum(slab.layout.nbytes for slab in engine.slabs if slab.name.startswith(name))
 
     everything, head, first = nbytes(""), nbytes("lm_head"), nbytes("model.layers.0")
     assert found["weights"] == (
-        f"ram {mib(everything - head)}, vram {mib(head)}, copies in vram {mib(nbytes('model.layers'))}"
+        f"RAM {mib(everything - head)}, VRAM {mib(head)}, copies in VRAM {mib(nbytes('model.layers'))}"
     )
-    assert found["gradients"] == f"ram {mib(everything - head - first)}, vram {mib(head + first)} for one micro-batch"
+    assert found["gradients"] == f"RAM {mib(everything - head - first)}, VRAM {mib(head + first)}"
     assert found["policy"] == f"{len(engine.blocks) - 1} recompute, 1 store"
     assert found["window"] == "4 micro-batches"
     states = {True: 0, False: 0}
     for slab in engine.slabs:
         states[slab.name == "lm_head"] += slab.state_bytes(AdamW.moments, "8bit")
-    assert found["states"] == f"ram {mib(states[False])}, vram {mib(states[True])} with AdamW and 8bit moments"
+    assert found["states"] == f"RAM {mib(states[False])}, VRAM {mib(states[True])}"
 
 
 def test_what_is_frozen_has_no_gradients_or_states(said: pytest.LogCaptureFixture) -> None:
     model = small.llama().requires_grad_(False)
     engine_of(model)
-    _, weights, gradients, states, *_ = printed(said)
-    assert weights.startswith("weights    ram ")
-    assert gradients == "gradients  none for one micro-batch"
-    assert states.startswith("states     none ")
+    found = rows(printed(said))
+    assert found["parameters"].endswith(", none trained")
+    assert found["weights"].startswith("RAM ")
+    assert found["gradients"] == found["states"] == "none"
+
+
+def test_parameters_that_are_trained_are_counted(said: pytest.LogCaptureFixture) -> None:
+    model = small.llama(vocab_size=4096).requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    engine_of(model)
+    assert rows(printed(said))["parameters"] == "0.3M, 0.1M trained"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "precision", "says"),
+    [
+        (torch.float32, "fp32", "computes in fp32, saved in fp32"),
+        (torch.bfloat16, "fp32", "computes in fp32, saved in fp32"),
+        (torch.float32, "bf16", "computes in bf16, exact FP32 master, saved in fp32"),
+        (torch.bfloat16, "bf16", "computes in bf16, exact FP32 master, saved in bf16"),
+        (torch.float32, "bf16-sr", "computes in bf16, no FP32 master, rounded stochastically, saved in bf16"),
+    ],
+)
+def test_what_is_said_to_be_saved_is_saved(
+    loaded: torch.dtype, precision: str, says: str, said: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    engine = engine_of(small.llama().to(loaded), precision=precision)
+    assert rows(printed(said))["precision"] == says
+    engine.save(tmp_path)
+    dtypes = {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()}
+    assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16}[engine.saved_precision]}
 
 
 def test_one_block_is_said_so(said: pytest.LogCaptureFixture) -> None:
     engine_of(torch.nn.Linear(4, 4))
-    title, *rows = printed(said)
-    assert title == "no plan; Linear: 0.0M parameters on cpu, fp32"
-    assert [row.split()[0] for row in rows] == ["weights", "gradients", "states"]
+    title, *lines = printed(said)
+    assert title == "Linear on cpu"
+    assert rows(lines)["parameters"] == "20, all trained"
+    assert rows(lines)["blocks"] == "1, the whole model"
+    assert [*rows(lines)][-3:] == ["weights", "gradients", "states"]
 
 
 def test_a_plan_is_printed_instead_and_what_differs_from_it_is_named(said: pytest.LogCaptureFixture) -> None:
     plan = mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, precision="bf16", optimizer_compression=True)
     engine_of(small.llama(), plan=plan, precision="bf16", optimizer_compression="4bit")
     assert not [record for record in said.records if record.levelname == "WARNING"]
-    assert not [line for line in said.messages if line.startswith("no plan")]
+    text = "\n".join(printed(said))
+    assert text.endswith(f"\n\nThe plan:\n{plan.table()}")
+    assert rows(printed(said))["optimizer"] == "AdamW, moments in 4bit"
     engine_of(small.llama(), plan=plan, optimizer_compression="8bit", compile=True)
     lines = " ".join(record.getMessage() for record in said.records if record.levelname == "WARNING")
     for contradiction in (
