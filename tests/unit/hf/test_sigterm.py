@@ -115,7 +115,7 @@ def test_in_a_save_no_further_step_is_taken(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         trainer.train()
     assert trainer.state.global_step == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "run.jsonl"]
 
 
 def test_an_evaluation_outside_training_is_not_cut(tmp_path: Path) -> None:

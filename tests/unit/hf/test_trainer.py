@@ -193,9 +193,11 @@ def test_a_step_line_shows_what_the_step_used_and_waits_for_nothing(
     monkeypatch.setattr(Optimizer, "_finished", waited.append)
     said.clear()
     run(mt.Trainer, tmp_path, logging_steps=500, **options)
-    shown = [line.split(", ")[:2] for line in said.messages if line.startswith("step ")]
-    assert [lr for _, lr in shown] == [f"lr {entry['learning_rate']:.3g}" for entry in logged]
-    assert [norm.split(": ")[1] for norm, _ in shown] == [f"grad norm {entry['grad_norm']:.4g}" for entry in logged]
+    shown = [line.split(", ") for line in said.messages if line.startswith("step ")]
+    assert [line[0].split(": ")[1] for line in shown] == [f"loss {entry['loss']:.4g}" for entry in logged]
+    assert all(line[1].endswith(" tokens/s") for line in shown)
+    assert [line[2] for line in shown] == [f"grad norm {entry['grad_norm']:.4g}" for entry in logged]
+    assert [line[3] for line in shown] == [f"lr {entry['learning_rate']:.3g}" for entry in logged]
     assert not waited
 
 
