@@ -79,9 +79,10 @@ def saved_precision(model: torch.nn.Module, precision: str, saved: Mapping[str, 
 def _laid_out(engine: Engine, kind: str, blocks: int, more: Mapping[str, str] | None = None) -> str:
     size = counted(engine.model)
     whole, trained = size["parameters"], size["trainable"]
+    learn = "all" if trained == whole else format_parameters(trained) if trained else "none"
     gpu = f" ({torch.cuda.get_device_name(engine.device)})" if engine.device.type == "cuda" else ""
     rows = {
-        "parameters": f"{format_parameters(whole)}, {'all' if trained == whole else format_parameters(trained) if trained else 'none'} trained",
+        "parameters": f"{format_parameters(whole)}, {learn} trained",
         "blocks": (f"{blocks}" + (", compiled" if engine.settings.compile else "")) if blocks else "1, the whole model",
         "precision": f"{COMPUTES[engine.precision]}, saved in {engine.saved_precision}",
         "optimizer": f"{RULES[kind].__name__}, moments in {engine.settings.moment_width}",

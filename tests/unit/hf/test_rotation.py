@@ -32,7 +32,7 @@ def made(directory: Path, kind: Any = mt.Trainer, seed: int = 0, **changes: Any)
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != "run.jsonl")
 
 
 def age(directory: Path, when: float) -> None:
