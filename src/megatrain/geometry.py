@@ -1,6 +1,6 @@
-"""Facts that the engine and the planner both go by: what is allocated and moved, and what is counted. Pure Python.
+"""Facts that the engine, the planner and the settings share, each defined once: names, lanes, slab and ring sizes.
 
-Each fact stands here once. The engine allocates by it, the planner counts by it, and settings are checked against it.
+Pure Python; importing it loads nothing else.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ T = TypeVar("T")
 PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
-"""Optimizer → how many moments it keeps."""
+"""Optimizer → number of moments it keeps."""
 PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states")
-"""Settings that are patterns of block names: what of them is in GPU memory, or comes there."""
+"""Settings that list block name patterns: which state of those blocks is kept in or streamed through GPU memory."""
 PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
-"""Settings that a plan decides; whoever sets one of them decides alone."""
+"""Settings that a plan decides unless the user sets them."""
 PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")
-"""The same of `Settings.debug`."""
+"""Fields of `Settings.debug` that a plan decides."""
 
 
 @dataclass(frozen=True)
 class Width:
-    """How a moment is stored: bits per element, and one FP32 scale per `block` elements (0: none)."""
+    """Storage of a moment: bits per element, and one FP32 scale per `block` elements (0: no scales)."""
 
     bits: int
     block: int = 0
@@ -39,72 +39,71 @@ class Width:
 
 
 WIDTHS = {"fp32": Width(32), "bf16": Width(16), "8bit": Width(8, 256), "4bit": Width(4, 128)}
-"""By name, the widest first. The order is that of the C library's formats."""
+"""Moment widths by name, widest first, in the order of `enum mt_state` in csrc/megatrain.h."""
 MIN_COMPRESSED_NUMEL = 4096
-"""Tensors with fewer elements, and vectors of any length (norms, biases), keep FP32 moments: they are sensitive, and
-together they are nothing."""
+"""Tensors with fewer elements, and vectors of any length (norms, biases), keep FP32 moments: they are sensitive to
+rounding and take little memory."""
 
 # ---- lanes
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A queue of work beside compute, in its order."""
+    """An ordered queue of work that runs alongside compute."""
 
     runs_on: str | None
-    """"stream": issued on a CUDA stream of its own; "thread": done by a CPU thread. None: no queue of the engine."""
+    """"stream": a CUDA stream of its own; "thread": a CPU thread; None: the engine has no queue for it."""
     link: str | None = None
-    """The direction of PCIe that it uses, "in" (to the GPU) or "out"; lanes of one direction share it."""
+    """The PCIe direction it uses, "in" (to the GPU) or "out". Lanes of one direction share the bandwidth."""
     after_compute: bool = False
-    """Whether its work comes after all that compute has been given: it uses what compute, or the user, wrote."""
+    """Whether each job waits for everything submitted to compute so far, because it uses what compute wrote."""
 
 
 LANES = {
     "compute": Lane(None),
-    "h2d": Lane("stream", link="in"),  # weights of streamed blocks into slots, sums and parked inputs back
-    "refresh": Lane("stream", link="in"),  # held weights, once per step, each after its update
-    "d2h": Lane("stream", link="out", after_compute=True),  # gradients of streamed blocks, inputs to be parked
+    "h2d": Lane("stream", link="in"),  # weights of streamed blocks, resumed sums, offloaded inputs
+    "refresh": Lane("stream", link="in"),  # held weights, once per step, after their update
+    "d2h": Lane("stream", link="out", after_compute=True),  # gradients of streamed blocks, inputs to offload
     "sums_out": Lane("stream", link="out", after_compute=True),  # held gradient sums, rounded, once per step
-    "update": Lane("thread"),  # sums and updates in RAM
-    "gpu_update": Lane("stream", after_compute=True),  # the same in GPU memory
-    "states_in": Lane("stream", link="in"),  # states that are updated on the device, into slots
-    "states_out": Lane("stream", link="out"),  # the same back, and the weights that were updated there
-    "disk": Lane(None),  # states from and to disk; not in this version's engine
+    "update": Lane("thread"),  # gradient sums and updates in RAM
+    "gpu_update": Lane("stream", after_compute=True),  # norms, merges and updates in GPU memory
+    "states_in": Lane("stream", link="in"),  # streamed states, into slots
+    "states_out": Lane("stream", link="out"),  # streamed states and their updated weights, back to RAM
+    "disk": Lane(None),  # planned only; the engine does not offload to disk yet
 }
-"""Every lane by its name. The engine's lanes, the timeline and the simulator have these and no others."""
+"""All lanes by name, as the engine, the timeline and the simulator use them."""
 
 
 @dataclass(frozen=True)
 class Tier:
-    """A kind of memory that state lives in."""
+    """A kind of memory that holds state."""
 
     update_lane: str
-    """The lane that sums and updates what lies in it."""
+    """The lane that sums gradients and updates state in this tier."""
     on_device: bool
-    """Whether compute reads and writes it where it lies."""
+    """Whether compute reads and writes it directly."""
 
 
 TIERS = {"vram": Tier("gpu_update", on_device=True), "ram": Tier("update", on_device=False)}
 STAGING_SLOTS = 2
-"""Slots per ring of what passes once per step: gradients on their way from a held sum to its update, on the device and
-in RAM, and states that come to the device for theirs."""
+"""Slots per ring for data that moves once per step: held gradient sums on their way to RAM, and streamed states."""
 
 # ---- slabs and rings
 
 ALIGN_ELEMENTS = 256
-"""Every parameter starts on a multiple of this: vector loads are aligned whatever came before it, and so are the blocks
-of low-bit moments and the groups of random numbers."""
+"""Every parameter starts on a multiple of this, so that vector loads, blocks of low-bit moments and groups of random
+numbers are aligned."""
 ALIGN_BYTES = 4096
-"""Slabs are padded to whole pages: they are registered with the driver, and later read with O_DIRECT."""
+"""Slabs are padded to whole pages, because they are registered with the CUDA driver."""
 
 
 def padded(numel: int) -> int:
-    """The room that a parameter takes in a slab, in elements."""
+    """The elements that a parameter occupies in a slab."""
     return round_up(numel, ALIGN_ELEMENTS)
 
 
 def padded_slab(numel: int, itemsize: int) -> int:
-    """The length of a slab whose parameters take `numel` elements."""
+    """The length of a slab whose padded parameters have `numel` elements."""
     return round_up(numel, ALIGN_BYTES // itemsize)
 
 
@@ -113,7 +112,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def group_by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """Slabs in groups that share a ring, each within a factor of two of its largest; equal ones in their order."""
+    """Group slabs that share a ring: sizes within a factor of two of the group's largest, stable for equal sizes."""
     groups: list[list[T]] = []
     largest = 0
     for slab in sorted(slabs, key=nbytes, reverse=True):
@@ -125,45 +124,45 @@ def group_by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T
 
 
 def weight_slots(slots: int, slabs: int) -> int:
-    """Slots in a ring of so many slabs."""
+    """Slots in a ring that serves `slabs` slabs."""
     return min(slots, slabs)
 
 
 def grad_slots(slots: int, slabs: int) -> int:
-    """The same for gradients: two slabs (embedding and head) need one, theirs come at opposite ends of a backward."""
+    """Gradient slots. Two slabs (embedding and head) need one, as their gradients come at opposite ends of a backward."""
     return min(slots, (slabs + 1) // 2)
 
 
 # ---- a step
 
 CHUNK_ELEMENTS = {False: 1 << 27, True: 1 << 28}
-"""Whether the loss is fused → logits in a chunk of the head. Constants: a chunk changes the last bits of a sum, so no
-memory cap may choose it."""
+"""Whether the loss is fused → logits per chunk of the head. Constant: the chunk size changes the last bits of a sum, so
+it must not depend on a memory limit."""
 MAX_WINDOW = 64
-"""A window is that many threads at the most; beyond it the weights' share of a step is small anyway."""
+"""Micro-batches per window, each of which has a thread. Beyond this, fetching weights is a small share of a step."""
 
 
 def fuses_loss(compiled: bool, gpu: bool) -> bool:
-    """Whether cross-entropy is a kernel of our own, whose last bits are not PyTorch's: like compiled layers."""
+    """Whether cross-entropy is a fused kernel. Like compiled layers, its last bits differ from PyTorch's."""
     return compiled and gpu
 
 
 def chunk_tokens(vocabulary: int, fused: bool) -> int:
-    """Tokens per chunk of the head: a multiple of 64, at least 64."""
+    """Tokens per chunk of the head, a multiple of 64."""
     return max(64, CHUNK_ELEMENTS[fused] // max(1, vocabulary) // 64 * 64)
 
 
 def window_sizes(sizes: int | Sequence[int], micro_batches: int) -> tuple[int, ...]:
-    """The windows of a step: sizes in order, the last one repeated as long as needed, none beyond the step's end."""
-    asked = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    """The windows of a step: the given sizes in order, the last repeated, cut off at the end of the step."""
+    requested = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     windows: list[int] = []
-    left = micro_batches
-    while left > 0:
-        windows.append(min(asked[min(len(windows), len(asked) - 1)], left))
-        left -= windows[-1]
+    remaining = micro_batches
+    while remaining > 0:
+        windows.append(min(requested[min(len(windows), len(requested) - 1)], remaining))
+        remaining -= windows[-1]
     return tuple(windows)
 
 
 def update_threads(cores: int) -> int:
-    """Threads for updates on the CPU: all cores but two, which launch kernels and issue copies."""
+    """Threads for updates on the CPU. Two cores are left free to launch kernels and issue copies."""
     return max(1, cores - 2) if cores > 4 else cores

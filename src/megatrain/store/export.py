@@ -1,7 +1,7 @@
-"""Parameters on their way to a file: each is brought to host memory when it is written, and freed after it.
+"""State dicts for saving: each parameter is copied to host memory when it is written, and freed afterwards.
 
-Writers of state dicts copy a tensor that is not on the CPU to it, one after the other. So these claim a device of their
-own. They also claim a storage each: views of one slab would be taken for tensors that share memory, and be cloned.
+Writers of state dicts call `.cpu()` on tensors of other devices one at a time, so these tensors claim a device of their
+own. Each also claims its own storage: writers would clone views of one slab as tensors that share memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEVICE = torch.device("lazy")
 
 
 class ExportTensor(StoreTensor):
-    """A weight in the dtype it is saved in: FP32, joined from both halves, if the model was loaded in FP32."""
+    """A weight in the dtype it is saved in: the FP32 master if the model was loaded in FP32."""
 
     @classmethod
     def of(cls, parameter: StoreTensor) -> ExportTensor:
@@ -29,13 +29,13 @@ class ExportTensor(StoreTensor):
 
     @property
     def copies(self) -> bool:
-        """Whether reading it takes host memory."""
+        """Whether reading it allocates host memory."""
         return self.dtype != self.slab.layout.dtype or self.slab.on_device
 
     def host(self) -> torch.Tensor:
-        """The values in host memory, dense: a view of the store if they lie there in this dtype."""
-        found = super().host() if self.dtype == self.slab.layout.dtype else self.master().to(self.dtype)
-        return found.contiguous()
+        """Contiguous values in host memory: a view of the store where it has this dtype."""
+        values = super().host() if self.dtype == self.slab.layout.dtype else self.master().to(self.dtype)
+        return values.contiguous()
 
     materialise = host
 
@@ -49,23 +49,23 @@ class ExportTensor(StoreTensor):
         return self.host()
 
     def is_contiguous(self, *_: Any, **__: Any) -> bool:
-        """What `to("cpu")` gives is."""
+        """True of what `to("cpu")` returns."""
         return True
 
     def contiguous(self, *_: Any, **__: Any) -> ExportTensor:
         return self
 
     def data_ptr(self) -> int:
-        """Tells tensors apart; nothing can be read there."""
+        """Unique per tensor; not an address that can be read."""
         return self.slab.weight.data_ptr() + int(self.geometry.storage_offset()) * self.slab.layout.dtype.itemsize
 
     def untyped_storage(self) -> Any:
-        """As much of a storage as tells tensors apart and sizes shards."""
+        """The part of a storage's interface that writers use to compare tensors and size shards."""
         return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self.numel() * self.dtype.itemsize)
 
 
 def exported(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict for saving: the store's tensors are read when they are written, everything else is as it was."""
+    """A state dict whose store tensors are read only when they are written; other values are unchanged."""
     return {
         name: ExportTensor.of(value) if isinstance(value, StoreTensor) and value.role == "weight" else value
         for name, value in state.items()

@@ -1,7 +1,7 @@
-"""Forked children. The store's memory is shared with them: they read it without a copy, and must not write it.
+"""Forked children share the store's memory: they read it without a copy and must not write it.
 
-Writing raises `ForkedProcess`. What gets past that faults: in a child the store's memory is read-only. Fork waits for
-updates that were submitted, since lanes do not outlive it: what a child reads is whole, until the parent goes on.
+Writing raises `ForkedProcess`, and the memory is mapped read-only in the child. A fork waits for submitted updates,
+because lanes do not survive it; the child sees complete updates until the parent continues.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatrain.store.ticket import Order, Ticket
 from megatrain.telemetry.notices import warn
 
 _orders: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
-"""Of memory that lanes read and write."""
+"""Orders of memory that lanes read and write."""
 _parent_tickets: list[Ticket] = []
-"""In a child: tickets may hold CUDA events, and CUDA ends a process that destroys those of another."""
+"""In a child: kept alive, since destroying another process's CUDA events aborts the process."""
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""Memory that is there, with address and size."""
+"""Live mappings → (address, size)."""
 
 
 class Owner:
-    """The process that made a part of the store."""
+    """The process that created an object."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -46,13 +46,13 @@ class Owner:
 
 
 def protect(memory: mmap.mmap, address: int, nbytes: int) -> None:
-    """Make this memory read-only in every child that is forked while it is there."""
+    """Make this memory read-only in children forked during its lifetime."""
     _register()
     _mapped[memory] = (address, nbytes)
 
 
 def wait_before_fork(order: Order) -> Order:
-    """Let every fork wait for the work on this memory."""
+    """Make every fork wait for the work on this memory."""
     _register()
     _orders[id(order)] = order
     return order
@@ -66,7 +66,7 @@ def _register() -> None:
 
 def _before_fork() -> None:
     for reference in _orders.valuerefs():
-        # Work that failed is raised where it is looked for next, in the parent.
+        # The parent raises failed work where it next waits for it.
         with suppress(MegaTrainError):
             if (order := reference()) is not None:
                 order.until_writable()
@@ -75,7 +75,7 @@ def _before_fork() -> None:
 def _after_fork_in_child() -> None:
     for reference in _orders.valuerefs():
         if (order := reference()) is not None:
-            # Lanes are the parent's, who does what was submitted.
+            # The parent's lanes do the submitted work.
             _parent_tickets.extend(order.reset())
     for address, nbytes in list(_mapped.values()):
         try:

@@ -1,13 +1,13 @@
-"""How a moment is stored: FP32, BF16, or block-wise codes of 8 or 4 bits. The reference; kernels give the same bits.
+"""Storage formats of moments: FP32, BF16, or block-wise codes of 8 or 4 bits. The reference that kernels equal bitwise.
 
-A code is a small floating-point number: `value = sign · level(code) · scale`, one FP32 scale per block, which is the
-block's largest magnitude. Levels are spaced like a float's with M mantissa bits, the highest is 1:
+A code is a small floating-point number: `value = sign · level(code) · scale`, with one FP32 scale per block, the
+block's largest magnitude. Levels are spaced like those of a float with M mantissa bits, and the highest is 1:
 
     level(c) = the FP32 whose bits are (c + (127 << M) - (N - 1)) << (23 - M),  N codes per sign
 
-Rounding is stochastic and unbiased. A decaying average moves by less than a code's width per step: rounding to nearest
-would freeze it. In a signed format code 0 is zero; in a positive one it is the smallest level, since a second moment
-that became zero would make the next update explode.
+Rounding is stochastic and unbiased. A decaying average changes by less than a code's width per step, so rounding to
+nearest would freeze it. Code 0 is zero in a signed format and the smallest level in a positive one, because a second
+moment of zero would make the next update explode.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from megatrain.geometry import WIDTHS
 
 _ONE = 0x3F800000
 _SMALLEST, _LARGEST = 0x00800000, 0x7F7FFFFF
-"""Scales are kept between the smallest normal FP32 and the largest, so that their inverse is finite."""
+"""Scales are clamped to normal FP32 numbers, so that their inverse is finite."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one moment is stored, in `bits` per element: FP32 as it is, or BF16 rounded stochastically."""
+    """Storage of one moment in `bits` per element: FP32, or stochastically rounded BF16."""
 
     name: str
     bits: int
     block: int = 0
-    """Elements that share an FP32 scale (0: there are no scales)."""
+    """Elements per FP32 scale (0: no scales)."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the payload's bytes are."""
+        """The dtype of the payload."""
         return torch.uint8 if self.block else torch.float32 if self.bits == 32 else torch.bfloat16
 
     def payload_bytes(self, numel: int) -> int:
@@ -46,11 +46,11 @@ class Format:
         return 4 * -(-numel // self.block) if self.block else 0
 
     def decode(self, payload: Tensor, scales: Tensor | None, count: int) -> Tensor:
-        """FP32 values of the first `count` elements of a uint8 payload, in memory of their own."""
+        """A copy in FP32 of the first `count` elements of a uint8 payload."""
         return payload[: self.payload_bytes(count)].view(self.dtype).to(torch.float32, copy=True)
 
     def encode(self, values: Tensor, payload: Tensor, scales: Tensor | None, draws: Tensor | None) -> None:
-        """Write FP32 values; `draws` are 16 random bits per element, None: round to nearest."""
+        """Write FP32 values. `draws` has 16 random bits per element; without it, round to nearest."""
         stored = values if self.bits == 32 else round_to_bf16(values, draws)
         payload[: self.payload_bytes(values.numel())].view(self.dtype).copy_(stored)
 
@@ -64,7 +64,7 @@ class Codes(Format):
 
     @property
     def levels(self) -> int:
-        """N: codes per sign."""
+        """Codes per sign (N above)."""
         return 1 << (self.bits - self.signed)
 
     @property
@@ -73,7 +73,7 @@ class Codes(Format):
 
     @property
     def below(self) -> float:
-        """65536 / level(1), in FP32: magnitudes under level 1 times this are compared with the 16 random bits."""
+        """65536 / level(1) in FP32: magnitudes under level 1, times this, are compared with the 16 random bits."""
         first = torch.tensor((1 + self._base) << (23 - self.mantissa), dtype=torch.int32).view(torch.float32)
         return float(torch.tensor(65536.0) / first)
 
@@ -98,7 +98,7 @@ class Codes(Format):
         count, blocks = values.numel(), -(-values.numel() // self.block)
         if draws is None:
             draws = torch.full((count,), 0x8000, dtype=torch.int32, device=values.device)
-        # Past `count` lies padding: zeros, whose codes are zero too.
+        # Padding past `count` is zeros, whose codes are zero too.
         padding = (0, blocks * self.block - count)
         bits, draws = pad(values.view(torch.int32), padding).view(blocks, -1), pad(draws, padding).view(blocks, -1)
         magnitude = bits & 0x7FFFFFFF
@@ -109,7 +109,7 @@ class Codes(Format):
         codes = (share.view(torch.int32).clamp(max=_ONE) + (draws << (shift - 16))) >> shift
         codes = (codes - self._base).clamp(0, self.levels - 1)
         if self.signed:
-            # Between zero and level 1.
+            # Magnitudes between zero and level 1.
             small = (share * self.below).clamp(max=65536.0).int()
             codes = torch.where(small < 65536, (draws < small).int(), codes) | ((bits >> 31) & self.levels)
         if self.bits == 4:
@@ -129,11 +129,11 @@ FORMATS: dict[str, tuple[Format, Format]] = {
     "8bit": (_codes("8bit", mantissa=3, signed=True), _codes("8bit", mantissa=3, signed=False)),
     "4bit": (_codes("4bit", mantissa=1, signed=True), _codes("4bit", mantissa=0, signed=False)),
 }
-"""By name: the format of a moment of either sign, and of one that is never negative."""
+"""Width → the format of a signed moment, and of one that is never negative."""
 
 
 def round_to_bf16(values: Tensor, draws: Tensor | None) -> Tensor:
-    """FP32 → BF16: up with the probability of the bits that are cut off, or to nearest even without draws."""
+    """FP32 → BF16: stochastic rounding with 16 random bits per element, or to nearest even without draws."""
     if draws is None:
         return values.bfloat16()
     bits = values.view(torch.int32)
