@@ -129,7 +129,7 @@ def weight_slots(slots: int, slabs: int) -> int:
 
 
 def grad_slots(slots: int, slabs: int) -> int:
-    """Gradient slots. Two slabs (embedding and head) need one, as their gradients come at opposite ends of a backward."""
+    """Gradient slots. Two slabs (embedding and head) need one: their gradients come at opposite ends of a backward."""
     return min(slots, (slabs + 1) // 2)
 
 

@@ -86,7 +86,9 @@ def test_nothing_grows(lanes: str):
         if number % 100 == 0:
             gc.collect()
         if number % EVERY == 0:
-            looks.append((process.memory_info().rss, process.num_fds(), threading.active_count(), engine._memory.held))
+            looks.append(
+                (process.memory_info().rss, process.num_fds(), threading.active_count(), engine._memory.allocated_bytes)
+            )
     took = time.monotonic() - started
     engine.synchronize()
 

@@ -176,8 +176,8 @@ def test_nothing_of_a_resident_block_travels() -> None:
         optimizer.zero_grad()
     engine.synchronize()
     assert engine.counters.fetches == engine.counters.drains == 0
-    assert engine._memory.held == 0
-    assert engine._placement.vram.held > 0
+    assert engine._memory.allocated_bytes == 0
+    assert engine._placement.vram.allocated_bytes > 0
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:

@@ -864,7 +864,7 @@ def test_failures_in_a_row(error: Any, clean: list[Any]):
                 engine.window([partial(fragile_task, model, number) for number in range(4)])
             bomb.clear()
             gc.collect()
-            held.append(engine._memory.held)
+            held.append(engine._memory.allocated_bytes)
         # By then every block has had a sum that left before the failure, and its buffer is there.
         assert held[-1] == held[23]
         assert_equal(clean_step(model, engine), clean)

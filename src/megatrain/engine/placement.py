@@ -35,7 +35,7 @@ class Placement:
             ),
         )
         self.vram = DeviceMemory(device)
-        self.ram_monitor = RamMonitor(held=lambda: self.ram.held, trim=self.ram.trim)
+        self.ram_monitor = RamMonitor(held=lambda: self.ram.allocated_bytes, trim=self.ram.trim)
 
     def homes(self, block: str) -> Homes:
         """Where the block of this name keeps its weight, states and gradient sum."""
@@ -87,7 +87,7 @@ class Placement:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(
             needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient, slots)",
-            self._settings.max_ram_gb, self.ram.held,
+            self._settings.max_ram_gb, self.ram.allocated_bytes,
         )  # fmt: skip
 
 

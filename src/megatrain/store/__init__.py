@@ -1,1 +1,1 @@
-"""Where state lives: slab layout, host memory, and the parameters users see."""
+"""Where state lives: slabs, memory tiers, and the parameters that users see."""

@@ -16,27 +16,26 @@ from megatrain.store.memory import Buffer, Homes
 from megatrain.store.ticket import Order
 
 ADD_CHUNK_ELEMENTS = 1 << 20
-"""Elements of a BF16 gradient that are added to an FP32 sum at once on the CPU, where PyTorch first makes an FP32 copy
-of them."""
+"""Elements of a BF16 gradient that are added to an FP32 sum at once on the CPU: PyTorch first makes an FP32 copy."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A slab's gradient at one moment: in a step one part, merged; for users also parts that stay apart."""
+    """A slab's gradient at one moment: one merged part in a step, possibly several parts when users read it."""
 
     layout: Layout
     parts: tuple[tuple[Tensor, frozenset[int]], ...]
-    """Flat values, and the parameters that have some; in the order of their call ids."""
+    """Flat values and the indices of the parameters present in them, in the order of their call ids."""
     dtype: torch.dtype
     square_sum: Tensor | None = None
-    """As it lies there, not scaled."""
+    """Before scaling."""
     scale: float = 1.0
     order: Order = field(default_factory=lambda: Order("gradient"))
-    """Of the memory that it lies in."""
+    """Orders access to its memory."""
 
     @property
     def flat(self) -> Tensor:
-        """Where it lies; of several parts their sum, in memory of its own."""
+        """The stored values; for several parts, their sum in new memory."""
         if len(self.parts) == 1:
             return self.parts[0][0]
         total = torch.empty(self.layout.numel, dtype=torch.float32, device=self.parts[0][0].device)
@@ -55,29 +54,29 @@ OUTSIDE_BLOCKS: CallId = (1 << 30, 0)
 
 
 class Part:
-    """What one call of a block contributes to a slab's gradient: as it landed, or an FP32 sum of several.
+    """What one call of a block contributes to a slab's gradient: one gradient, or an FP32 sum of several.
 
-    BF16 gradients are summed in FP32 and rounded once, when they are used: norm and update see the same `Snapshot`.
+    BF16 gradients are summed in FP32 and rounded once, when they are used; norm and update see the same `Snapshot`.
     """
 
     def __init__(self, gradient: Gradient) -> None:
         self._gradient = gradient
         self.dtype = gradient.layout.dtype
         self.present: set[int] = set()
-        """Parameters that have a gradient; the rest of the buffers is not defined."""
+        """Parameters that have a gradient; the rest of the buffers is undefined."""
         self.buffers: dict[torch.dtype, Buffer] = {}
-        """For what lands, in the gradient dtype, and for an FP32 sum; allocated at first use, kept for later steps."""
+        """One in the gradient dtype and one for an FP32 sum; allocated at first use and kept for later steps."""
         self.summed = False
-        """Whether the gradient is in the FP32 sum (else as it landed); in an FP32 slab both are one buffer."""
+        """Whether the gradient is in the FP32 sum, not in `landing`; in an FP32 slab both are one buffer."""
         self.rounded = True
-        """Whether it is one gradient or a rounded sum: values of the gradient dtype, whichever buffer they are in."""
+        """Whether the values are representable in the gradient dtype: a single gradient, or a rounded sum."""
         self.square_sum: Tensor | None = None
-        """Sum of squares of the rounded gradient in FP64, if it was computed where the gradient was made."""
+        """FP64 sum of squares of the rounded gradient, if the device computed it."""
         self.order = wait_before_fork(Order("gradient"))
 
     @property
     def landing(self) -> Buffer:
-        """Where a copy in the gradient dtype arrives."""
+        """The buffer in the gradient dtype that copies from the device arrive in."""
         return self._buffer(self.dtype)
 
     @property
@@ -87,7 +86,7 @@ class Part:
 
     @property
     def flat(self) -> Tensor:
-        """The buffer that holds the gradient now."""
+        """The current values."""
         dtype = torch.float32 if self.summed else self.dtype
         return self._buffer(dtype).view(dtype)
 
@@ -102,8 +101,8 @@ class Part:
             self._gradient.homes.sums.free(self.buffers.pop(dtype))
 
     def accumulator(self, indices: AbstractSet[int]) -> Tensor:
-        """Where gradients of these parameters are added, if they are there, or copied. For a sum on the device, whose
-        stream orders this call: an FP32 sum takes the place of what has landed, no second buffer stays."""
+        """The tensor that gradients of these parameters are added or copied to, for a sum on the device. An FP32 sum
+        replaces the buffer in the gradient dtype, so that only one of them stays allocated."""
         self._gradient.accumulates = self._gradient.accumulates or bool(self.present & indices)
         if self._gradient.accumulates:
             self._widen()
@@ -115,7 +114,7 @@ class Part:
             return
         if not self.present:
             self._free(self.dtype)
-        # If there is no memory for it, nothing has changed.
+        # Allocated first: if it fails, nothing has changed.
         total = self.sum_buffer.view(torch.float32)
         if self.present:
             total.copy_(self.flat)
@@ -123,7 +122,7 @@ class Part:
         self.summed = True
 
     def round(self) -> None:
-        """Keep a complete sum in the gradient dtype, on the device, in the order of compute's stream."""
+        """Convert a complete sum on the device to the gradient dtype, on compute's stream."""
         if self.summed and self.dtype != torch.float32:
             self.landing.view(self.dtype).copy_(self.flat)
             self._free(torch.float32)
@@ -131,7 +130,7 @@ class Part:
         self.rounded = True
 
     def multiply(self, factor: float) -> None:
-        """By a factor, in the dtype of what it is: a single gradient is rounded again, a sum of several is not."""
+        """Multiply in place; values in the gradient dtype are rounded to it again, FP32 sums are not."""
         if not self.rounded:
             self._widen()
         self.flat.mul_(factor)
@@ -140,7 +139,7 @@ class Part:
                 piece.copy_(piece.to(self.dtype))
 
     def mark_summed(self) -> None:
-        """The FP32 buffer holds a sum of several from now on."""
+        """Record that the FP32 buffer now holds a sum of several gradients."""
         self.summed, self.rounded, self.square_sum = True, False, None
 
     def clear(self) -> None:
@@ -148,7 +147,7 @@ class Part:
         self.summed, self.rounded, self.square_sum = False, True, None
 
     def free_unused(self) -> None:
-        """Free the buffers if they hold nothing; the next gradient allocates them again."""
+        """Free the buffers if no gradient is present; the next gradient allocates them again."""
         if not self.present:
             # The last update may still be reading them.
             self.order.until_writable()
@@ -170,17 +169,17 @@ class Gradient:
         self.merge: Callable[[Gradient], None] = lambda _: None
         """Submits the sum of all parts into the first one, in the order of their call ids (stream/drain.py)."""
         self.refuse_late: Callable[[Gradient], None] = lambda _: None
-        """Raises if an update has already started with this gradient (optim/schedule.py)."""
+        """Raises if an update with this gradient has already started (optim/schedule.py)."""
         self.accumulates = False
-        """Whether steps have several micro-batches: sums on the device are FP32 from the first on."""
+        """Whether steps have several micro-batches: device sums are then FP32 from the first one."""
         self.scale = 1.0
-        """What it is multiplied by wherever it is used: clipping takes no pass over memory, and rounds nothing."""
+        """Applied wherever the gradient is used, so that clipping needs no pass over memory and no rounding."""
         self.drop_leftovers: list[Callable[[], None]] = []
-        """Each drops what a backward that was interrupted left in a parameter on its way here."""
+        """Called by `clear`; each drops what an interrupted backward left in a parameter's autograd field."""
 
     @property
     def on_device(self) -> bool:
-        """Whether compute adds to it where it lies."""
+        """Whether compute adds to it in place."""
         return TIERS[self.homes.sums.tier].on_device
 
     def part(self, call_id: CallId) -> Part:
@@ -197,24 +196,24 @@ class Gradient:
         return any(part.buffers for part in self.parts.values())
 
     def active(self) -> list[Part]:
-        """Parts that hold anything, in the order of their call ids."""
+        """Parts with a gradient, in the order of their call ids."""
         return [part for _, part in sorted(self.parts.items()) if part.present]
 
     def merged(self) -> Part:
-        """The one part that holds the gradient; its order says when."""
+        """The single part that holds the gradient, once its order allows reading."""
         self.merge(self)
         active = self.active()
         return active[0] if active else self.part(next(iter(self.parts), (0, 0)))
 
     def snapshot(self) -> Snapshot:
-        """What the gradient is now. It stays so while a step uses it: `zero_grad` only forgets, and whoever writes
-        the buffers next waits for the update that reads them."""
+        """The gradient, merged. It stays valid while a step uses it: `zero_grad` frees no buffer, and later writers
+        wait for the update that reads them."""
         part = self.merged()
         parts = ((part.flat, frozenset(part.present)),)
         return Snapshot(self.layout, parts, part.dtype, part.square_sum, self.scale, part.order)
 
     def read(self) -> Snapshot:
-        """What the gradient is now, for reading. Parts stay apart: looking must not change the order of a sum."""
+        """The gradient for users to read. Parts are not merged, since reading must not change the order of a sum."""
         for part in self.parts.values():
             part.order.until_readable()
         active = self.active()
@@ -224,7 +223,7 @@ class Gradient:
         return Snapshot(self.layout, parts, active[0].dtype, scale=self.scale)
 
     def writable(self) -> Tensor:
-        """The flat tensor that holds the present gradients, for the user to write to; an update may be reading it."""
+        """The flat gradient for users to write to; waits for updates that read it."""
         part = self.writable_part()
         part.square_sum = None
         if self.scale != 1.0:
@@ -240,11 +239,11 @@ class Gradient:
         return part
 
     def require_owner(self) -> None:
-        """Raises in a forked child, which shares the memory."""
+        """Raise in a forked child, which shares the memory."""
         self._owner.require("change them")
 
     def drop(self, index: int) -> None:
-        """Forget one parameter's gradient; the next one that lands for it replaces instead of adding."""
+        """Remove one parameter's gradient; the next one replaces it instead of being added."""
         self.refuse_late(self)
         for part in self.parts.values():
             part.present.discard(index)
@@ -261,7 +260,7 @@ class Gradient:
             drop()
 
     def free_unused(self) -> None:
-        """Free the buffers that hold nothing."""
+        """Free the buffers of parts without a gradient."""
         for part in self.parts.values():
             part.free_unused()
 
@@ -269,9 +268,9 @@ class Gradient:
 def add_segments(
     layout: Layout, total: Tensor, flat: Tensor, indices: frozenset[int], known: AbstractSet[int], begin: int = 0
 ) -> None:
-    """Add the given segments; one that the sum does not have yet is copied, so that a negative zero stays one.
+    """Add the given segments. One that is not in `known` is copied, which preserves a negative zero.
 
-    `total` is the sum from element `begin` on; what lies outside of it is left out.
+    `total` is the sum from element `begin` on; values outside it are ignored.
     """
 
     def within(chosen: AbstractSet[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -289,7 +288,7 @@ def add_segments(
 
 
 def sum_of_parts(gradient: Snapshot, total: Tensor, begin: int = 0) -> None:
-    """Sum of a gradient's parts in their order, from element `begin` on, not rounded; zeros where nobody has one."""
+    """Sum a gradient's parts in order, from element `begin` on, without rounding; zeros where no part has a value."""
     total.zero_()
     known: frozenset[int] = frozenset()
     for flat, present in gradient.parts:

@@ -1,6 +1,6 @@
-"""How the parameters of a block lie in a slab: one flat run of one dtype, so that it moves in one transfer.
+"""The layout of a block's parameters in a slab: one flat tensor of one dtype, so that it moves in one transfer.
 
-States and gradient sums may lie here for a part of the slab only: that part is a layout too, of the same parameters.
+A process may own states and gradient sums of a slice of the slab only. The slice is a layout of the same parameters.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from megatrain.geometry import ALIGN_ELEMENTS, padded, padded_slab
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one parameter lies in its slab, or what a part of the slab has of it, in elements."""
+    """One parameter in a slab, or the part of it in a slice of the slab; offsets and sizes in elements."""
 
     name: str
     shape: torch.Size
-    """Of the whole parameter."""
+    """The parameter's shape."""
     offset: int
     numel: int
     owned_start: int = 0
-    """The parameter's element that lies at `offset`."""
+    """Index of the parameter's element at `offset`."""
     owned_shape: torch.Size = field(init=False)
-    """The shape of what lies here: the parameter's, or a flat one of a part of it."""
+    """The parameter's shape if it is complete in this layout, else flat."""
     strides: tuple[int, ...] = field(init=False)
     end: int = field(init=False)
 
@@ -42,13 +42,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of one slab, in order, and the slab's padded length in elements; or those of a part of it."""
+    """The parameters of a slab or of a slice of it, in order, and its padded length in elements."""
 
     dtype: torch.dtype
     segments: tuple[Segment, ...]
     numel: int
     begin: int = 0
-    """The slab's element that a part of it begins with."""
+    """Where a slice begins in its slab."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Layout:
         return flat.as_strided(segment.owned_shape, segment.strides, flat.storage_offset() + segment.offset)
 
     def slice(self, begin: int, end: int) -> Layout:
-        """The elements [begin, end) of the slab. Parameters outside of them have no elements there."""
+        """The layout of the slab's elements [begin, end). Parameters outside it have zero elements."""
         assert begin % ALIGN_ELEMENTS == end % ALIGN_ELEMENTS == 0, "slices begin and end where blocks of moments do"
 
         def part(segment: Segment) -> Segment:
@@ -71,22 +71,22 @@ class Layout:
         return Layout(self.dtype, tuple(map(part, self.segments)), end - begin, begin)
 
     def slice_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """What of a flat tensor as long as the slab lies in this layout."""
+        """This layout's part of a flat tensor that covers the slab."""
         return flat[self.begin : self.begin + self.numel]
 
     def slice_values(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What of whole parameters, by segment, lies in this layout."""
-        found = {}
+        """This layout's part of complete parameters, by segment."""
+        slices = {}
         for index, tensor in values.items():
             segment = self.segments[index]
             if segment.complete:
-                found[index] = tensor
+                slices[index] = tensor
             elif segment.numel:
-                found[index] = tensor.reshape(-1)[segment.owned_start : segment.owned_start + segment.numel]
-        return found
+                slices[index] = tensor.reshape(-1)[segment.owned_start : segment.owned_start + segment.numel]
+        return slices
 
     def runs(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Element ranges that cover the given segments, neighbours merged across their padding."""
+        """Element ranges that cover the given segments; adjacent ones are merged across their padding."""
         runs: list[tuple[int, int]] = []
         previous = -2
         for index in sorted(indices):
@@ -100,7 +100,7 @@ class Layout:
 
 
 def lay_out(parameters: Sequence[tuple[str, torch.Size]], dtype: torch.dtype) -> Layout:
-    """Place parameters one after the other, each aligned, the slab padded to whole pages."""
+    """Lay parameters out one after another, each aligned, and pad the slab to whole pages."""
     segments = []
     offset = 0
     for name, shape in parameters:

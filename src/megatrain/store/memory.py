@@ -1,4 +1,4 @@
-"""What a slab needs of the memory it lies in, whichever tier that is."""
+"""The interface of a memory tier, and which tier each role of a slab lives in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @dataclass(eq=False)
 class Buffer:
-    """A run of bytes in one tier."""
+    """Contiguous bytes in one tier."""
 
     bytes: torch.Tensor
     pinned: bool
-    """Whether copies between it and the device need no staging."""
+    """Whether the device can copy from and to it without staging."""
 
     @property
     def nbytes(self) -> int:
@@ -28,26 +28,26 @@ class Memory(Protocol):
     """One tier."""
 
     tier: str
-    """Its name: a key of `megatrain.geometry.TIERS`, which says what lanes move and update it."""
+    """A key of `megatrain.geometry.TIERS`."""
 
     def allocate(self, nbytes: int, *, transferred: bool) -> Buffer:
-        """Zeroed memory; `transferred` if the device copies from or to it."""
+        """Zeroed memory. `transferred`: the device copies from or to it."""
 
     def free(self, buffer: Any) -> None:
-        """Give a buffer of this tier back; the caller has waited for all work on it (on the device: its stream has)."""
+        """Free a buffer. All work on it must be done (on the device: ordered before the current stream)."""
 
 
 @dataclass
 class Homes:
-    """Where a slab keeps its weight, its states (residual and moments) and its gradient sum, between uses."""
+    """The tiers in which a slab keeps its weight, its states (residual and moments) and its gradient sum."""
 
     weight: Memory
     states: Memory
     sums: Memory
     holds_weight: bool = False
-    """Whether the device has a copy of the weight that outlives one use."""
+    """Whether a copy of the weight stays on the device between uses."""
     streams_states: bool = False
-    """Whether its states come to the device to be updated there, as long as weight and sum are there too."""
+    """Whether states are streamed to the device for their update, given that weight and sum are held there."""
 
     def __post_init__(self) -> None:
         if self.weight.tier == "vram":
@@ -55,5 +55,5 @@ class Homes:
 
     @classmethod
     def all_in(cls, memory: Memory) -> Homes:
-        """All in one tier."""
+        """All roles in one tier."""
         return cls(memory, memory, memory)

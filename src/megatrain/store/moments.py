@@ -1,7 +1,7 @@
-"""A moment of a slab: the optimizer's running average of every parameter in it, each in its own format, in one buffer.
+"""A moment of a slab: the optimizer's running averages of its parameters, in one buffer, each in its own format.
 
-Parameters of one format lie in one area, in the slab's order, padded like the slab itself. So neighbours in the slab
-that share a format are neighbours here, and one kernel call covers them. Scales follow the codes of their area.
+Parameters of one format form an area, in the slab's order and padded like the slab. Adjacent parameters of one format
+are therefore adjacent here, and one kernel call covers them. Scales follow the codes of their area.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatrain.store.memory import Memory
 
 @dataclass(frozen=True)
 class SegmentStart:
-    """Where one segment starts in the buffer, in bytes: its codes (or values), and its scales if the format has any."""
+    """Byte offsets of a segment's payload (codes or values) and of its scales, if the format has any."""
 
     format: Format
     payload: int
@@ -30,7 +30,7 @@ class SegmentStart:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of one format: codes (or values) as bytes, and scales if the format has any."""
+    """Consecutive elements of one format: payload (codes or values) as bytes, and scales if the format has any."""
 
     format: Format
     payload: torch.Tensor
@@ -45,18 +45,18 @@ class Moment:
         self.signed = signed
         self._starts, nbytes = lay_out_areas(layout, width, signed)
         self.formats = {index: start.format for index, start in self._starts.items()}
-        """By segment."""
+        """By segment index."""
         self.buffer = memory.allocate(nbytes, transferred=transferred)
         self.bytes = self.buffer.bytes
 
     def with_storage(self, storage: torch.Tensor) -> Moment:
-        """The same moment in other memory, which has a copy of its bytes."""
+        """The same moment over a copy of its bytes in other memory."""
         other = copy(self)
         other.bytes = storage
         return other
 
     def piece(self, index: int, count: int | None = None) -> Piece:
-        """`count` elements from the start of a segment, on into neighbours of the same format (None: its own)."""
+        """`count` elements from the start of a segment, across later ones of the same format (None: the segment)."""
         count = self.layout.segments[index].numel if count is None else count
         start = self._starts[index]
         nbytes = start.format.payload_bytes(round_up(count, start.format.block or 1))
@@ -65,15 +65,15 @@ class Moment:
         return Piece(start.format, payload, scales if start.format.block else None)
 
     def read(self, index: int) -> torch.Tensor:
-        """One parameter's values, in FP32 (a copy)."""
+        """A copy of one parameter's values, in FP32."""
         return (
             self._decoded(index, self.stored(index)).to("cpu", copy=True).view(self.layout.segments[index].owned_shape)
         )
 
     def write(self, index: int, values: torch.Tensor) -> None:
-        """Replace one parameter's values, rounded to nearest."""
+        """Set one parameter's values, rounded to nearest."""
         piece = self.piece(index)
-        # Encoded in host memory, whatever the tier: the reference is what defines the bits.
+        # Encoded on the CPU for every tier: the reference defines the bits.
         payload = torch.empty_like(piece.payload, device="cpu")
         scales = None if piece.scales is None else torch.empty_like(piece.scales, device="cpu")
         piece.format.encode(values.detach().reshape(-1).float().cpu(), payload, scales, None)
@@ -82,37 +82,37 @@ class Moment:
             piece.scales.copy_(scales)
 
     def stored(self, index: int) -> dict[str, torch.Tensor]:
-        """One parameter's bytes as they are, by suffix of the moment's name: what a checkpoint keeps."""
+        """One parameter's stored tensors by suffix of the moment's name, as checkpoints store them."""
         piece = self.piece(index)
         suffix = "" if piece.format is FP32 else f".{piece.format.name}"
         if piece.scales is not None:
             return {suffix: piece.payload, f"{suffix}.scale": piece.scales}
         return {suffix: piece.payload.view(piece.format.dtype).view(self.layout.segments[index].owned_shape)}
 
-    def restore(self, index: int, given: Mapping[str, torch.Tensor]) -> bool:
-        """Take over what `stored` gave in any format (nothing: zeros); False if it had to be rounded to this one."""
-        mine = self.stored(index)
-        if not given:
-            for view in mine.values():
+    def restore(self, index: int, saved: Mapping[str, torch.Tensor]) -> bool:
+        """Load what `stored` returned, in any format (empty: zeros). Return False if values had to be rounded."""
+        current = self.stored(index)
+        if not saved:
+            for view in current.values():
                 view.zero_()
             return True
-        if mine.keys() == given.keys():
-            for suffix, view in mine.items():
-                view.copy_(given[suffix].reshape(view.shape))
+        if current.keys() == saved.keys():
+            for suffix, view in current.items():
+                view.copy_(saved[suffix].reshape(view.shape))
             return True
-        self.write(index, self._decoded(index, given))
+        self.write(index, self._decoded(index, saved))
         return self.formats[index] is FP32
 
-    def _decoded(self, index: int, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        suffix = next(suffix for suffix in given if not suffix.endswith(".scale"))
+    def _decoded(self, index: int, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        suffix = next(suffix for suffix in saved if not suffix.endswith(".scale"))
         if suffix in ("", ".bf16"):
-            return given[suffix].float()
+            return saved[suffix].float()
         chosen = FORMATS[suffix.removeprefix(".")][0 if self.signed else 1]
-        return chosen.decode(given[suffix].cpu(), given[f"{suffix}.scale"].cpu(), self.layout.segments[index].numel)
+        return chosen.decode(saved[suffix].cpu(), saved[f"{suffix}.scale"].cpu(), self.layout.segments[index].numel)
 
 
 def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[dict[int, SegmentStart], int]:
-    """Where the segments of a moment of a slab start, and the size of all areas together."""
+    """Segment offsets of a moment in its buffer, and the buffer's size."""
     members: dict[Format, list[int]] = {}
     for index, segment in enumerate(layout.segments):
         small = len(segment.shape) < 2 or segment.shape.numel() < MIN_COMPRESSED_NUMEL

@@ -1,8 +1,8 @@
-"""What users see as parameters: tensors without storage that claim the compute device.
+"""The parameters that users see: tensor subclasses without storage that claim the compute device.
 
-Shape, dtype and device are there for optimizers, schedulers and `model.device`. Reading one waits for pending updates
-and brings the current values to the device; writing one reaches the store. Views (slices, transposes, `.data`) stay
-views of the store: each carries a meta tensor with its geometry inside the slab.
+They have shape, dtype and device. Reading one waits for pending updates and copies the current values to the device;
+writing one writes the store. Views (slices, transposes, `.data`) remain views of the store: each carries a meta tensor
+with its geometry inside the slab.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatrain.store.split import join
 
 GradientSink = Callable[[Slab, int, torch.Tensor], None]
 _plain_grad: Any = torch.Tensor.grad
-"""The field that autograd writes, under the property that shows the store."""
+"""The field that autograd writes; `StoreTensor.grad` hides it."""
 GRAD_FIELD_TIMEOUT_S = 10.0
-"""Seconds after which a thread no longer waits for another's backward to take what it added to a parameter's field."""
+"""A thread waits this long for another thread's backward to empty a parameter's field, then proceeds."""
 
 
 class StoreTensor(torch.Tensor):
@@ -34,7 +34,7 @@ class StoreTensor(torch.Tensor):
     role: str
     geometry: torch.Tensor
 
-    # Attribute access and methods behave like a plain tensor's; only real operators reach __torch_dispatch__.
+    # Methods and attributes behave like a plain tensor's; only operators reach __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -53,54 +53,53 @@ class StoreTensor(torch.Tensor):
 
     @classmethod
     def of_parameter(cls, slab: Slab, index: int, role: str, device: torch.device) -> StoreTensor:
-        """The tensor of one parameter of a slab."""
+        """A tensor that covers one parameter of a slab."""
         flat = torch.empty(slab.layout.numel, dtype=slab.layout.dtype, device="meta")
         return cls(slab, index, role, device, slab.layout.view(flat, index))
 
     # ---- reading and writing the store
 
     def host(self) -> torch.Tensor:
-        """The bytes in host memory (copied if they live on the device), in the store's own dtype."""
+        """The values in host memory and in the store's dtype; a view of the store unless it is on the device."""
         return self.stored().cpu()
 
     def stored(self) -> torch.Tensor:
-        """The bytes where they live: a view of the store (of a gradient that is scaled, a copy); FP32 for a gradient
-        that is being summed."""
+        """A view of the store (a copy for a scaled gradient); FP32 for a gradient that is a sum."""
         if self.role == "weight":
             self.slab.settle()
             return self._strided(self.slab.weight)
         gradient = self.slab.grad.read()
-        found = self._strided(gradient.flat)
-        return found if gradient.scale == 1.0 else found * gradient.scale
+        values = self._strided(gradient.flat)
+        return values if gradient.scale == 1.0 else values * gradient.scale
 
     def master(self) -> torch.Tensor:
-        """The exact weight: FP32 where there is a residual, else the bytes in host memory."""
+        """The exact weight in host memory: FP32 where there is a residual."""
         weight = self.stored().cpu()
         if self.slab.residual is None:
             return weight
         halves = [flat.contiguous().view(-1) for flat in (weight, self._strided(self.slab.residual).cpu())]
-        whole = torch.empty(weight.shape, dtype=torch.float32)
-        # In pieces, so that the halves as integers stay small beside the result.
-        for target, high, low in zip(*(flat.split(PIECE) for flat in (whole.view(-1), *halves)), strict=True):
+        master = torch.empty(weight.shape, dtype=torch.float32)
+        # In pieces, to bound the integer temporaries.
+        for target, high, low in zip(*(flat.split(PIECE) for flat in (master.view(-1), *halves)), strict=True):
             target.copy_(join(high, low))
-        return whole
+        return master
 
     def materialise(self) -> torch.Tensor:
-        """The current values on the claimed device."""
+        """The current values on the compute device."""
         return self.stored().to(dtype=self.dtype, device=self.device)
 
     def require_writable(self) -> None:
-        """Raise where the values must not be changed."""
+        """Raise if the values must not be changed."""
         self.slab.require_owner()
 
     def write(self, values: torch.Tensor) -> None:
-        """Replace the values; a split master is then exactly the BF16 values written."""
+        """Replace the values; a split master then equals the BF16 values exactly."""
         if self.role == "weight":
             self.slab.before_write()
             self._strided(self.slab.weight).copy_(values)
             if self.slab.residual is not None:
                 self._strided(self.slab.residual).zero_()
-            # Another thread may have fetched the slab in the middle of this.
+            # Another thread may have fetched the slab meanwhile.
             self.slab.version += 1
         else:
             self._strided(self.slab.grad.writable()).copy_(values)
@@ -117,11 +116,11 @@ class StoreTensor(torch.Tensor):
             )
         return flat.as_strided(view.size(), view.stride(), view.storage_offset())
 
-    # ---- what users reach for by attribute
+    # ---- attributes and methods
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The summed gradient: reading shows it, in-place changes reach the store, None clears it."""
+        """The accumulated gradient. In-place changes reach the store; assigning None clears it."""
         if not getattr(self, "_is_param", False) or self.segment not in self.slab.grad.present:
             return None
         return self._gradient()
@@ -151,7 +150,7 @@ class StoreTensor(torch.Tensor):
         self.slab.grad.drop(self.segment)
 
     def _gradient(self) -> StoreTensor:
-        """Of a parameter, which is as the whole of its segment lies in the slab."""
+        """The gradient of a parameter, which has the parameter's geometry in the slab."""
         return StoreTensor(self.slab, self.segment, "grad", self.device, self.geometry)
 
     @property
@@ -171,7 +170,7 @@ class StoreTensor(torch.Tensor):
         return f"{'Parameter' if getattr(self, '_is_param', False) else 'StoreTensor'}({self.materialise()!r})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy in host memory; NumPy cannot look into the store."""
+        """A copy in host memory; NumPy cannot view the store."""
         return self.host().to(self.dtype).clone().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -206,7 +205,6 @@ class StoreTensor(torch.Tensor):
         kwargs = kwargs or {}
         base = args[0] if args else None
         if (func.is_view or func is torch.ops.aten.detach.default) and isinstance(base, StoreTensor):
-            # Of the geometry alone.
             return pytree.tree_map_only(
                 torch.Tensor,
                 lambda geometry: type(base)(base.slab, base.segment, base.role, base.device, geometry),
@@ -230,7 +228,7 @@ class StoreTensor(torch.Tensor):
             if id(leaf) in read
         ]
         for target, _ in written:
-            # On the CPU the operator writes the store itself.
+            # On the CPU the operator writes to the store directly.
             target.require_writable()
         result = func(*plain_args, **plain_kwargs)
         for target, values in written:
@@ -240,7 +238,7 @@ class StoreTensor(torch.Tensor):
 
 
 def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: GradientSink) -> torch.nn.Parameter:
-    """Make a store tensor a parameter. Gradients that reach it outside any block are deposited in the store."""
+    """Make a store tensor a parameter. `deposit` receives gradients that reach it outside any block."""
     parameter: Any = torch.nn.Parameter(tensor, requires_grad=requires_grad)
     reference, field = weakref.ref(parameter), _GradField(deposit)
 
@@ -250,21 +248,21 @@ def as_parameter(tensor: StoreTensor, requires_grad: bool, deposit: GradientSink
             field.pop(leaf)
 
     if tensor.is_floating_point():
-        # Hooks can only be put on tensors that require grad; one that is unfrozen later needs it too.
+        # Hooks need requires_grad; a parameter that is unfrozen later needs the hooks too.
         parameter.requires_grad_(True)
         parameter.register_hook(field.before_add)
         parameter.register_post_accumulate_grad_hook(field.after_add)
-        # A Ctrl-C on the way into the hook leaves the gradient in the field: the next one would be added to it.
+        # Ctrl-C before the hook leaves a gradient in the field, and the next one would be added to it.
         tensor.slab.grad.drop_leftovers.append(drop)
         parameter.requires_grad_(requires_grad)
     return parameter  # type: ignore[no-any-return]
 
 
 class _GradField:
-    """The field that autograd adds to: one thread at a time, from before it adds until the sum is taken from there.
+    """The field that autograd accumulates into: held by one thread from before the addition until the sum is taken out.
 
-    Autograd adds under a lock of its own, which it gives back before it calls the hook that takes. The garbage
-    collector does not see what a hook refers to, so this must not refer to the slab.
+    Autograd's own lock is released before it calls the hook that takes the sum out. The garbage collector does not see
+    what a hook refers to, so this object must not refer to the slab.
     """
 
     def __init__(self, deposit: GradientSink) -> None:
@@ -274,14 +272,14 @@ class _GradField:
 
     def before_add(self, _: Any) -> None:
         me = threading.get_ident()
-        # In `torch.autograd.grad` nothing is added. A backward that failed on its way to the hook still holds the lock:
-        # the same thread goes on, others after a while.
+        # `torch.autograd.grad` adds nothing. A backward that failed before the hook still holds the lock; its own
+        # thread proceeds at once, others after the timeout.
         if torch.autograd._is_checkpoint_valid() and self._holder != me:
             self._lock.acquire(timeout=GRAD_FIELD_TIMEOUT_S)
             self._holder = me
 
     def pop(self, leaf: Any) -> Any:
-        """What is in the field, which is empty then. Of a user who drops it, another thread may hold the lock."""
+        """Empty the field and return its content. Called by `drop`, it may run while another thread holds the lock."""
         gradient = _plain_grad.__get__(leaf)
         _plain_grad.__set__(leaf, None)
         if self._holder == threading.get_ident():
@@ -292,13 +290,13 @@ class _GradField:
     def after_add(self, leaf: Any) -> None:
         self._deposit(leaf.slab, leaf.segment, self.pop(leaf))
 
-    # Copies of a parameter are plain tensors, which need no hook: there is nothing to warn of.
+    # A copied parameter is a plain tensor that needs no hook, so torch need not warn that hooks are not copied.
     before_add.__torch_unserializable__ = True  # type: ignore[attr-defined]
     before_add.__megatrain__ = after_add.__megatrain__ = True  # type: ignore[attr-defined]
 
 
 def user_hooks(parameter: Any) -> tuple[list[Any], list[Any]]:
-    """The hooks that users put on a parameter: on its gradient, and those called when that has been added."""
+    """Hooks that users registered on a parameter: on its gradient, and after accumulation."""
     before, after = (
         [hook for hook in (hooks or {}).values() if not getattr(hook, "__megatrain__", False)]
         for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
@@ -307,25 +305,25 @@ def user_hooks(parameter: Any) -> tuple[list[Any], list[Any]]:
 
 
 def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Residual and moments (None: all) of one parameter, as views of its slab, in the formats they are stored in."""
+    """Views of one parameter's residual and moments (None: all), in their storage formats."""
     slab, index = parameter.slab, parameter.segment
-    found = {}
+    states = {}
     if slab.residual is not None:
-        found["residual"] = slab.owned.view(slab.residual, index)
+        states["residual"] = slab.owned.view(slab.residual, index)
     for role in slab.moments if moments is None else moments:
-        found |= {role + suffix: tensor for suffix, tensor in slab.moments[role].stored(index).items()}
-    return found
+        states |= {role + suffix: tensor for suffix, tensor in slab.moments[role].stored(index).items()}
+    return states
 
 
 def restore_states(parameter: StoreTensor, entry: Mapping[str, torch.Tensor]) -> bool:
-    """Take over what `states_of` gave; moments that are not there become zero. False if one had to be rounded."""
+    """Load what `states_of` returned; missing moments become zero. Return False if one had to be rounded."""
     slab, index = parameter.slab, parameter.segment
     if "residual" in entry and slab.residual is not None:
-        # The residual of a run in BF16 means nothing to one whose weights are their own master.
+        # Without a split master the residual of a BF16 run has no meaning.
         view = slab.owned.view(slab.residual, index)
         view.copy_(entry["residual"].reshape(view.shape))
     exact = True
     for role, moment in slab.moments.items():
-        given = {key.removeprefix(role): tensor for key, tensor in entry.items() if key.partition(".")[0] == role}
-        exact &= moment.restore(index, given)
+        saved = {key.removeprefix(role): tensor for key, tensor in entry.items() if key.partition(".")[0] == role}
+        exact &= moment.restore(index, saved)
     return exact

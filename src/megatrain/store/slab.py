@@ -1,8 +1,7 @@
-"""A slab: all parameters of one dtype that a block owns, every role of it one flat buffer in its home.
+"""A slab: all parameters of one dtype that a block owns. Each role is one flat buffer in its tier.
 
-State is reached through a `Span`, opened for one piece of work, which says what that does with which roles; an `Order`
-per role keeps readers and writers apart (store/ticket.py), and nothing else is locked. The gradient has one for each
-of its parts (store/gradient.py).
+Work accesses state through a `Span`, which declares the roles it reads and writes. An `Order` per role keeps readers
+and writers apart (store/ticket.py); there are no other locks. The gradient has one order per part (store/gradient.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatrain.store.split import split
 from megatrain.store.ticket import Order
 
 PIECE = 1 << 18
-"""Elements that are split at once, so that temporaries stay small beside a block."""
+"""Elements that are split at once, to bound temporaries."""
 
 
 class Slab:
@@ -40,35 +39,34 @@ class Slab:
     ) -> None:
         self.index, self.name, self.layout, self.homes = index, name, layout, homes
         self.on_device = TIERS[homes.weight.tier].on_device
-        """Whether compute reads its weight where it lies: nothing of it travels."""
+        """Whether the weight lives on the device, so that nothing of the slab is copied."""
         self.split_master = master and layout.dtype == torch.bfloat16
-        """BF16 weights are the high half of an FP32 master; FP32 weights are their own. False for BF16 weights without
-        a master, which updates round stochastically."""
+        """Whether the BF16 weights are the high half of an FP32 master. False for FP32 weights, which are their own
+        master, and for BF16 weights without one, which updates round stochastically."""
         self.trains = trains
         """Whether its parameters required grad when the model was attached."""
         self.owned = layout if owned is None else layout.slice(*owned)
-        """The part of the slab whose states and gradient sum lie here, and which is updated here: all of it, unless
-        others have the rest."""
+        """The slice whose states and gradient sum this process owns and updates; by default all of it."""
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
         self.weight = self._weight_buffer.view(layout.dtype)
         self.residual: torch.Tensor | None = None
-        """Low halves of a split master, once one of them is not zero or there is an optimizer."""
+        """Low halves of a split master; allocated for the first that is not zero, or by an optimizer."""
         self._residual_buffer: Buffer | None = None
         self.moments: dict[str, Moment] = {}
         """The optimizer's running averages, by name."""
         self.saved: list[torch.dtype] = [layout.dtype] * len(layout.segments)
-        """The dtype each parameter is saved in: FP32 if it was loaded so and both halves of its master are here."""
+        """The dtype each parameter is saved in: FP32 if it was loaded in FP32 and has a master."""
         self.steps: list[int] = [0] * len(layout.segments)
-        """Optimizer steps taken, per parameter: a parameter without gradient in a step does not count it."""
+        """Optimizer steps per parameter; steps in which it had no gradient do not count."""
         self.grad = Gradient(index, name, self.owned, homes)
         self.shared = False
-        """Whether several calls use it (a tied embedding): its parts must stay FP32 sums until they are merged."""
+        """Whether several calls use it (a tied embedding): its parts then stay FP32 sums until they are merged."""
         self.version = 0
-        """Grows with every change of the weight; a slot that holds an older version is stale."""
+        """Incremented by every change of the weight; a slot with an older version is stale."""
         self.orders = {role: forks.wait_before_fork(Order(role)) for role in ("weight", "states")}
 
     def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
-        """What `allocate_states` will take beside what is there already."""
+        """Bytes that `allocate_states` would allocate."""
         missing = [signed for role, signed in moments.items() if role not in self.moments]
         residual = self.owned.numel * 2 if self.split_master and self.residual is None else 0
         return residual + sum(lay_out_areas(self.owned, width, signed)[1] for signed in missing)
@@ -78,7 +76,7 @@ class Slab:
         self.residual = self._residual_buffer.view(torch.int16)
 
     def allocate_states(self, moments: Mapping[str, bool], width: str) -> None:
-        """Residual and moments (name → whether it can be negative), all zero: exact for weights loaded in BF16."""
+        """Allocate zeroed residual and moments (name → whether it is signed)."""
         if self.split_master and self.residual is None:
             self._allocate_residual()
         for role, signed in moments.items():
@@ -86,12 +84,12 @@ class Slab:
                 self.moments[role] = Moment(self.owned, width, signed, self.homes.states, self.homes.streams_states)
 
     def state_buffers(self) -> list[Buffer]:
-        """Of the residual, if it has one, and of every moment."""
+        """Buffers of the residual, if there is one, and of every moment."""
         residual = [] if self._residual_buffer is None else [self._residual_buffer]
         return residual + [moment.buffer for moment in self.moments.values()]
 
     def load(self, index: int, values: torch.Tensor) -> None:
-        """Set one parameter from a tensor of any float dtype; FP32 into BF16 keeps its low half as the residual."""
+        """Set one parameter from a tensor of any float dtype; a split master keeps FP32 values exactly."""
         self.before_write()
         segment, owned = self.layout.segments[index], self.owned.segments[index]
         weight = self.weight[segment.offset : segment.end]
@@ -113,43 +111,43 @@ class Slab:
 
     @property
     def held_sum(self) -> bool:
-        """Whether its gradient is summed on the device and travels to the states."""
+        """Whether the gradient is summed on the device and copied to RAM for the update."""
         return self.grad.on_device and not self.on_device
 
     @property
     def streams_states(self) -> bool:
-        """Whether its states come to the device for their update: all else that this needs is there."""
+        """Whether states are streamed to the device for their update."""
         return self.homes.streams_states and self.homes.holds_weight and self.held_sum
 
     def open(self, *, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Span:
-        """Its weight and states ("weight", "states") for one piece of work."""
+        """Open the roles "weight" and "states" for one piece of work."""
         return Span(self, reads, writes)
 
     def settle(self) -> None:
-        """Wait until weight and states are what the last submitted update makes them."""
+        """Wait for the last submitted update of weight and states."""
         for order in self.orders.values():
             order.until_readable()
 
     def wait_for_all_work(self) -> None:
-        """Wait for all work on any role of it."""
+        """Wait for all work on any role."""
         for order in [*self.orders.values(), *(part.order for part in list(self.grad.parts.values()))]:
             order.until_writable()
 
     def require_owner(self) -> None:
-        """Call before changing any role: raises in a forked child, which shares the memory."""
+        """Raise in a forked child, which shares the memory. Call before changing any role."""
         self.grad.require_owner()
 
     def before_write(self) -> None:
-        """Call before changing the weight from the user's thread: pending work first, then slots are stale."""
+        """Wait for pending work and mark slots stale. Call before writing weight or states from the user's thread."""
         self.require_owner()
-        # A copy still reading the old bytes would carry a mixture to the GPU.
+        # A copy that is still reading would transfer a mix of old and new values.
         for order in self.orders.values():
             order.until_writable()
         self.version += 1
 
 
 class Span:
-    """Weight and states of a slab, open for one piece of work, whose `reads` and `writes` its lane is given."""
+    """Weight and states of a slab, open for one piece of work; `reads` and `writes` go to its lane."""
 
     def __init__(self, slab: Slab, reads: Sequence[str], writes: Sequence[str]) -> None:
         self.slab = slab
@@ -164,7 +162,7 @@ class Span:
 
     @property
     def pinned(self) -> bool:
-        """Whether the weight's memory is."""
+        """Whether the weight's memory is pinned."""
         return self.slab._weight_buffer.pinned
 
     @property

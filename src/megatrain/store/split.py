@@ -1,7 +1,7 @@
-"""The FP32 master as two halves: a BF16 weight that compute reads, and an int16 residual.
+"""An FP32 master weight in two halves: a BF16 weight that compute reads, and an int16 residual.
 
-`bits = (hi << 16) + lo` modulo 2^32, exact for every pattern but NaN, which is canonicalised. Ties round away from
-zero, so `hi` differs from `.bfloat16()` there and only there.
+`bits = (hi << 16) + lo` modulo 2^32, exact except that NaN is canonicalised. Ties round away from zero; this is the
+only difference between `hi` and `.bfloat16()`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""GPU memory as storage: a slab whose every role stays on the compute device. Nothing of it travels.
+"""GPU memory as a tier for state. On the CPU it is plain memory, so that placement is testable without a GPU.
 
-On the CPU the "device" is plain memory: the same code, so that placement can be tested without a GPU.
-
-What stays (state, slots) is allocated apart from what comes and goes (activations): PyTorch's allocator keeps a pool
-per stream, and in one pool what stays would lie scattered between holes that nothing fits into.
+Persistent memory (state, slots) is allocated on a stream of its own, apart from activations: PyTorch's allocator keeps
+a pool per stream, and in a shared pool persistent blocks would fragment it.
 """
 
 from __future__ import annotations
@@ -17,22 +15,22 @@ from megatrain.store.memory import Buffer
 
 @cache
 def _persistent_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream whose pool holds what stays; one for all engines, so that a later one uses it again."""
+    """The stream whose pool holds persistent memory; shared by all engines, so that later ones reuse it."""
     return torch.cuda.Stream(device)
 
 
 def allocate_persistent(nbytes: int, device: torch.device, *, zeroed: bool = False) -> torch.Tensor:
-    """Bytes on the device that are kept for long. The current stream may use them at once, another after it."""
+    """Persistent bytes on the device, ready for the current stream."""
     make = torch.zeros if zeroed else torch.empty
     if device.type != "cuda":
         return make(nbytes, dtype=torch.uint8, device=device)
     home, current = _persistent_stream(device), torch.cuda.current_stream(device)
-    # Both ways: what used these bytes before was on the current stream, and so is what uses them next.
+    # Both ways: the current stream used these bytes before, and uses them next.
     home.wait_stream(current)
     with torch.cuda.device(device), torch.cuda.stream(home):
-        found = make(nbytes, dtype=torch.uint8, device=device)
+        memory = make(nbytes, dtype=torch.uint8, device=device)
     current.wait_stream(home)
-    return found
+    return memory
 
 
 class DeviceMemory:
@@ -41,16 +39,16 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.tier = "vram"
         self.device = device
-        self.held = 0
+        self.allocated_bytes = 0
 
     def allocate(self, nbytes: int, *, transferred: bool) -> Buffer:
         buffer = Buffer(allocate_persistent(nbytes, self.device, zeroed=True), pinned=True)
-        self.held += nbytes
+        self.allocated_bytes += nbytes
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        # PyTorch takes the bytes back when nobody has the buffer any more, for whoever asks next on any stream, or for
-        # the driver. It knows of one stream that used them: that one comes after the current one, which did.
+        # When the last reference is dropped, PyTorch reuses the bytes. It only knows the allocating stream, so order
+        # that stream after the current one, which used them.
         if self.device.type == "cuda":
             _persistent_stream(self.device).wait_stream(torch.cuda.current_stream(self.device))
-        self.held -= buffer.nbytes
+        self.allocated_bytes -= buffer.nbytes

@@ -1,1 +1,1 @@
-"""State in motion: lanes, weight slots, gradients out, and the record of it."""
+"""Moving state: lanes, fetching weights, draining gradients, and the timeline."""

@@ -1,4 +1,4 @@
-"""Sums in FP32 of gradients in the gradient dtype, on the device."""
+"""FP32 sums of gradients on the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatrain.native.kernels import triton_kernel
 from megatrain.store.layout import Layout
 
 MIN_KERNEL_ELEMENTS = 1 << 16
-"""Elements from which on a kernel of our own pays."""
+"""Elements from which the fused kernel is faster."""
 
 
 def add_to(total: torch.Tensor, values: torch.Tensor) -> None:
-    """`total += values`, in one pass over memory on the GPU where that is possible."""
+    """`total += values`, with the fused kernel where it applies."""
     if _can_use_kernel(total, values) and (kernel := _fused_kernel()) is not None:
         kernel(total, values)
     else:
@@ -27,13 +27,11 @@ def add_to(total: torch.Tensor, values: torch.Tensor) -> None:
 def add_each(
     layout: Layout, total: torch.Tensor, gradients: Mapping[int, torch.Tensor], known: AbstractSet[int]
 ) -> None:
-    """Add gradients to a flat sum, by segment; those that it does not have yet are copied, so that a negative zero
-    stays one."""
+    """Add gradients, by segment, to a flat sum. Those not in `known` are copied, which preserves a negative zero."""
     adding = {index: layout.view(total, index) for index in gradients if index in known}
-    alone = [i for i in adding if _can_use_kernel(adding[i], gradients[i])]
-    for index in alone:
+    for index in [i for i in adding if _can_use_kernel(adding[i], gradients[i])]:
         add_to(adding.pop(index), gradients[index])
-    # The rest at once: a call for each of a layer's dozen would keep the host busier than the GPU.
+    # The rest in one call: a dozen launches per layer would take the host longer than the GPU.
     if adding:
         torch._foreach_add_([*adding.values()], [gradients[i] for i in adding])
     fresh = [index for index in gradients if index not in known]
@@ -53,7 +51,7 @@ def _can_use_kernel(total: torch.Tensor, values: torch.Tensor) -> bool:
 
 @functools.cache
 def _fused_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-    """One pass, where Triton works; PyTorch's own addition gives the same bits, more slowly."""
+    """None where Triton does not work; PyTorch's addition gives the same bits, more slowly."""
 
     def try_out(kernel: Any) -> None:
         kernel(

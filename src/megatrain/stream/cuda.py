@@ -1,8 +1,8 @@
-"""Lanes on CUDA: copies on streams of their own, each issued by a thread of its own.
+"""Lanes on CUDA: each has a stream of its own and a thread that issues work on it.
 
-The thread is what lets a copy wait for a host-side update without holding compute up; the stream is what lets it run
-under compute. A CUDA event that was never recorded counts as reached, so a ticket first waits until its work was
-*issued* and only then lets a stream wait for the event.
+The thread lets a copy wait for a host-side update without blocking compute; the stream lets it overlap with compute. A
+CUDA event that was never recorded counts as reached, so a ticket first waits until its work was *issued* and only then
+makes a stream wait for the event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatrain.stream.lanes import HostTicket, Lane, Lanes, SyncLanes, ThreadLan
 
 
 class DeviceTicket(HostTicket):
-    """Work on a stream: `finish` means issued; the event says when the device is done with it."""
+    """Work on a stream: `finish` means issued; the event fires when the device is done."""
 
     def __init__(self, lane: StreamLane, label: str) -> None:
         super().__init__(lane, label)
@@ -35,7 +35,7 @@ class DeviceTicket(HostTicket):
     def wait(self) -> None:
         super().wait()
         if threading.current_thread() is threading.main_thread():
-            # Waiting inside the driver would keep Ctrl-C out.
+            # Waiting inside the driver would block Ctrl-C.
             pause = 2e-5
             while not self.event.query():
                 time.sleep(pause)
@@ -49,17 +49,17 @@ class DeviceTicket(HostTicket):
 
 
 class _ComputeMark:
-    """What compute had been given when the mark was set."""
+    """Everything submitted to compute when the mark was created."""
 
     lane = "compute"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.event = torch.cuda.Event()
-        # Not the current device's: the user may be on another GPU.
+        # Of this device: the user's current device may be another GPU.
         stream = torch.cuda.current_stream(device)
         self.event.record(stream)
-        # Threads that share a stream may note their marks in another order than they set them.
+        # Threads that share a stream may register their marks in another order than they recorded them.
         self.queue = (threading.get_ident(), stream.cuda_stream)
 
     @property
@@ -89,7 +89,7 @@ class StreamLane(ThreadLane):
         self._job = (ticket.label, time.monotonic())
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             for _, earlier in after:
-                # A stream waits for another by itself; for work in a thread, this thread waits, and the time is kept.
+                # A stream waits for a stream on the device; for work of a CPU thread, this thread waits.
                 with self.timeline.waiting(self.name, earlier.lane):
                     earlier.order_stream()
             with self.timeline.device_span(self.name, ticket.label):
@@ -103,7 +103,7 @@ class StreamLane(ThreadLane):
 
 
 class CudaLanes(Lanes):
-    """Copies and updates on the device on streams of their own, updates of host memory on a CPU thread."""
+    """Copies and device updates on CUDA streams, updates of host memory on a CPU thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -117,7 +117,7 @@ class CudaLanes(Lanes):
 
 
 def choose_lanes(requested: Any, device: torch.device) -> Lanes:
-    """The lanes that the settings ask for, by name or as they are."""
+    """The lanes that the settings name; `Lanes` objects are returned unchanged."""
     if not isinstance(requested, str):
         return requested  # type: ignore[no-any-return]
     if requested == "auto":

@@ -1,9 +1,8 @@
-"""Gradients out of compute: added where their sum lies on the device, or sent home through a slot.
+"""Moves gradients from compute to the store.
 
-A sum whose home is GPU memory is added to in place. Of one whose home is RAM, the first gradient of a step lands in its
-part's buffer as it is; every further one lands in a staging buffer and is added on the update lane, whose order fixes
-the order of the sum. Inside a window, micro-batches come one after the other and are summed on the device first
-(stream/accumulate.py).
+A sum in GPU memory is added to in place. For a sum in RAM, the first gradient of a step is copied to the part's buffer;
+every further one is copied to a staging buffer and added on the update lane. Gradients are added in lane order, so the
+sum is deterministic. Inside a window, micro-batches are summed on the device first (stream/accumulate.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Gradients = Mapping[int, torch.Tensor]
 
 
 class GradSlot(DeviceBuffers):
-    """Where the gradients of some slabs pass the device, and the sum of squares of one beside it."""
+    """A device buffer that gradients of some slabs leave through, with the sum of squares of its content."""
 
     def __init__(self, members: Sequence[Slab], link: Link) -> None:
         super().__init__("gradient slot", link)
@@ -37,12 +36,12 @@ class GradSlot(DeviceBuffers):
         self._largest = max(slab.layout.numel for slab in members)
 
     def view(self, slab: Slab) -> torch.Tensor:
-        """Room for one gradient of the slab, in its own dtype."""
+        """The slot as a flat gradient of the slab, in the slab's dtype."""
         dtype = slab.layout.dtype
         return self.take(self._largest * dtype.itemsize)[: slab.layout.nbytes].view(dtype)
 
     def sum_view(self, slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for an FP32 sum, and for its rounded copy (the same memory if the slab is FP32)."""
+        """The slot as an FP32 sum and its rounded copy (the same memory if the slab is FP32)."""
         dtype, numel, rounded = slab.layout.dtype, slab.layout.numel, self._largest * 4
         if dtype == torch.float32:
             total = self.view(slab)
@@ -58,8 +57,8 @@ class Drain:
         self.link, self._lanes = link, link.lanes
         self._slabs = slabs
         self._staging = [HostBuffers("staging"), HostBuffers("staging")]
-        # Frozen slabs have rings of their own, without memory until one is unfrozen: the plan counts the others. What
-        # is updated on the device is summed there as well, and passes none.
+        # Frozen slabs have separate rings without memory until one is unfrozen; the plan counts the others. Resident
+        # slabs need no slots.
         self.rings = {
             trains: Rings(
                 [slab for slab in slabs if slab.trains == trains and not slab.on_device],
@@ -70,18 +69,18 @@ class Drain:
         }
 
     def unallocated_bytes(self) -> int:
-        """Bytes of gradients that will be allocated when they come."""
+        """Bytes of gradient buffers that the next backward will allocate."""
         return sum(slab.owned.nbytes for slab in self._slabs if slab.trains and not slab.grad.allocated)
 
     def unallocated_slot_bytes(self) -> int:
-        """Bytes that the slots of slabs which train will take, and do not have yet."""
+        """Bytes of gradient slots that the next backward will allocate."""
         return sum(max(0, slot.members[0].layout.nbytes - slot.bytes.numel()) for slot in self.rings[True].all)
 
     def next_slot(self, slab: Slab) -> GradSlot:
         return self.rings[slab.trains].next(slab)
 
     def collect(self, slab: Slab, call_id: CallId, gradients: Gradients) -> None:
-        """Take the gradients of some of a slab's parameters, by segment, from one call."""
+        """Collect the gradients of some of a slab's parameters, by segment, from one call."""
         slab.require_owner()
         part = slab.grad.part(call_id)
         if slab.grad.on_device:
@@ -92,7 +91,7 @@ class Drain:
         with self._lanes.compute(writes=slot.order), torch.no_grad():
             flat = slot.view(slab)
             flat.zero_()
-            # All at once: a call for each of a layer's dozen would keep the host busier than the GPU.
+            # In one call: a dozen launches per layer would take the host longer than the GPU.
             torch._foreach_copy_([slab.layout.view(flat, index) for index in gradients], [*gradients.values()])
         if part.present:
             self._add(slab, part, slot, flat, frozenset(gradients))
@@ -101,23 +100,23 @@ class Drain:
         part.present.update(gradients)
 
     def add_in_place(self, slab: Slab, part: Part, gradients: Gradients) -> None:
-        """Add to a sum that lies on the device, on compute's own stream."""
+        """Add to a sum on the device, on compute's stream."""
         slab.require_owner()
-        # Rounded to the gradient dtype first, as it is when every micro-batch travels on its own.
+        # Rounded to the gradient dtype first, as when every micro-batch is copied on its own.
         rounded = {index: gradient.to(slab.layout.dtype) for index, gradient in gradients.items()}
-        # The update, or what takes the sum to it, may still read what the step before left there.
+        # The previous step's update, or the copy to it, may still read the sum.
         with self._lanes.compute(writes=part.order), torch.no_grad():
             add_each(slab.owned, part.accumulator(gradients.keys()), slab.owned.slice_values(rounded), part.present)
         part.present.update(gradients)
         part.square_sum = None
 
     def round_in_place(self, part: Part) -> None:
-        """A sum on the device that nothing of the step follows: rounded, it takes half the memory or less."""
+        """Round a complete sum on the device to the gradient dtype, which takes half the memory or less."""
         with self._lanes.compute(writes=part.order), torch.no_grad():
             part.round()
 
     def land(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> None:
-        """The whole gradient of the step so far, in the gradient dtype: into the part's buffer, with its norm."""
+        """Copy a gradient, in the gradient dtype, and its sum of squares to the part; it replaces what was there."""
         slab.require_owner()
         part.clear()
         flat = slab.owned.slice_flat(flat)
@@ -127,33 +126,33 @@ class Drain:
         part.square_sum = norm
 
     def land_sum(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> None:
-        """An FP32 sum that is not complete: into the part's FP32 buffer, replacing what was there."""
+        """Copy an incomplete FP32 sum to the part; it replaces what was there."""
         slab.require_owner()
         self._send("land sum", slab, slot, slab.owned.slice_flat(flat), part.sum_buffer, part.order)
         part.mark_summed()
 
     def merge(self, gradient: Gradient) -> None:
-        """Submit the sum of all parts of a slab into the first one, in the order of their call ids."""
+        """Submit the addition of all parts of a slab to the first one, in the order of their call ids."""
         parts = gradient.active()
         if len(parts) < 2:
             return
         gradient.require_owner()
-        first, *others = parts
+        first, *rest = parts
         self._lanes.submit(
             TIERS[gradient.homes.sums.tier].update_lane,
             "merge",
-            _adding(gradient.layout, first, [(part.flat, frozenset(part.present)) for part in others]),
-            reads=[part.order for part in others],
+            _adding(gradient.layout, first, [(part.flat, frozenset(part.present)) for part in rest]),
+            reads=[part.order for part in rest],
             writes=[first.order],
             label=gradient.name,
         )
         first.mark_summed()
-        for part in others:
+        for part in rest:
             first.present |= part.present
             part.clear()
 
     def _add(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor, indices: frozenset[int]) -> None:
-        """A further gradient: through a staging buffer, into the FP32 sum."""
+        """Add a further gradient to the FP32 sum, through a staging buffer."""
         self._staging.reverse()
         staging = self._staging[0]
         buffer = staging.take(slab.owned.nbytes, slab.homes.sums)
@@ -173,7 +172,7 @@ class Drain:
         order: Order,
         norm: torch.Tensor | None = None,
     ) -> None:
-        """Submit the copy of a slot's content to RAM, and of its sum of squares if there is room for that."""
+        """Submit the copy of a slot's content to RAM, and of its sum of squares to `norm`."""
         copies = [(target.bytes[: flat.nbytes].view(flat.dtype), flat, target.pinned)]
         if norm is not None:
             copies.append((norm, slot.square_sum, True))
@@ -183,9 +182,9 @@ class Drain:
 
 
 def _adding(layout: Layout, part: Part, more: Sequence[tuple[torch.Tensor, frozenset[int]]]) -> Work:
-    """The work that adds further gradients, each with its parameters, to a part's FP32 sum."""
+    """Work that adds further gradients, each with the parameters it has, to a part's FP32 sum."""
     seed = None if part.summed else part.flat
-    # Taken now: in GPU memory it is filled with zeros on compute's stream, which the work comes after.
+    # Allocated now: in GPU memory it is zeroed on compute's stream, which the work waits for.
     total = part.sum_buffer.view(torch.float32)
     before = frozenset(part.present)
 

@@ -59,13 +59,13 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     streamed, expected = run(short=False)
     engine, got = run(short=True, **held)
     assert differences(got, expected) == []
-    assert engine._placement.vram.held == 0
+    assert engine._placement.vram.allocated_bytes == 0
     assert engine._step.fetcher.slot_bytes() == streamed._step.fetcher.slot_bytes(), "no ring beside those there are"
     ways, rooms = engine.memory_limit.held_state._sums_out.rings.all, engine.memory_limit.held_state._states.rings.all
     assert all(way.slot.bytes.numel() == 0 and way.home.buffer is None for way in ways)
     assert len(rooms) == (2 if held is VISITS else 0)
     assert all(room.bytes.numel() == 0 for room in rooms)
-    assert engine._memory.held <= streamed._memory.held
+    assert engine._memory.allocated_bytes <= streamed._memory.allocated_bytes
 
 
 def test_a_step_without_room_for_gradients_to_leave_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

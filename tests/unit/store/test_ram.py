@@ -40,7 +40,7 @@ def test_the_guard_sees_what_is_wanted_and_what_is_held():
     memory.allocate(100, transferred=True)
     memory.allocate(200, transferred=False)
     assert calls == [(100, 0), (200, 100)]
-    assert memory.held == 300
+    assert memory.allocated_bytes == 300
 
 
 def test_what_the_guard_refuses_is_not_allocated():
@@ -52,7 +52,7 @@ def test_what_the_guard_refuses_is_not_allocated():
     memory.allocate(100, transferred=True)
     with pytest.raises(MemoryError):
         memory.allocate(1, transferred=True)
-    assert memory.held == 100
+    assert memory.allocated_bytes == 100
 
 
 class Driver:

@@ -36,4 +36,4 @@ def test_nobody_gets_bytes_before_the_stream_that_used_them_last(monkeypatch: py
     current[0] = visitor
     memory.allocate(8, transferred=True)
     assert visitor.behind == {"copy out of the buffer"}
-    assert memory.held == 8
+    assert memory.allocated_bytes == 8

@@ -225,7 +225,7 @@ def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
             drain.collect(slab, (0, 0), {0: torch.full((slab.layout.segments[0].numel,), 2.0**micro)})
     assert [slab.grad.read().flat[0].item() for slab in slabs] == [31.0] * 3
     kept = sum(2 * slab.layout.nbytes for slab in slabs)  # weights and gradients
-    assert memory.held == kept + 2 * slabs[-1].layout.nbytes
+    assert memory.allocated_bytes == kept + 2 * slabs[-1].layout.nbytes
     assert len(memory._buffers) == 2 * len(slabs) + 2
     lanes.close()
 
@@ -235,12 +235,12 @@ def test_a_sum_on_the_device_has_one_buffer(several):
     """As it landed if a step has one micro-batch, FP32 if it has more; no staging, no slot, no second buffer."""
     memory = DeviceMemory(CPU)
     slab = Slab(0, "slab", lay_out([("a", torch.Size([5000]))], torch.bfloat16), Homes.all_in(memory))
-    before = memory.held
+    before = memory.allocated_bytes
     drain = Drain([slab], 1, Link(CPU, SyncLanes(), Counters(), 1))
     for _ in range(2):
         for micro in range(1 + 3 * several):
             drain.collect(slab, (0, 0), {0: torch.full((5000,), 2.0**-micro)})
-        assert memory.held == before + slab.layout.numel * (4 if several else 2)
+        assert memory.allocated_bytes == before + slab.layout.numel * (4 if several else 2)
         assert slab.grad.read().flat[0].item() == (1.875 if several else 1.0)
         slab.grad.clear()
     assert drain.unallocated_slot_bytes() == 0
@@ -251,17 +251,17 @@ def test_a_sum_on_the_device_has_one_buffer(several):
 def test_buffers_that_hold_nothing_can_be_given_back(lanes):
     bench = Bench(lanes=lanes)
     memory = bench.slab.homes.sums
-    before = memory.held
+    before = memory.allocated_bytes
     for _ in range(3):
         bench.collect(a=torch.ones(8))
-    taken = memory.held
+    taken = memory.allocated_bytes
     bench.slab.grad.free_unused()
-    assert memory.held == taken, "they hold a gradient"
+    assert memory.allocated_bytes == taken, "they hold a gradient"
     bench.slab.grad.clear()
     bench.slab.grad.free_unused()
-    assert memory.held == taken - 6 * bench.slab.layout.numel > before
+    assert memory.allocated_bytes == taken - 6 * bench.slab.layout.numel > before
     for _ in range(2):
         bench.collect(a=torch.full((8,), 2.0))
     assert bench.sum_of("a").tolist() == [4.0] * 8
-    assert memory.held == taken
+    assert memory.allocated_bytes == taken
     lanes.close()
