@@ -38,7 +38,7 @@ class GradSlot(DeviceBuffers):
     def view(self, slab: Slab) -> torch.Tensor:
         """The slot as a flat gradient of the slab, in the slab's dtype."""
         dtype = slab.layout.dtype
-        return self.take(self._largest * dtype.itemsize)[: slab.layout.nbytes].view(dtype)
+        return self.allocate(self._largest * dtype.itemsize)[: slab.layout.nbytes].view(dtype)
 
     def sum_view(self, slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
         """The slot as an FP32 sum and its rounded copy (the same memory if the slab is FP32)."""
@@ -46,8 +46,8 @@ class GradSlot(DeviceBuffers):
         if dtype == torch.float32:
             total = self.view(slab)
             return total, total
-        room = self.take(rounded + self._largest * dtype.itemsize)
-        return room[: numel * 4].view(torch.float32), room[rounded : rounded + slab.layout.nbytes].view(dtype)
+        memory = self.allocate(rounded + self._largest * dtype.itemsize)
+        return memory[: numel * 4].view(torch.float32), memory[rounded : rounded + slab.layout.nbytes].view(dtype)
 
 
 class Drain:
@@ -155,7 +155,7 @@ class Drain:
         """Add a further gradient to the FP32 sum, through a staging buffer."""
         self._staging.reverse()
         staging = self._staging[0]
-        buffer = staging.take(slab.owned.nbytes, slab.homes.sums)
+        buffer = staging.allocate(slab.owned.nbytes, slab.homes.sums)
         arrived = buffer.bytes[: slab.owned.nbytes].view(slab.owned.dtype)
         add = _adding(slab.owned, part, [(arrived, indices)])
         self._send("stage", slab, slot, slab.owned.slice_flat(flat), buffer, staging.order)

@@ -1,9 +1,9 @@
-"""Weights in: a ring of slots on the device, filled ahead of compute.
+"""Fetches weights into rings of slots on the device, ahead of compute.
 
-A slot holds one version of one slab. It may be refilled when nobody has it pinned, and the copy is ordered after the
-compute that used it last. Blocks of like size share a ring, so that a large embedding does not size the slots of
-every layer. A held weight has a ring of its own with one slot, which is refilled once per step, after its update.
-Several threads may run the model: `lock` guards what is in which slot, and never the compute in between.
+A slot holds one version of one slab. It can be refilled while it is not pinned; the copy is ordered after the compute
+that used it last. Slabs of similar size share a ring, so that a large embedding does not determine the size of every
+slot. A held weight has a ring with one slot, refilled once per step after its update. Several threads may run the
+model: `lock` guards the assignment of slots, not the compute that uses them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatrain.stream.transfer import Link
 
 
 class Slot(DeviceBuffers):
-    """A device buffer that slabs land in."""
+    """A device buffer for one slab's weight."""
 
     def __init__(self, nbytes: int, link: Link) -> None:
         super().__init__("slot", link)
-        self.take(nbytes)
+        self.allocate(nbytes)
         self.slab: Slab | None = None
         self.version = -1
         self.pins = 0
         self.used = 0
-        """When it was used last, in uses: the least recent is refilled first."""
+        """Clock of its last use; the least recently used slot is evicted first."""
 
     @property
     def current(self) -> bool:
-        """Whether what it holds is still what the store has."""
+        """Whether its content equals the store."""
         return self.slab is not None and self.version == self.slab.version
 
     def view(self, slab: Slab) -> torch.Tensor:
@@ -55,37 +55,37 @@ class Ring:
         return next((slot for slot in self.slots if slot.slab is slab and slot.current), None)
 
     def evictable(self, keep: AbstractSet[Slab]) -> Slot | None:
-        """A slot that is not pinned and does not hold a slab to keep: a stale one, else the least recently used."""
+        """A slot that can be refilled, without a slab in `keep`: a stale one, else the least recently used."""
         free = [slot for slot in self.slots if not slot.pins and not (slot.current and slot.slab in keep)]
         return min(free, key=lambda slot: (slot.current, slot.used), default=None)
 
 
 @dataclass
 class Lease:
-    """Slabs pinned on the device: flat views by slab index."""
+    """Slabs pinned on the device, and their flat views by slab index."""
 
     slots: list[Slot] = field(default_factory=list)
     read: list[Order] = field(default_factory=list)
-    """Of the slots, and of resident slabs: refills and updates wait for the compute that reads them."""
+    """Orders of the slots and resident slabs: refills and updates wait for the compute that reads them."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
     evaluating: bool = False
-    """Whether a thread beside the one that trains reads resident slabs where they lie."""
+    """Whether an evaluation thread reads resident slabs in place."""
 
 
 class Fetcher:
-    """Brings slabs to the device, on demand and ahead of it."""
+    """Copies weights to the device, on demand and ahead of time."""
 
     def __init__(self, slabs: Sequence[Slab], slots: int, link: Link) -> None:
         self.lock = threading.RLock()
-        """Held while slots are filled, pinned or released, and by whoever submits work that writes to a slab: a copy
-        must not take the version of one moment for the content of another."""
+        """Held while slots are filled, pinned or released, and while work that writes a slab is submitted, so that a
+        copy's version number matches its content."""
         self._evaluations = 0
-        """Leases that are evaluating."""
+        """Leases of evaluation threads."""
         self._released = threading.Condition(self.lock)
         self._link, self._lanes, self._counters = link, link.lanes, link.counters
         self._clock = count(1)
         self.depth = slots - 1
-        """How many uses ahead to fetch: one slot is in use, the others are ahead of it."""
+        """Uses to fetch ahead: one slot is in use, the others are prefetched."""
         self._slots = slots
         self._rings: dict[int, Ring] = {}
         streamed = [slab for slab in slabs if not slab.on_device]
@@ -103,13 +103,13 @@ class Fetcher:
 
     @property
     def holding(self) -> bool:
-        """Whether weights are held."""
+        """Whether any weights are held."""
         return bool(self._held)
 
     def stop_holding(self) -> None:
-        """Give the memory of held weights back: from now on they stream, through the rings that there are."""
+        """Free the memory of held weights; from now on they are streamed through the existing rings where these fit."""
         with self.lock:
-            # A thread that evaluates may read them.
+            # An evaluation thread may be reading them.
             self._released.wait_for(lambda: not any(slot.pins for i in self._held for slot in self._rings[i].slots))
             held, self._held = [*self._held.values()], {}
             for slab in held:
@@ -125,15 +125,15 @@ class Fetcher:
             self._add_rings([slab for slab in held if slab.index not in self._rings])
 
     def needs_fetch(self, slab: Slab) -> bool:
-        """Whether it is fetched for its next use: neither resident nor held already."""
+        """Whether its next use needs a copy: it is neither resident nor held and current."""
         return not slab.on_device and (slab.index not in self._held or self._rings[slab.index].find(slab) is None)
 
     def slot_bytes(self) -> int:
         return sum(slot.bytes.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 
     def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), evaluating: bool = False) -> Lease:
-        """Pin the slabs on the device, start copies of those needed next, and order compute after the arrival;
-        `evaluating`: by a thread beside the one that trains."""
+        """Pin the slabs on the device, start copies of those needed next, and order compute after the copies.
+        `evaluating`: the caller is an evaluation thread."""
         residents = [slab for slab in slabs if slab.on_device]
         lease = Lease()
         try:
@@ -147,7 +147,7 @@ class Fetcher:
                 span = slab.open(reads=("weight",))
                 lease.read += span.reads
                 lease.views[slab.index] = span.weight
-            # Compute must not read a slot before its copy is there, nor a resident slab before its update is done.
+            # Compute must not read a slot before its copy, nor a resident slab before its update, is done.
             for order in lease.read:
                 self._lanes.order_compute(order.before_reading())
             return lease
@@ -156,11 +156,11 @@ class Fetcher:
             raise
 
     def release(self, lease: Lease) -> None:
-        """Compute that used the slabs has been submitted; their slots may be refilled after it."""
+        """Unpin the slabs; their slots may be refilled after the compute submitted so far."""
         mark = self._lanes.mark()
         try:
             if lease.evaluating:
-                # On a stream that the update knows nothing of.
+                # The update is not ordered after this thread's stream.
                 mark.wait()
         finally:
             self._unpin(lease, mark)
@@ -188,30 +188,29 @@ class Fetcher:
             self._released.notify_all()
 
     def wait_for_evaluations(self) -> None:
-        """Wait until no evaluating thread reads a resident slab, whose update would write what it reads. Call with the
-        lock held, and keep it until the update has been submitted."""
+        """Wait until no evaluation thread reads a resident slab, which an update writes in place. Call with the lock
+        held, and keep it until the update has been submitted."""
         self._released.wait_for(lambda: self._evaluations <= 0)
 
     def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
-        """Start copies of the slabs that are needed next, nearest first, as far as slots are free."""
-        kept = {*keep}
+        """Start copies of the slabs that are needed next, in order, while slots are free."""
+        needed = {*keep}
         for slab in slabs:
             if slab.on_device:
                 continue
-            kept.add(slab)
+            needed.add(slab)
             ring = self._rings[slab.index]
-            if ring.find(slab) is None and ring.evictable(kept) is not None:
-                self._fill(slab, kept)
+            if ring.find(slab) is None and ring.evictable(needed) is not None:
+                self._fill(slab, needed)
                 self._counters.prefetched += 1
 
     def refresh(self, slabs: Iterable[Slab]) -> None:
-        """After a step: start copies of all held weights that it updates, in the given order. They have a lane of their
-        own, where one that waits for its update holds up no other fetch."""
+        """After a step, start copies of the held weights among `slabs`, in order. They have a lane of their own, so
+        that one that waits for its update does not block other fetches."""
         self.prefetch([slab for slab in slabs if slab.index in self._held], keep=())
 
     def held_slot(self, slab: Slab) -> Slot | None:
-        """The slot of a held weight, with what the store has in it or on its way, to be updated there; None while
-        somebody has it pinned."""
+        """The slot of a held weight, current or being filled, for an update in place; None while it is pinned."""
         self.prefetch([slab], keep=())
         slot = self._rings[slab.index].find(slab)
         return slot if slot is not None and not slot.pins else None
@@ -223,7 +222,7 @@ class Fetcher:
             slot = Slot(ring.nbytes, self._link)
             ring.slots.append(slot)
             self._counters.grown_slots += 1
-        # Claimed only once the copy is on its way: if submitting fails, the slot must not seem to hold the slab.
+        # Assigned only after the copy was submitted: if that fails, the slot must not seem to hold the slab.
         slot.slab = None
         span = slab.open(reads=("weight",))
         copies = [(slot.view(slab), span.weight, span.pinned)]

@@ -1,9 +1,8 @@
-"""Lanes: ordered queues of work that run beside compute, and how work says what it reads and writes.
+"""Lanes: ordered queues of work that run alongside compute. Each job declares what it reads and writes.
 
-One interface, three implementations: `SyncLanes` runs work inline; `ThreadLanes` runs every lane on a CPU thread with
-seeded random delays, so that a missing wait fails in a test without a GPU; `CudaLanes` (stream/cuda.py) issues copies
-on CUDA streams. Compute is whatever the caller's thread (and its current CUDA stream) does. Which lanes there are, and
-what they are for, stands in `megatrain/geometry.py`.
+There are three implementations. `SyncLanes` runs work inline. `ThreadLanes` runs every lane on a CPU thread with seeded
+random delays, so that a missing wait fails in a test without a GPU. `CudaLanes` (stream/cuda.py) uses CUDA streams.
+Compute is the caller's thread and its current CUDA stream. `megatrain/geometry.py` lists the lanes.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from megatrain.telemetry.notices import warn
 
 Work = Callable[[], None]
 _POLL_SECONDS = 1.0
-"""Seconds between looks at a lane that somebody waits for."""
+"""How often a waiting thread checks that the lane is alive."""
 WARN_AFTER_SECONDS = 60.0
-"""A lane that has been at one job for longer than this is named in a warning."""
+"""A job that runs longer than this causes a warning."""
 FAIL_AFTER_SECONDS = 1800.0
-"""After this it is an error: the longest honest job takes seconds."""
+"""After this a job counts as stalled; the longest valid job takes seconds."""
 
 
 class Lane:
-    """An ordered queue of work. This one does it at once, in the caller's thread."""
+    """An ordered queue of work. This one runs it immediately in the caller's thread."""
 
     def __init__(self, name: str, timeline: Timeline) -> None:
         self.name = name
         self.timeline = timeline
 
     def submit(self, work: Work, after: Sequence[Wait] = (), label: str = "", job: str = "") -> Ticket:
-        """`after` names work of other lanes (or compute) that must be finished first."""
+        """Submit work that runs after the given work of other lanes or of compute."""
         for wait in after:
             wait.ticket.wait()
         with self.timeline.host_span(self.name, label):
@@ -49,7 +48,7 @@ class Lane:
         return DONE
 
     def close(self, patience: float | None = None) -> None:
-        """Finish what was submitted and end; with `patience`, give up on it after that many seconds."""
+        """Finish submitted work and stop; with `patience`, give up after that many seconds."""
 
 
 class Lanes:
@@ -58,7 +57,7 @@ class Lanes:
     def __init__(self, device: torch.device | None = None) -> None:
         self.timeline = Timeline(device)
         self._failure: LaneFailed | None = None
-        """The first of a background lane that nobody has seen."""
+        """The first failure of a lane that has not been raised yet."""
         self._lock = threading.Lock()
         self._by_name = {name: self._make(name) for name, lane in LANES.items() if lane.runs_on is not None}
 
@@ -79,13 +78,13 @@ class Lanes:
         after: Iterable[Wait] = (),
         label: str = "",
     ) -> Ticket:
-        """Give a lane work, after everybody that it conflicts with: `job` is its kind, `label` what it is done to."""
+        """Submit work that runs after all conflicting work. `job` is its kind, `label` what it works on."""
         waits = [*after]
         for order in reads:
             waits += order.before_reading()
         for order in writes:
             waits += order.before_writing()
-        # A lane is in order by itself.
+        # A lane runs its own work in order.
         waits = [wait for wait in waits if wait.ticket.lane != lane]
         if LANES[lane].after_compute:
             waits.insert(0, Wait("compute", self.mark()))
@@ -98,7 +97,7 @@ class Lanes:
 
     @contextmanager
     def compute(self, writes: Order) -> Iterator[None]:
-        """What compute is given inside comes after everybody that it conflicts with, and others after it."""
+        """Order the compute submitted inside after conflicting work, and later work after it."""
         self.order_compute(writes.before_writing())
         try:
             yield
@@ -106,48 +105,47 @@ class Lanes:
             writes.write(self.mark())
 
     def order_compute(self, waits: Iterable[Wait]) -> None:
-        """Let compute come after the given work."""
+        """Order compute after the given work."""
         for wait in waits:
             if not wait.ticket.done:
                 with self.timeline.waiting("compute", wait.ticket.lane):
                     wait.ticket.order_stream()
 
     def mark(self) -> Ticket:
-        """A ticket for everything compute has been given so far; on the CPU it is finished."""
+        """A ticket for everything submitted to compute so far; on the CPU that is finished."""
         return DONE
 
     def report(self, error: LaneFailed) -> None:
-        """A background lane has failed."""
+        """Record a lane's failure for `check`."""
         with self._lock:
             self._failure = self._failure or error
 
     def check(self) -> None:
-        """Raise, once, the first failure of a background lane that nobody has seen."""
+        """Raise, once, the first failure that has not been raised yet."""
         with self._lock:
             error, self._failure = self._failure, None
         if error is not None:
             raise error
 
     def quiesce(self) -> None:
-        """Wait until every lane has done what it was given."""
+        """Wait until every lane has finished its submitted work."""
         for lane in self._by_name.values():
             lane.submit(lambda: None, label="quiesce").wait()
 
     def close(self, patience: float | None = None) -> None:
-        """Finish what was submitted, then stop; with `patience` (seconds, for all together), leave a lane behind that
-        takes longer."""
+        """Finish submitted work and stop; with `patience` (total seconds), abandon lanes that take longer."""
         deadline = None if patience is None else time.monotonic() + patience
-        # Updates first: copies wait for them.
+        # The update lane first: copies wait for it.
         for lane in sorted(self._by_name.values(), key=lambda lane: lane.name != "update"):
             lane.close(None if deadline is None else max(0.1, deadline - time.monotonic()))
 
 
 class SyncLanes(Lanes):
-    """Everything inline, in the caller's thread: the reference that the others must equal."""
+    """All work inline in the caller's thread; the reference that other lanes must equal."""
 
 
 class HostTicket:
-    """Work that is finished when its thread says so."""
+    """Work that a lane's thread marks as finished."""
 
     def __init__(self, worker: ThreadLane, label: str) -> None:
         self.lane = self.queue = worker.name
@@ -163,7 +161,7 @@ class HostTicket:
     def wait(self) -> None:
         if not self._finished.is_set():
             self._worker.owner.require("wait for what its lanes do")
-        # In slices: a thread that has died, or does not get on, must be found out, and Ctrl-C must get through.
+        # With a timeout, to notice a thread that died or stalled, and to let Ctrl-C through.
         while not self._finished.wait(_POLL_SECONDS):
             self._worker.check_progress(self.label)
         if self._error is not None:
@@ -178,11 +176,11 @@ class HostTicket:
 
 
 class ThreadLane(Lane):
-    """A lane on one CPU thread. `delay`, if given, is slept before and after each piece of work."""
+    """A lane on one CPU thread. `delay` returns seconds to sleep before and after each piece of work."""
 
     tickets: type[HostTicket] = HostTicket
     worker = "{}"
-    """What its thread is called, by the lane's name."""
+    """Format of the thread's name."""
 
     def __init__(self, name: str, lanes: Lanes, delay: Callable[[], float] | None = None) -> None:
         super().__init__(name, lanes.timeline)
@@ -191,7 +189,7 @@ class ThreadLane(Lane):
         self._report = lanes.report
         self._delay = delay
         self._job: tuple[str, float] | None = None
-        """What it is at, and since when."""
+        """The running job's label and start time."""
         self._warned = 0.0
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Wait], HostTicket] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{self._worker}", daemon=True)
@@ -216,7 +214,7 @@ class ThreadLane(Lane):
             warn(f"the {self._worker} lane did not stop and was abandoned: {self._status()}")
 
     def check_progress(self, waited_for: str) -> None:
-        """Called by whoever waits: names the lane if it is dead, or has been at one job for too long."""
+        """Called by waiting threads: warn or raise if the lane is dead or its job takes too long."""
         if not self._thread.is_alive():
             raise LaneFailed(
                 f"the thread of the {self._worker} lane has died, so {waited_for!r} will never complete: "
@@ -249,7 +247,7 @@ class ThreadLane(Lane):
                 ticket.finish(self._failed(ticket.label, cause))
             else:
                 ticket.finish()
-            # Without this the last job's closure keeps its buffers alive while the lane is idle.
+            # Otherwise the last job's closure would keep its buffers alive while the lane is idle.
             self._job = None
             del item, work, after, ticket
 
@@ -266,7 +264,7 @@ class ThreadLane(Lane):
             time.sleep(self._delay())
 
     def _failed(self, label: str, cause: BaseException) -> LaneFailed:
-        """The error that work which failed leaves in its ticket; reported once to `check`."""
+        """The error for the ticket of failed work; its first occurrence is reported to `check`."""
         if isinstance(cause, LaneFailed):
             return cause
         error = LaneFailed(
@@ -279,7 +277,7 @@ class ThreadLane(Lane):
 
 
 class ThreadLanes(Lanes):
-    """Every lane on a CPU thread of its own; with a seed, delays of up to `max_delay` seconds at random."""
+    """Every lane on a CPU thread of its own; with a seed, random delays of up to `max_delay` seconds."""
 
     def __init__(self, seed: int | None = None, max_delay: float = 1e-3) -> None:
         self._seed, self._max_delay = seed, max_delay
@@ -289,7 +287,7 @@ class ThreadLanes(Lanes):
         source = random.Random(f"{self._seed}/{name}")
 
         def delay() -> float:
-            # Half of the pauses are zero: a lane that runs ahead is as telling as one that lags.
+            # Half of the delays are zero: a lane that runs ahead reveals as much as one that lags.
             return max(0.0, source.uniform(-self._max_delay, self._max_delay))
 
         return ThreadLane(name, self, None if self._seed is None else delay)

@@ -1,8 +1,8 @@
-"""The norm's tree on the GPU, in one pass over the gradient and a short second one: same additions, same order.
+"""The tree of stream/norm.py on the GPU: the same additions in the same order, in one pass and a short second one.
 
-A chunk of 65536 squares is seen as 64 rows of 1024. Halving it six times adds row k to row k + 32, then k to k + 16,
-and so on. The functions below do that depth first, one per level, so that seven rows at a time are enough; ten more
-halvings leave one number per chunk, and one program adds those up. Squares are exact in FP64, so fusing them with an
+A chunk of 65536 squares is viewed as 64 rows of 1024. Halving it six times adds row k + 32 to row k, then k + 16 to k,
+and so on. The functions below do that depth first, one per level, so that seven rows at a time are enough. Ten more
+halvings leave one number per chunk, and one program adds those. Squares are exact in FP64, so fusing them with an
 addition changes nothing.
 """
 
@@ -78,19 +78,19 @@ def _chunks(source, partials, numel, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _tree(partials, count):
-    """As `combine` in stream/norm.py: the second half onto the first; of an odd number, the middle one stays."""
+    """As `combine` in stream/norm.py: add the second half to the first; the middle one of an odd number stays."""
     lanes = tl.arange(0, 1024)
     while count > 1:
         half = (count + 1) // 2
         start = 0
         while start < count - half:
             index = start + lanes
-            there = index + half < count
-            left = tl.load(partials + index, mask=there, other=0.0)
-            right = tl.load(partials + half + index, mask=there, other=0.0)
-            tl.store(partials + index, left + right, mask=there)
+            mask = index + half < count
+            left = tl.load(partials + index, mask=mask, other=0.0)
+            right = tl.load(partials + half + index, mask=mask, other=0.0)
+            tl.store(partials + index, left + right, mask=mask)
             start += 1024
-        # The next level reads what other threads have written.
+        # The next level reads what other threads wrote.
         tl.debug_barrier()
         count = half
 

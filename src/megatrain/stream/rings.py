@@ -1,4 +1,4 @@
-"""Memory that something of a slab passes through: taken at first use, in rings by size, whose slots take turns."""
+"""Buffers for data in transit, allocated at first use, and rings of slots shared by slabs of similar size."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ Slot = TypeVar("Slot")
 
 
 class DeviceBuffers:
-    """Bytes on the device, taken when they are needed, and again when more are."""
+    """A device buffer that is allocated on demand and grows."""
 
     def __init__(self, name: str, link: Link) -> None:
         self.order = Order(name)
         self.bytes = torch.empty(0, dtype=torch.uint8, device=link.device)
         self._link = link
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """The buffer, of at least `nbytes`."""
         if self.bytes.numel() < nbytes:
             self.order.until_writable()
             self.bytes = allocate_persistent(nbytes, self._link.device)
-            # Compute so far may have used these bytes for something that is gone.
+            # Compute submitted so far may still use these bytes for freed tensors.
             self.order.read(self._link.lanes.mark())
         return self.bytes
 
-    def give_back(self) -> None:
+    def free(self) -> None:
         self.order.until_writable()
         self.bytes = self.bytes.new_empty(0)
 
 
 class HostBuffers:
-    """The same in host memory."""
+    """A host buffer that is allocated on demand and grows."""
 
     def __init__(self, name: str) -> None:
         self.order = Order(name)
         self.buffer: Buffer | None = None
 
-    def take(self, nbytes: int, memory: Memory) -> Buffer:
+    def allocate(self, nbytes: int, memory: Memory) -> Buffer:
+        """The buffer, of at least `nbytes`."""
         if self.buffer is None or self.buffer.nbytes < nbytes:
-            self.give_back(memory)
+            self.free(memory)
             self.buffer = memory.allocate(nbytes, transferred=True)
         return self.buffer
 
-    def give_back(self, memory: Memory) -> None:
+    def free(self, memory: Memory) -> None:
         if self.buffer is not None:
             self.order.until_writable()
             memory.free(self.buffer)
@@ -60,7 +62,7 @@ class HostBuffers:
 
 
 class Rings(Generic[Slot]):
-    """Slots by slab. Slabs of like size share a ring, whose slots `make` gives, for any of them."""
+    """Slots by slab. Slabs of similar size share a ring; `make` creates a slot for a ring's slabs."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Rings(Generic[Slot]):
         return self._of.get(slab.index, ())
 
     def next(self, slab: Slab) -> Slot:
-        """The slot of its ring whose turn it is."""
+        """The next slot of the slab's ring, round robin."""
         ring = self._of[slab.index]
         ring.rotate(-1)
         return ring[-1]

@@ -1,8 +1,8 @@
-"""States that live in RAM and are updated on the device: residual and moments come into a slot, and go back from it.
+"""Streamed states: residual and moments in RAM are copied to a slot on the device for their update, and back.
 
-So it is with blocks whose weight and gradient sum are on the device anyway: the update writes the held weight where it
-lies. The link and the GPU then do what the CPU would take longer for. Copies in and out have lanes of their own; the
-updated weights go out last, behind the next forward, so that slots are free soon.
+This is for blocks whose weight and gradient sum are held on the device; the update writes the held weight in place. It
+pays where link and GPU are faster than the CPU's update. Copies in and out have lanes of their own. Updated weights are
+copied last, so that slots are free early.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatrain.stream.rings import DeviceBuffers, Rings
 from megatrain.stream.transfer import Link
 
 ALIGNED = 256
-"""Bytes: each role starts on a multiple of it in its slot."""
+"""Each role starts on a multiple of this many bytes in its slot."""
 
 
 class _StateSlot(DeviceBuffers):
-    """For the states of one slab of a ring."""
+    """A device buffer for the states of one slab of a ring."""
 
     def __init__(self, members: Sequence[Slab], link: Link) -> None:
         super().__init__("state slot", link)
         self._members = members
 
-    def take_for_largest(self) -> torch.Tensor:
-        return self.take(max(_size(slab) for slab in self._members))
+    def allocate_largest(self) -> torch.Tensor:
+        return self.allocate(max(_size(slab) for slab in self._members))
 
 
 class StagedStates(Span):
@@ -42,12 +42,12 @@ class StagedStates(Span):
         self.held, self.slot = held, slot
         self.home = slab.open(writes=("weight", "states"))
         self.writes = [held.order, slot.order]
-        taken, at = slot.take_for_largest(), 0
+        memory, offset = slot.allocate_largest(), 0
         self.copies: list[tuple[torch.Tensor, Buffer]] = []
-        """Of its states, in their order, and where they live."""
+        """The staged copy of each state, and its buffer in RAM."""
         for buffer in slab.state_buffers():
-            self.copies.append((taken[at : at + buffer.nbytes], buffer))
-            at += round_up(buffer.nbytes, ALIGNED)
+            self.copies.append((memory[offset : offset + buffer.nbytes], buffer))
+            offset += round_up(buffer.nbytes, ALIGNED)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -59,36 +59,36 @@ class StagedStates(Span):
 
     @property
     def moments(self) -> Mapping[str, Moment]:
-        found = self.home.moments
-        copies = self.copies[len(self.copies) - len(found) :]
-        return {role: found[role].with_storage(copy) for role, (copy, _) in zip(found, copies, strict=True)}
+        moments = self.home.moments
+        copies = self.copies[len(self.copies) - len(moments) :]
+        return {role: moments[role].with_storage(copy) for role, (copy, _) in zip(moments, copies, strict=True)}
 
 
 class StateStream:
-    """Brings states to the device and back."""
+    """Copies states to the device for their update, and back."""
 
     def __init__(self, slabs: Sequence[Slab], fetcher: Fetcher, link: Link) -> None:
         self._fetcher, self._link = fetcher, link
         self._updated: list[StagedStates] = []
-        """Whose weights have not been sent home yet."""
+        """Updates whose weights have not been copied to RAM yet."""
         streamed = [slab for slab in slabs if slab.streams_states and slab.trains]
         self.rings = Rings(streamed, lambda members: _StateSlot(members, link))
 
     def allocate(self, slab: Slab) -> None:
-        """Take what `stage` needs. It may not be there, so this comes before anything of a step is submitted."""
+        """Allocate what `stage` needs. It may fail, so call it before anything of a step is submitted."""
         for slot in self.rings.of(slab) if slab.streams_states else ():
-            slot.take_for_largest()
+            slot.allocate_largest()
 
     def stop_holding(self, slabs: Iterable[Slab]) -> None:
-        """Give back the room of slabs that the CPU updates from now on."""
+        """Free the slots of slabs that the CPU updates from now on."""
         self.send_weights()
         for slab in slabs:
             for slot in self.rings.of(slab):
-                slot.give_back()
+                slot.free()
 
     def stage(self, slab: Slab) -> StagedStates | None:
-        """Weight and states on the device, submitted; None if they are updated where they live. Call with the
-        fetcher's lock held."""
+        """Submit the copy of the states to the device; None if the slab is updated in RAM. Call with the fetcher's lock
+        held."""
         if not slab.streams_states or not self.rings.of(slab):
             return None
         slab.require_owner()
@@ -105,7 +105,7 @@ class StateStream:
         return staged
 
     def send_back(self, staged: StagedStates) -> None:
-        """The update has been submitted: its states go home after it."""
+        """Submit the copy of the states to RAM, after the update was submitted."""
         slab = staged.slab
         staged.held.version = slab.version
         home = slab.open(writes=("states",))
@@ -116,7 +116,7 @@ class StateStream:
         self._updated.append(staged)
 
     def send_weights(self) -> None:
-        """The weights of all updates since the last call go home."""
+        """Submit the copies of the weights of all updates since the last call."""
         updated, self._updated = self._updated, []
         for staged in updated:
             slab, reads = staged.slab, [staged.held.order]

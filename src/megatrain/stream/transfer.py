@@ -1,4 +1,4 @@
-"""Copies between host memory and the device: direct where memory is pinned, through a pinned ring where it is not."""
+"""Copies between host memory and the device: direct if memory is pinned, else through a pinned staging ring."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatrain.stream.lanes import Lanes
 from megatrain.telemetry.counters import Counters
 
 CHUNK_BYTES = 32 << 20
-"""Staging chunk: 16 MiB already reaches the link's full rate; larger only costs pinned memory."""
+"""Staging chunk: 16 MiB already reach the link's full rate."""
 CHUNKS = 3
 
 
 class Transfer:
-    """Copies for one lane. Staging chunks are made on first need and belong to that lane alone."""
+    """Copies of one lane, with staging chunks of its own, allocated at first use."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device = device
@@ -26,7 +26,7 @@ class Transfer:
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, pinned: bool) -> None:
-        """Host → device, in the current stream; the source may be reused when the stream has passed."""
+        """Host → device on the current stream."""
         if pinned or self._device.type == "cpu":
             target.copy_(source, non_blocking=True)
             return
@@ -36,10 +36,9 @@ class Transfer:
             native.copy(chunk.data_ptr(), source.data_ptr() + start, size, self._threads)
             target.view(torch.uint8)[start:end].copy_(chunk[:size], non_blocking=True)
             event.record()
-        # The source was read by this thread, not by the stream: it is free as soon as the last piece was copied.
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor, pinned: bool) -> None:
-        """Device → host, in the current stream."""
+        """Device → host on the current stream."""
         if pinned or self._device.type == "cpu":
             target.copy_(source, non_blocking=True)
             return
@@ -47,7 +46,7 @@ class Transfer:
             size = end - start
             chunk[:size].copy_(source.view(torch.uint8)[start:end], non_blocking=True)
             event.record()
-            # The bytes must have arrived before this thread copies them on.
+            # The chunk must have arrived before this thread copies it.
             event.synchronize()
             native.copy(target.data_ptr() + start, chunk.data_ptr(), size, self._threads)
 
@@ -62,7 +61,7 @@ class Transfer:
 
 
 class Link:
-    """What moves state between host memory and one device: lanes, the copies that they make, and a count of them."""
+    """The connection between host memory and one device: lanes, their copies, and counters."""
 
     def __init__(self, device: torch.device, lanes: Lanes, counters: Counters, threads: int) -> None:
         self.device, self.lanes, self.counters = device, lanes, counters
@@ -79,7 +78,7 @@ class Link:
         after: Sequence[Wait] = (),
         label: str = "",
     ) -> Ticket:
-        """Submit copies, each a target, a source and whether the host's side is pinned; see `Lanes.submit`."""
+        """Submit copies, each (target, source, whether the host memory is pinned); see `Lanes.submit`."""
         transfer = self.transfers[lane]
         move = transfer.to_device if LANES[lane].link == "in" else transfer.to_host
 

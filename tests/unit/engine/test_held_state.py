@@ -61,10 +61,10 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     assert differences(got, expected) == []
     assert engine._placement.vram.allocated_bytes == 0
     assert engine._step.fetcher.slot_bytes() == streamed._step.fetcher.slot_bytes(), "no ring beside those there are"
-    ways, rooms = engine.memory_limit.held_state._sums_out.rings.all, engine.memory_limit.held_state._states.rings.all
-    assert all(way.slot.bytes.numel() == 0 and way.home.buffer is None for way in ways)
-    assert len(rooms) == (2 if held is VISITS else 0)
-    assert all(room.bytes.numel() == 0 for room in rooms)
+    sums, slots = engine.memory_limit.held_state._sums_out.rings.all, engine.memory_limit.held_state._states.rings.all
+    assert all(buffers.device.bytes.numel() == 0 and buffers.host.buffer is None for buffers in sums)
+    assert len(slots) == (2 if held is VISITS else 0)
+    assert all(slot.bytes.numel() == 0 for slot in slots)
     assert engine._memory.allocated_bytes <= streamed._memory.allocated_bytes
 
 
