@@ -13,7 +13,7 @@ from megatrain.stream import rings
 from megatrain.stream.lanes import ThreadLanes
 
 HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
-VISITS = HELD | {"streamed_states": ("*",)}
+STREAMED_STATES = HELD | {"streamed_states": ("*",)}
 
 
 def made(depth: int = 6, **settings: Any) -> tuple[Any, mt.Engine, Any]:
@@ -34,7 +34,7 @@ def ran_out(model: Any, seed: int) -> None:
     hook.remove()
 
 
-@pytest.mark.parametrize("held", [HELD, VISITS, dict.fromkeys(HELD, ("layers.[1-3]", "entry"))])
+@pytest.mark.parametrize("held", [HELD, STREAMED_STATES, dict.fromkeys(HELD, ("layers.[1-3]", "entry"))])
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lanes: str) -> None:
     def run(short: bool, **settings: Any) -> tuple[mt.Engine, list[Any]]:
@@ -63,7 +63,7 @@ def test_they_give_way_and_no_bit_changes(held: dict[str, tuple[str, ...]], lane
     assert engine._step.fetcher.slot_bytes() == streamed._step.fetcher.slot_bytes(), "no ring beside those there are"
     sums, slots = engine.memory_limit.held_state._sums_out.rings.all, engine.memory_limit.held_state._states.rings.all
     assert all(buffers.device.bytes.numel() == 0 and buffers.host.buffer is None for buffers in sums)
-    assert len(slots) == (2 if held is VISITS else 0)
+    assert len(slots) == (2 if held is STREAMED_STATES else 0)
     assert all(slot.bytes.numel() == 0 for slot in slots)
     assert engine._memory.allocated_bytes <= streamed._memory.allocated_bytes
 
