@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,20 +19,32 @@ import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from megatrain.cli.chart import curves
 from megatrain.engine.session import Engine
 from megatrain.settings import Debug
 
-ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 MAX_GRAD_NORM = 1.0
 SLOTS = 3
-ROWS, LENGTH = 4, 128  # of one batch
-TOLERANCE = {"fp32": 1e-3, "bf16": 0.1}
+ROWS, LENGTH = 5, 80  # of one batch
+WIDTH = 80  # columns of the output, or fewer in a narrow terminal
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.2}
 """How far apart the losses of the two runs may be: rounding differs a little, and training amplifies it."""
+PLAIN: dict[str, Any] = {"soft_wrap": True, "highlight": False, "markup": False}
+"""How sentences are printed: as they are."""
 Batches = list[dict[str, Tensor]]
-PROMPT = "We the People of the United States"
+PROMPTS = ("We the People of the United States", "The President shall", "No Person shall be")
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_k": 10}
+NEXT = (
+    ("{megatrain} plan examples/llama-13b --machine h200-128gb", "13B parameters on a machine you do not have"),
+    ("{megatrain} doctor", "versions, GPU, memory, disks"),
+    ("{python} examples/finetune.py", "the same with `mt.Trainer`, in 40 lines"),
+)
+"""Commands to try next, run from the root of the source tree."""
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 VOCAB_SIZE = 256 + len(SPECIAL)
 
@@ -58,59 +73,118 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
     engine = Engine(model, device=device, precision=precision, debug=Debug(slots=SLOTS))
     where = torch.device(engine.device)
     batches = text_batches(tokenizer, steps, where)
-    console.print(f"A small random Llama, {steps} steps on {where}: first in plain PyTorch, then streamed.")
+    console.print(f"A small random Llama learns English on {where}: in plain PyTorch, then streamed.", **PLAIN)
     plain_optimizer = torch.optim.AdamW(plain.to(where).parameters(), **ADAMW)
-    start = time.perf_counter()
-    plain_losses = list(train(plain, plain_optimizer, batches, plain=True, autocast=precision == "bf16"))
-    plain_seconds = time.perf_counter() - start
     optimizer = engine.optimizer(**ADAMW, max_grad_norm=MAX_GRAD_NORM)
-    losses: list[float] = []
-    table = Table("step", "MegaTrain", "plain PyTorch", "difference")
-    for column in table.columns:
-        column.justify = "right"
-    every = max(1, steps // 12)
-    start = time.perf_counter()
-    with Live(table, console=console, auto_refresh=False) as live:
-        for step, loss in enumerate(train(model, optimizer, batches)):
-            losses.append(loss)
-            if (step + 1) % every == 0 or step in (0, steps - 1):
-                other = plain_losses[step]
-                table.add_row(str(step + 1), f"{loss:.6f}", f"{other:.6f}", f"{loss - other:+.1e}")
-                live.refresh()
-    seconds = time.perf_counter() - start
-    console.print()
-
-    apart = (torch.tensor(losses) - torch.tensor(plain_losses)).abs().max().item()
+    runs = Runs(console, steps)
+    with Live(runs.picture(), console=console, auto_refresh=False) as live:
+        autocast = precision == "bf16"
+        plain_seconds = runs.follow(
+            live, runs.plain, train(plain, plain_optimizer, batches, plain=True, autocast=autocast)
+        )
+        seconds = runs.follow(live, runs.streamed, train(model, optimizer, batches))
+    console.line(1 if console.is_terminal else 2)  # elsewhere Live leaves its last line open
+    console.print(runs.table())
+    apart = (torch.tensor(runs.streamed) - torch.tensor(runs.plain)).abs().max().item()
     counters = engine.counters
     console.print(
-        f"{plain.num_parameters() / 1e6:.1f}M parameters in {len(engine.blocks)} blocks on {where} in {precision}: "
-        f"{counters.bytes_h2d / 1e6:,.0f} MB of weights in through {SLOTS} slots ({counters.fetches} fetches), "
+        f"\nLosses are at most {apart:.1e} apart in {steps} steps ({TOLERANCE[precision]:g} is allowed).\n"
+        f"{plain.num_parameters() / 1e6:.1f}M parameters in {len(engine.blocks)} blocks, {precision}: "
+        f"{counters.bytes_h2d / 1e6:,.0f} MB of weights in through {SLOTS} slots,\n"
         f"{counters.bytes_d2h / 1e6:,.0f} MB of gradients out; "
-        f"MegaTrain {seconds:.1f} s, plain PyTorch {plain_seconds:.1f} s; losses at most {apart:.1e} apart.",
-        soft_wrap=True,
-        highlight=False,
+        f"MegaTrain {seconds:.1f} s, plain PyTorch {plain_seconds:.1f} s.\n",
+        **PLAIN,
     )
     with nullcontext(str(out)) if out is not None else tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         engine.close()
-        console.print(f"Reloaded with transformers{'' if out is None else f' from {out}'}, it continues:")
-        console.print(PROMPT + continuation(directory), soft_wrap=True, highlight=False, markup=False)
-    return verdict(losses, apart, precision)
+        kept = "" if out is None else f" from {printable(str(out), console.encoding)}"
+        console.print(f"Saved, reloaded with transformers{kept}, it writes:", **PLAIN)
+        for written in samples(directory):
+            shown = printable(written, console.encoding)
+            console.print(Text("  " + shown, "green", no_wrap=True, overflow="crop"), width=min(WIDTH, console.width))
+    wrong = verdict(runs.streamed, apart, precision)
+    if wrong is None:
+        show_next(console)
+    return wrong
+
+
+class Runs:
+    """The losses of both runs so far, and how they are shown."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.steps = steps
+        self.plain: list[float] = []
+        self.streamed: list[float] = []
+        self.width = min(WIDTH, console.width)
+        self.ascii_only = console.options.ascii_only
+
+    def follow(self, live: Live, losses: list[float], run: Iterator[float]) -> float:
+        """Take a run to its end, drawing its losses as they come; the seconds it took."""
+        start = time.perf_counter()
+        for loss in run:
+            losses.append(loss)
+            if len(losses) % max(1, self.steps // 50) == 0 or len(losses) == self.steps:
+                live.update(self.picture(), refresh=True)
+        return time.perf_counter() - start
+
+    def picture(self) -> Text:
+        stroke = "***" if self.ascii_only else "⠤⠤⠤"
+        legend = Text.assemble("\n   loss   ", (stroke, "cyan"), " MegaTrain   ", ("o o", "yellow"), " plain PyTorch\n")
+        return legend + curves(
+            self.streamed, self.plain, steps=self.steps, width=self.width, ascii_only=self.ascii_only
+        )
+
+    def table(self) -> Table:
+        table = Table("step", "MegaTrain", "plain PyTorch", "difference", box=None, padding=(0, 2))
+        for column in table.columns:
+            column.justify = "right"
+        for step in sorted({1, *(self.steps * part // 5 for part in range(1, 6))} - {0}):
+            loss, other = self.streamed[step - 1], self.plain[step - 1]
+            table.add_row(str(step), f"{loss:.6f}", f"{other:.6f}", f"{loss - other:+.1e}")
+        return table
+
+
+def printable(text: str, encoding: str) -> str:
+    """One line that this encoding has and that does not command the terminal: "?" for anything else a model writes."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text.replace("\n", " "))
+    return shown.encode(encoding, "replace").decode(encoding)
+
+
+def show_next(console: Console) -> None:
+    """The commands to try next, written so that they can be pasted into the shell that this one was started from."""
+    beside = Path(sys.executable).with_name("megatrain")
+    python = "python" if shutil.which("python") == sys.executable else _short(sys.executable)
+    if shutil.which("megatrain") == str(beside):
+        megatrain = "megatrain"
+    else:
+        megatrain = _short(str(beside)) if beside.exists() else f"{python} -m megatrain"
+    console.print("\nTry next, in MegaTrain's source tree:\n")
+    for command, what in NEXT:
+        console.print(f"  # {what}", style="dim", **PLAIN)
+        console.print("  " + command.format(megatrain=megatrain, python=python), **PLAIN)
+
+
+def _short(path: str) -> str:
+    """A path as it is shortest from here."""
+    here = os.path.relpath(path)
+    return path if here.startswith("..") else here
 
 
 def small_llama() -> Any:
-    """A Llama of 1M parameters with random weights, the same at every call."""
+    """A Llama of 0.4M parameters with random weights, the same at every call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=448,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=3,
         max_position_embeddings=LENGTH * 2,
+        initializer_range=0.06,  # learns faster than with the default, which is for wide models
         pad_token_id=256,
         bos_token_id=257,
         eos_token_id=258,
@@ -147,10 +221,14 @@ def byte_tokenizer(max_length: int | None = None) -> Any:
     )
 
 
+def bundled_text() -> str:
+    """The Declaration of Independence and the Constitution of the United States, 55 kB of ASCII."""
+    return resources.files("megatrain.cli").joinpath("text/us-founding.txt").read_text(encoding="ascii")
+
+
 def text_batches(tokenizer: Any, steps: int, device: torch.device) -> Batches:
     """Random windows of the bundled text, one batch per step."""
-    text = resources.files("megatrain.cli").joinpath("text/us-founding.txt").read_text(encoding="ascii")
-    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    tokens = torch.tensor(tokenizer(bundled_text(), verbose=False)["input_ids"])
     starts = torch.randint(len(tokens) - LENGTH, (steps, ROWS), generator=torch.Generator().manual_seed(1))
     windows = tokens.unfold(0, LENGTH, 1)[starts].to(device)
     return [{"input_ids": ids, "labels": ids} for ids in windows]
@@ -181,16 +259,18 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def continuation(directory: str) -> str:
-    """What the saved model writes after the prompt, greedily, as stock transformers loads it."""
+def samples(directory: str) -> Iterator[str]:
+    """What the saved model writes after each prompt, as stock transformers loads it; the same at every call."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
-    prompt = tokenizer(PROMPT, return_tensors="pt")
-    ids, mask = prompt["input_ids"], prompt["attention_mask"]
-    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=100, min_new_tokens=100, do_sample=False)
-    return str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
+    torch.manual_seed(0)
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        # One line of the terminal, and no longer than what it was trained on: later positions are unknown to it.
+        length = min(LENGTH, WIDTH - 3)
+        yield str(tokenizer.decode(model.generate(**inputs, min_length=length, max_length=length, **SAMPLING)[0]))
 
 
 def verdict(losses: list[float], apart: float, precision: str) -> str | None:

@@ -59,7 +59,7 @@ def root(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 100,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 400,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Keep the trained model in this directory.")] = None,

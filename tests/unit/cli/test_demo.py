@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 import subprocess
 import sys
 from importlib import resources
@@ -18,7 +20,8 @@ from typer.testing import CliRunner
 
 from megatrain._version import __version__
 from megatrain.cli import main as cli
-from megatrain.cli.demo import SPECIAL, VOCAB_SIZE, byte_tokenizer, learning_rate, run_demo, verdict
+from megatrain.cli.chart import curves
+from megatrain.cli.demo import NEXT, SPECIAL, VOCAB_SIZE, byte_tokenizer, learning_rate, printable, run_demo, verdict
 from megatrain.errors import SettingsError
 
 TOKENIZER = byte_tokenizer()
@@ -68,7 +71,17 @@ def test_demo(tmp_path: Path) -> None:
     out = tmp_path / "model"
     result = CliRunner().invoke(cli.app, ["demo", "--steps", "8", "--device", "cpu", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    for words in ("MegaTrain", "plain PyTorch", "difference", "1.0M parameters", "3 slots", "Reloaded"):
+    for words in (
+        "MegaTrain",
+        "plain PyTorch",
+        "difference",
+        "0.4M parameters",
+        "3 slots",
+        "reloaded",
+        "step 8",
+        "⠤",
+        "We the",
+    ):
         assert words in result.output
     assert (out / "model.safetensors").exists()
     # The output is ordinary: a process that never imports megatrain loads it and generates.
@@ -88,6 +101,30 @@ def test_demo_bf16() -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_demo_in_a_pipe_that_takes_ascii_alone() -> None:
+    """The random model writes bytes that are no text; nothing of the output is beyond ASCII, coloured or too wide."""
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-m", "megatrain", "demo", "--steps", "3", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, env=environment | {"NO_COLOR": "1", "COLUMNS": "80"})
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.decode("ascii").splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert max(map(len, lines[: lines.index("Try next, in MegaTrain's source tree:")])) <= 80
+    assert any(line.strip().startswith("6 |") for line in lines)
+
+
+def test_commands_to_try_next_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    monkeypatch.chdir(root)
+    for command, _ in NEXT:
+        program, *arguments = shlex.split(command)
+        if program == "{megatrain}":
+            result = CliRunner().invoke(cli.app, arguments)
+            assert result.exit_code == 0, result.output
+        else:
+            assert (root / arguments[0]).is_file()
+
+
 @pytest.mark.parametrize("loss", [5.0, math.nan])
 def test_exit_code_when_the_loss_does_not_fall(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**_: Any) -> str | None:
@@ -103,7 +140,7 @@ def test_verdict() -> None:
     falling = [5.0, 4.0, 3.0, 2.0]
     assert verdict(falling, 1e-4, "fp32") is None
     assert verdict(falling, 0.05, "bf16") is None
-    assert verdict(falling, 0.2, "bf16") is not None
+    assert verdict(falling, 0.3, "bf16") is not None
     assert "2.0e-03 apart" in str(verdict(falling, 2e-3, "fp32"))
     assert verdict(falling, math.nan, "fp32") is not None
     assert verdict([5.0, 4.0], 0.0, "fp32") is None
@@ -127,6 +164,49 @@ def test_bad_precision_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
     error = capsys.readouterr().err
     assert error.startswith("megatrain: precision must be one of")
     assert error.count("\n") == 1
+
+
+# ---- the picture
+
+
+def drawn(
+    line: list[float], marked: list[float], *, steps: int, width: int = 48, ascii_only: bool = False
+) -> list[str]:
+    return curves(line, marked, steps=steps, width=width, height=9, ascii_only=ascii_only).plain.splitlines()
+
+
+def test_both_curves_are_seen_where_they_are_equal_and_where_they_differ() -> None:
+    falling = [5.0 - step / 10 for step in range(40)]
+    same = drawn(falling, falling, steps=40, ascii_only=True)
+    # 40 columns and 40 steps from 5.0 to 1.1 over rows of half a unit: one sign per column, every fourth is a mark.
+    signs = [next(row[8 + column] for row in same[:9] if row[8 + column] != " ") for column in range(40)]
+    assert signs == ["o" if column % 4 == 2 else "*" for column in range(40)]
+    apart = drawn(falling, [5.0] * 40, steps=40, ascii_only=True)
+    assert apart[0].count("o") == 10
+    assert sum(row.count("*") for row in apart[:9]) == 39  # one lies under a mark, in the first row
+    assert [row.split("|")[0].strip() for row in same[:9]] == ["5", "", "4", "", "3", "", "2", "", "1"]
+    assert same[-1].split() == ["1", "20", "step", "40"]
+
+
+def test_the_line_has_no_holes() -> None:
+    rows = drawn([9.0, 0.0] * 20, [], steps=40)[:9]
+    # From the second step on, every column is crossed from top to bottom.
+    assert all(" " not in row[9:] for row in rows)
+    assert {len(row) for row in rows} == {48}
+
+
+@pytest.mark.parametrize("values", [[], [math.nan] * 8, [math.inf, 1.0], [3.0] * 8, [1e30, 1.0], [-2.5, -3.5]])
+@pytest.mark.parametrize("width", [1, 20, 80])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_any_losses_can_be_drawn(values: list[float], width: int, ascii_only: bool) -> None:
+    rows = drawn(values, values, steps=8, width=width, ascii_only=ascii_only)
+    assert len(rows) == 11
+    assert "".join(rows).isascii() or not ascii_only
+
+
+def test_nothing_a_model_writes_commands_the_terminal() -> None:
+    assert printable("a\x1b[2J\nb\ufffd\u202e", "ascii") == "a?[2J b??"
+    assert printable("naïve", "utf-8") == "naïve"
 
 
 # ---- the command
