@@ -1,4 +1,4 @@
-"""Names that were given up: each still works for one release, with a warning."""
+"""Support for renamed settings and arguments: the old name works for one release, with a warning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def renamed(old: str, new: str) -> None:
-    """Warn whoever uses an old name, at the line where they do."""
+    """Warn that `old` was renamed. The warning points at the caller's line outside megatrain."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "megatrain":
         frame, level = frame.f_back, level + 1
@@ -18,7 +18,7 @@ def renamed(old: str, new: str) -> None:
 
 
 class Aliased(type):
-    """Classes whose arguments may have old names: `current_names` gives them in new ones."""
+    """Metaclass of classes that accept old argument names, which `current_names` translates."""
 
     def __call__(cls, **values: Any) -> Any:
         return super().__call__(**cls.current_names(values))

@@ -1,6 +1,6 @@
-"""Where the global random number generators stand: PyTorch's, Python's and NumPy's.
+"""The state of the global random number generators of PyTorch, Python and NumPy.
 
-Models and losses draw from all three (layer drop with `random.random()`, say), so all three are carried along.
+Models and losses may draw from any of them; layer drop, for example, uses `random.random()`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from numpy.random import mtrand
 
 _WORDS = struct.Struct("625I")
-"""Of a Mersenne twister: a tuple of as many integers would take ten times the memory, and every block keeps one."""
+"""A packed Mersenne twister state. A tuple of integers takes ten times the memory, and every block keeps one."""
 
 
 @dataclass(frozen=True)
 class Generators:
-    """The state of all generators at one moment."""
+    """The captured state of all generators."""
 
     device: torch.device
     cpu: torch.Tensor
@@ -38,11 +38,11 @@ class Generators:
 
     @property
     def device_state(self) -> torch.Tensor:
-        """The generator that operations on the device draw from."""
+        """The state of the generator that the device draws from."""
         return self.cpu if self.cuda is None else self.cuda
 
     def same(self, other: Generators) -> bool:
-        """Whether nobody has drawn between the two; may say False of a NumPy generator that nobody has used."""
+        """Whether no random number was drawn between the two. May return False for a NumPy generator that is unchanged."""
         return (
             torch.equal(self.cpu, other.cpu)
             and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
@@ -51,7 +51,7 @@ class Generators:
         )
 
     def restore(self) -> None:
-        """Put all generators back where they were."""
+        """Restore all generators."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
@@ -63,7 +63,7 @@ class Generators:
 
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards."""
+    """Restore the generators at the end of the context."""
     before = Generators.capture(device)
     try:
         yield
@@ -72,10 +72,10 @@ def preserved(device: torch.device) -> Iterator[None]:
 
 
 def seed(number: int) -> None:
-    """Start all generators from one number of 62 bits."""
+    """Seed all generators with one 62-bit number."""
     torch.manual_seed(number)
     random.seed(number)
-    # `numpy.random.seed` knows the usual generator alone; users may have put another one in its place.
+    # `numpy.random.seed` works only with the default bit generator, which users may have replaced.
     fresh = type(mtrand.get_bit_generator())(number).state
     numpy.random.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
 
@@ -86,23 +86,22 @@ def _python() -> tuple[int, bytes, float | None]:
 
 
 _numpy_cache: tuple[bytes, dict[str, Any]] | None = None
-"""Of NumPy's generator: its bytes, and the state that it told then."""
+"""The generator's bytes in memory, and the state that NumPy returned for them."""
 
 
 def _numpy() -> dict[str, Any]:
-    """The state of NumPy's generator.
+    """The state of NumPy's generator, cached while the generator's bytes are unchanged.
 
-    NumPy takes 40 µs to tell it, more than everything else a block's forward asks for: as long as the bytes of the
-    generator are those of the last time, so is the answer.
+    `get_state` takes 40 µs, longer than the rest of `capture`, which runs in every block's forward.
     """
     global _numpy_cache
-    found, last = _numpy_bytes(), _numpy_cache
-    # A second normal number kept for later lies elsewhere: using it up would not show.
-    if last is not None and found and found == last[0] and not last[1]["has_gauss"]:
+    now, last = _numpy_bytes(), _numpy_cache
+    # The cached second normal number is stored elsewhere, so drawing it would not change the bytes.
+    if last is not None and now and now == last[0] and not last[1]["has_gauss"]:
         return last[1]
     state: dict[str, Any] = numpy.random.get_state(legacy=False)
-    # Another thread may have drawn in between.
-    _numpy_cache = (found, state) if _numpy_bytes() == found else None
+    # Another thread may have drawn a number in between.
+    _numpy_cache = (now, state) if _numpy_bytes() == now else None
     return state
 
 
@@ -114,7 +113,7 @@ def _set_numpy(state: dict[str, Any]) -> None:
 
 
 def _numpy_bytes() -> bytes:
-    """What the generator's state is in memory; nothing if it is not the usual one."""
+    """The generator's state as bytes; empty if it is not a Mersenne twister."""
     generator: Any = mtrand.get_bit_generator()
     if type(generator) is not numpy.random.MT19937:
         return b""

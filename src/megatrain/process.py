@@ -1,12 +1,12 @@
-"""What MegaTrain sets in its process. All of it is set here, while it is needed, and then put back.
+"""Process-wide settings that MegaTrain changes. They are changed only here, and restored when no longer needed.
 
-| what | set while |
+| setting | changed while |
 |---|---|
 | Python's switch interval | an engine is open whose lanes are threads |
-| PyTorch's share of a GPU, and whether its segments grow | an engine with a cap or a plan is open |
-| dynamo's limits on recompiling | a compiled block is called |
+| PyTorch's GPU memory fraction and expandable segments | an engine with a cap or a plan is open |
+| dynamo's recompile limits | a compiled block is called |
 
-What the user has set meanwhile stays.
+A value that the user sets in the meantime is kept.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ Value = TypeVar("Value")
 Request = TypeVar("Request")
 
 SWITCH_INTERVAL = 1e-4
-"""Seconds until a thread that wants the interpreter asks for it. Compute and the lanes are threads of one interpreter,
-and each holds it for microseconds: waiting 5 ms (Python's default) for another to let go makes steps of a small model
-longer (docs/log.md)."""
+"""Seconds. Compute and lanes are threads that hold the interpreter lock for microseconds at a time. With Python's
+default of 5 ms, steps of a small model take longer (docs/log.md)."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
@@ -46,19 +45,19 @@ _lock = fork_safe_lock()
 
 @dataclass
 class ProcessSetting(Generic[Value, Request]):
-    """One setting of the process, which any number of owners have requests for."""
+    """One process-wide setting that several owners may request values for."""
 
     read: Callable[[], Value]
     write: Callable[[Value], object]
     combine: Callable[[Value, list[Request]], Value]
-    """What is set for the user's value and all requests."""
+    """Returns the value to set, given the user's value and all requests."""
     same: Callable[[Value, Value], bool] = operator.eq
     _requests: dict[Hashable, Request] = field(default_factory=dict)
     _set: tuple[Value, Value] | None = None
-    """The user's value, and what was set instead."""
+    """The user's value and the value set instead; None without requests."""
 
     def users_value(self) -> Value:
-        """What it was before there was a request, or what the user has set since then."""
+        """The value before the first request, or what the user has set since."""
         now = self.read()
         return self._set[0] if self._set is not None and self.same(now, self._set[1]) else now
 
@@ -81,10 +80,10 @@ class ProcessSetting(Generic[Value, Request]):
 
 
 def release(owner: Hashable) -> None:
-    """An engine ends: its requests are nobody else's."""
-    held: list[ProcessSetting[Any, Any]] = [switch_interval, *_vram_fractions.values(), _allocator_settings]
-    for shared in held:
-        shared.release(owner)
+    """Withdraw all requests of an owner."""
+    settings: list[ProcessSetting[Any, Any]] = [switch_interval, *_vram_fractions.values(), _allocator_settings]
+    for setting in settings:
+        setting.release(owner)
 
 
 # ---- Python
@@ -102,23 +101,23 @@ switch_interval: ProcessSetting[float, float] = ProcessSetting(
 
 @dataclass(frozen=True)
 class VramLimit:
-    """What one engine lets PyTorch's allocator have of the GPU. All of them are bytes; None: no limit."""
+    """One engine's limits on PyTorch's allocator, in bytes. None: no limit."""
 
     cap: int | None = None
-    """For the whole process."""
+    """For the process."""
     planned: int | None = None
     """For this engine."""
     other_bytes: int = 0
-    """What the process held for something else when the engine came."""
+    """What the process used for something else when the engine was attached."""
 
 
 _vram_fractions: dict[torch.device, ProcessSetting[float, VramLimit]] = {}
 
 
 def vram_fraction(device: torch.device) -> ProcessSetting[float, VramLimit]:
-    """The share of the GPU's memory that PyTorch's allocator may have.
+    """The fraction of the GPU's memory that PyTorch's allocator may use.
 
-    A cap is on the process, so the lowest counts. Plans add up, and are no limit beside an engine that has none.
+    A cap limits the process, so the lowest one applies. Plans add up, and limit nothing if one engine has no plan.
     """
     return _vram_fractions.setdefault(
         device,
@@ -141,8 +140,8 @@ def _combine_vram_limits(device: torch.device, users_value: float, limits: list[
 
 
 def use_expandable_segments(owner: Hashable) -> bool:
-    """Let segments grow, which keeps what is reserved close to what is allocated, unless the user has configured the
-    allocator. Whether they do."""
+    """Enable expandable segments, which reduce fragmentation, unless the user has configured the allocator. Returns
+    whether they are enabled."""
     configured = _environment_settings() or _allocator_settings.users_value()
     if configured:
         return EXPANDABLE_SEGMENTS.lower() in configured.lower().replace(" ", "")
@@ -155,12 +154,12 @@ def _environment_settings() -> str:
 
 
 _read_allocator_settings: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-"""What was configured at run time too; not every PyTorch tells."""
+"""Returns settings made at run time too; missing in some versions of PyTorch."""
 
 
 def _write_allocator_settings(settings: str) -> None:
     if not settings:
-        # It is kept when nothing is said of it.
+        # An empty string would leave it unchanged.
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS.replace("True", "False"))
     if settings or _read_allocator_settings is not None:
         torch._C._accelerator_setAllocatorSettings(settings)
@@ -194,14 +193,14 @@ def _raise_limits(users_value: dict[str, Any], graphs: list[int]) -> dict[str, A
 
 _recompile_limits: ProcessSetting[dict[str, Any], int] = ProcessSetting(_read_limits, _write_limits, _raise_limits)
 DYNAMO_CONFIG_PER_THREAD = torch.__version__ >= "2.12"
-"""Whether dynamo's settings are those of a thread; before, all threads share them."""
+"""Whether dynamo's configuration is per thread; in older versions it is global."""
 
 
 @contextmanager
 def compile_limits(graphs: int) -> Iterator[None]:
-    """Inside, a call site may be compiled so many times, and once more is an error instead of a fall-back to eager.
+    """Inside, a call site may be compiled `graphs` times; one more compilation is an error, not a fall-back to eager.
 
-    Code that the user compiles has its own limits, unless another thread compiles it meanwhile, before PyTorch 2.12.
+    The user's own compiled code keeps its limits. Before PyTorch 2.12, other threads are affected too.
     """
     if DYNAMO_CONFIG_PER_THREAD:
         with torch._dynamo.config.patch(_raise_limits(_read_limits(), [graphs])):

@@ -1,7 +1,7 @@
-"""Taking a model over: its weights move into the store, block by block, its modules become skeletons, and its interface
-keeps working: inputs, saving, and what is refused.
+"""Moves a model's weights into the store and patches the model so that its interface keeps working.
 
-Originals are freed as it goes, so peak RAM is the model and one block. `release` is the way back.
+Weights move block by block and the originals are freed, so peak RAM is the model plus one block. `Adoption.release`
+moves them back.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ if TYPE_CHECKING:
 
 Owners = dict[int, list[tuple[torch.nn.Module, str]]]
 SHARD_BYTES = 2 << 30
-"""Weights that have to be copied to be saved are written in shards of about this size."""
+"""Shard size for weights that must be copied in order to be saved."""
 _ENGINE_ATTRIBUTE = "_megatrain_engine"
 
 
 @dataclass
 class Adoption:
-    """What an engine changed in a model, so that it can be undone."""
+    """The changes that an engine makes to a model's parameters, and how to undo them."""
 
     model: torch.nn.Module
     device: torch.device
     precision: str
     placement: Placement
     saved_dtypes: Mapping[str, torch.dtype]
-    """The dtypes that an earlier engine saved parameters in: it handed all its masters over as FP32."""
+    """Parameter name → the dtype in which an earlier engine saved it. That engine returned all masters as FP32."""
     slabs: list[Slab] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._original_dtypes: dict[tuple[int, int], torch.dtype] = {}
-        """(slab, segment) → the dtype that a parameter goes back in if the engine cannot be attached."""
+        """(slab, segment) → the parameter's dtype before attaching, restored if attaching fails."""
         self._dtypes = Dtypes(self.model)
 
     def adopt(
-        self, found: list[BlockSpec], deposit: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
+        self, blocks: list[BlockSpec], deposit: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
     ) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
         undo.add(self.release)
-        self._require_ram(found)
+        self._require_ram(blocks)
         owners: Owners = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((module, key))
-        for item in found:
+        for item in blocks:
             self._move_to_store(item, owners, deposit)
-            # Tensors of up to 32 MiB come from the heap, which does not shrink by itself.
+            # Tensors of up to 32 MiB are on the heap, which does not shrink by itself.
             self.placement.ram.trim()
             if not item.loose:
                 self._wrap_forward(item, run, undo)
@@ -79,17 +79,19 @@ class Adoption:
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
             if isinstance(module, torch.nn.RNNBase):
-                # It would point its parameters at a buffer of its own, which cuDNN likes; weights in the store stay.
+                # It would move the parameters out of the store into one flat buffer for cuDNN.
                 undo.patch(module, "flatten_parameters", lambda: None)
             undo.patch(module, "_apply", _refuse_to_move(module, self.device))
 
     def commit(self) -> None:
-        """The engine is attached: from now on masters may hold more than the dtype that parameters came in."""
+        """Attaching succeeded: from now on masters may hold more bits than the original dtype."""
         self._original_dtypes.clear()
 
     def release(self) -> None:
-        """Give weights and buffers back to the CPU. Nothing is lost: a split master comes back as FP32."""
-        # May be called again after a Ctrl-C.
+        """Return weights and buffers to the CPU. A split master becomes FP32, so no bits are lost.
+
+        May be called again after a Ctrl-C.
+        """
         replaced: dict[int, torch.nn.Parameter] = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
@@ -104,30 +106,30 @@ class Adoption:
 
     def _as_plain_parameter(self, parameter: StoreTensor) -> torch.nn.Parameter:
         values = parameter.master()
-        # Half of a master that is all there is (the other half is zero) comes back whole too.
-        whole = torch.promote_types(values.dtype, parameter.slab.saved[parameter.segment])
-        values = values.to(self._original_dtypes.get((parameter.slab.index, parameter.segment), whole))
+        # Without a residual the master is BF16; promote it to the dtype in which it is saved.
+        full = torch.promote_types(values.dtype, parameter.slab.saved[parameter.segment])
+        values = values.to(self._original_dtypes.get((parameter.slab.index, parameter.segment), full))
         return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
-    def _require_ram(self, found: list[BlockSpec]) -> None:
-        """Refuse before the first block is moved: each block's slabs stand beside its originals for a moment."""
+    def _require_ram(self, blocks: list[BlockSpec]) -> None:
+        """Raise before the first block is moved if RAM does not suffice: each block exists twice while it is moved."""
         seen: set[int] = set()
         extra = peak = total = resident = 0
-        for item in found:
-            taken = freed = 0
+        for item in blocks:
+            added = freed = 0
             for (target, _), parameters in self._group_parameters(item, seen).items():
-                taken += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
+                added += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
                 for parameter in parameters.values():
                     # The low halves of FP32 originals become residuals.
                     low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
-                    taken += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
+                    added += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
                     freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
             if self.placement.homes(item.label).weight is not self.placement.ram:
-                resident, extra = resident + taken, extra - freed
+                resident, extra = resident + added, extra - freed
                 continue
-            total += taken
-            peak = max(peak, extra + taken)
-            extra += taken - freed
+            total += added
+            peak = max(peak, extra + added)
+            extra += added - freed
         self.placement.ram.require(peak, total)
         if resident:
             inventory.require_vram(self.device, resident, "the weights of resident blocks")
@@ -135,7 +137,7 @@ class Adoption:
     def _group_parameters(
         self, item: BlockSpec, seen: set[int]
     ) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
-        """A block's own parameters, by dtype in the store and whether they train; tied ones belong to the first."""
+        """A block's parameters by (stored dtype, trains). Tied parameters belong to the first block that has them."""
         groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
         for name, parameter in item.parameters():
             if isinstance(parameter, StoreTensor) or id(parameter) in seen:
@@ -147,7 +149,7 @@ class Adoption:
         return groups
 
     def _move_to_store(self, item: BlockSpec, owners: Owners, deposit: GradientSink) -> None:
-        """The parameters of one block into slabs: one per dtype, frozen ones apart since they only have weights."""
+        """Move one block's parameters into slabs: one per dtype, and separate ones for frozen parameters."""
         for (dtype, trains), parameters in self._group_parameters(item, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             master = self.precision != "bf16-sr"
@@ -181,7 +183,7 @@ class Adoption:
 
 
 def _refuse_to_move(module: torch.nn.Module, device: torch.device) -> Callable[..., torch.nn.Module]:
-    """Stands in for `Module._apply`, which `.to()`, `.cuda()`, `.half()` and the like all go through."""
+    """Replaces `Module._apply`, which `.to()`, `.cuda()` and `.half()` call."""
 
     def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
         for dtype in {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}:
@@ -202,14 +204,14 @@ def _refuse_to_move(module: torch.nn.Module, device: torch.device) -> Callable[.
     return _apply
 
 
-def precision_of(model: torch.nn.Module, asked: str | None) -> str:
+def precision_of(model: torch.nn.Module, requested: str | None) -> str:
     loaded = Dtypes(model).loaded
     natural = natural_precision(loaded)
-    if loaded == torch.float16 and asked is None:
+    if loaded == torch.float16 and requested is None:
         announce("the model was loaded in FP16: training in BF16 with an exact FP32 master")
-    elif asked == "fp32" and natural == "bf16":
+    elif requested == "fp32" and natural == "bf16":
         announce("precision='fp32' on a model loaded in 16 bits: weights take twice the memory")
-    return asked or natural
+    return requested or natural
 
 
 def disable_checkpointing(model: torch.nn.Module, undo: Undo) -> None:
@@ -221,19 +223,19 @@ def disable_checkpointing(model: torch.nn.Module, undo: Undo) -> None:
 
 
 def engine_of(model: torch.nn.Module) -> Engine | None:
-    """The engine a model belongs to, open or closed."""
+    """The engine that is attached to a model, open or closed."""
     return getattr(model, _ENGINE_ATTRIBUTE, None)
 
 
 def patch_model(
     engine: Engine, transformers_api: TransformersApi, start_forward: Callable[[Any], None], undo: Undo
 ) -> None:
-    """Instance attributes and one hook of the root module; from here on the model knows its engine."""
+    """Patch the root module: a forward pre-hook, the reference to its engine, saving and resizing."""
     model: Any = engine.model
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before the model's forward: inputs to the compute device; no key/value cache where gradients are wanted."""
+        """Move inputs to the compute device, and disable the key/value cache if gradients are enabled."""
         start_forward((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), (args, kwargs))
         if takes_cache and torch.is_grad_enabled():
@@ -257,14 +259,14 @@ def _save_pretrained(
 ) -> Any:
     signature = inspect.signature(original_save)
     call = signature.bind(*args, **kwargs)
-    rest = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    # PEFT names the state dict only in its **kwargs.
-    options = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault(rest, {})
-    given = options.get("state_dict")
-    state = options["state_dict"] = engine.host_state_dict() if given is None else exported(given)
+    keywords = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    # PEFT accepts the state dict only through its **kwargs.
+    options = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault(keywords, {})
+    state = options.get("state_dict")
+    state = options["state_dict"] = engine.host_state_dict() if state is None else exported(state)
     copied = any(isinstance(tensor, ExportTensor) and tensor.copies for tensor in state.values())
     if copied and "max_shard_size" in signature.parameters:
-        # A shard is in host memory as a whole while it is written.
+        # An entire shard is in host memory while it is written.
         call.arguments.setdefault("max_shard_size", engine.ram.portion(SHARD_BYTES))
     with _config_with_saved_dtype(engine.model):
         return original_save(*call.args, **call.kwargs)
@@ -272,7 +274,7 @@ def _save_pretrained(
 
 @contextmanager
 def _config_with_saved_dtype(model: Any) -> Iterator[None]:
-    """`save_pretrained` writes the dtype of the model into its config; the file gets that of the weights saved."""
+    """Make `save_pretrained` write the dtype of the saved weights into the config file."""
     config: Any = getattr(model, "config", None)
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if not hasattr(type(config), "save_pretrained") or not isinstance(first, StoreTensor):
@@ -281,7 +283,7 @@ def _config_with_saved_dtype(model: Any) -> Iterator[None]:
     dtype = str(ExportTensor.of(first).dtype).removeprefix("torch.")
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        # What is in the instance would be written too.
+        # Instance attributes would be written to the file too.
         config.__dict__.pop("save_pretrained", None)
         before, config.dtype = config.dtype, dtype
         try:

@@ -1,7 +1,7 @@
-"""Whether RAM holds the next forward and its backward, where the compute device is the CPU and activations are in RAM.
+"""On the CPU, where activations are in RAM: checks that RAM suffices for the next forward and backward.
 
-The planner says what a batch takes. A batch that is no larger than one that has been through is not looked at: what
-steps take is known by then (hardware/ram_monitor.py).
+The planner estimates what a batch needs. Batches no larger than a previous one are not checked: the RAM monitor has
+measured such steps (hardware/ram_monitor.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatrain.stream.fetch import Fetcher
 
 GIB = 1 << 30
 LAYER_FACTOR = 200
-"""Inputs that no layer's graph and backward exceed, as a first guess: only if that does not fit is a model counted."""
+"""Upper bound of a layer's graph and backward, in multiples of its input."""
 LOGIT_BYTES = 16
 
 
 @dataclass(eq=False)
 class Headroom:
-    """One engine's; nothing on a GPU."""
+    """Checks one engine's batches. Does nothing on a GPU."""
 
     model: torch.nn.Module
     precision: str
@@ -45,16 +45,16 @@ class Headroom:
     def __post_init__(self) -> None:
         self._active = self.drain.link.device.type == "cpu"
         self._largest_tokens = 0
-        """Tokens of the largest batch that began with enough."""
+        """Tokens of the largest batch that passed the check."""
 
     def unwritten_slot_bytes(self) -> int:
-        """Bytes of slots that nothing has been written to yet: they are not in memory yet."""
+        """Bytes of slots that are allocated but never written, so not in physical memory yet."""
         return (
             0 if self.drain.link.counters.fetches else self.fetcher.slot_bytes()
         ) + self.drain.unallocated_slot_bytes()
 
     def check_batch(self, inputs: Any) -> None:
-        """A forward that is to be differentiated begins: raise `OutOfRam` if RAM does not hold it."""
+        """Raise `OutOfRam` if RAM does not suffice for a forward and backward of this batch."""
         if not self._active or not torch.is_grad_enabled():
             return
         shape = _batch_shape(inputs)
@@ -68,16 +68,16 @@ class Headroom:
         self._largest_tokens = shape[0] * shape[1]
 
     def _backward_bytes(self) -> int:
-        """Bytes that the next backward allocates beside activations."""
+        """Bytes that the next backward allocates in addition to activations."""
         return self.drain.unallocated_bytes() + self.unwritten_slot_bytes()
 
     def batch_bytes(self, batch: Any) -> int:
-        """Bytes that a micro-batch keeps and needs; 0 if there is plenty, or they are not known."""
+        """Bytes that a micro-batch needs; 0 if RAM is plentiful or the size is unknown."""
         shape = _batch_shape(batch) if self._active else None
         return 0 if shape is None else self._estimate(*shape)[0]
 
     def _estimate(self, rows: int, length: int) -> tuple[int, int]:
-        """Bytes of a micro-batch in all, and those that one block needs for a while."""
+        """Bytes of a micro-batch in total, and of the largest block's temporary data."""
         if self._rough_estimate(rows * length) < self.ram_monitor.left // 2 - GIB:
             return 0, 0
         try:
@@ -98,13 +98,13 @@ class Headroom:
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """What a collator gives: it may be a mapping of tokenizers' own, which is one leaf to a tree."""
+    """All tensors in a batch. A BatchEncoding is converted to a dict first, because pytree treats it as a leaf."""
     leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _batch_shape(batch: Any) -> tuple[int, int] | None:
-    """Rows and columns of the ids in a batch; None if there are none."""
+    """Rows and columns of the token ids in a batch; None if there are none."""
     ids = [tensor for tensor in tensors_of(batch) if tensor.ndim == 2 and not tensor.is_floating_point()]
     largest = max(ids, key=torch.Tensor.numel, default=None)
     return None if largest is None or not largest.numel() else (largest.shape[0], largest.shape[1])

@@ -1,4 +1,4 @@
-"""Where blocks keep their state, what updates it there, whether it will fit, and what is said of it."""
+"""Chooses the memory tier of each block's state and the kernels that update it, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatrain.telemetry.notices import announce, warn
 
 
 class Placement:
-    """The tiers of one engine."""
+    """The memory tiers of one engine."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings = settings
@@ -38,7 +38,7 @@ class Placement:
         self.ram_monitor = RamMonitor(held=lambda: self.ram.allocated_bytes, trim=self.ram.trim)
 
     def homes(self, block: str) -> Homes:
-        """Where the block of this name keeps its weight, states and gradient sum."""
+        """The tiers of a block's weight, optimizer states and gradient sum."""
         if _matches(block, self._settings.resident):
             return Homes.all_in(self.vram)
         held, summed = _matches(block, self._settings.held_weights), _matches(block, self._settings.held_gradients)
@@ -53,7 +53,7 @@ class Placement:
         )
 
     def check(self, blocks: Sequence[str]) -> None:
-        """A pattern that matches nothing is a mistake, not a wish."""
+        """Raise if a pattern matches no block."""
         for setting in PLACEMENT_SETTINGS:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
@@ -61,18 +61,15 @@ class Placement:
                     raise SettingsError(f"{setting}={pattern!r} matches no block; blocks are {', '.join(named)}.")
 
     def kernels(self) -> dict[str, Kernel]:
-        """What updates the state of each tier."""
+        """The update kernel of each tier."""
         if self._settings.debug.kernels == "reference":
             return {"ram": reference_kernel, "vram": reference_kernel}
         native = native_kernel(inventory.update_threads())
-        there = bool(self._settings.resident or self._settings.streamed_states) and self._device.type == "cuda"
-        return {"ram": native, "vram": device_kernel() if there else native}
+        on_gpu = bool(self._settings.resident or self._settings.streamed_states) and self._device.type == "cuda"
+        return {"ram": native, "vram": device_kernel() if on_gpu else native}
 
     def require_states(self, slabs: Iterable[Slab], rule: type[Rule], width: str, slots: int) -> None:
-        """Refuse before the first allocation what the optimizer's states and the gradients would not leave room for.
-
-        `slots`: bytes of the device that they pass through, and that are not taken yet.
-        """
+        """Raise if optimizer states and gradients will not fit. `slots`: bytes of slots that are not in memory yet."""
         slabs = list(slabs)
         needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0}
         for slab in slabs:
@@ -96,7 +93,7 @@ def _matches(block: str, patterns: Sequence[str]) -> bool:
 
 
 def announce_unavailable(settings: Settings, device: torch.device) -> None:
-    """Settings that an engine cannot use, here or in this version, are named; so is what loses precision."""
+    """Warn about settings that have no effect, and announce those that lose precision."""
     if settings.offload_dir is not None:
         warn(f"offload_dir={settings.offload_dir!r} has no effect yet: there is no disk tier, all state stays in RAM")
     if device.type == "cpu" and "pin" in settings.debug.given:
@@ -109,9 +106,9 @@ def announce_unavailable(settings: Settings, device: torch.device) -> None:
 
 
 def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Module) -> Settings:
-    """Say that a model has no repeated layers, and keep it on the GPU if its state takes half of what is free or less.
+    """Announce that a model has no repeated layers, and keep it on the GPU if its state fits into half the free memory.
 
-    Its weights are read at every use, so in RAM each use would be a transfer.
+    Its weights are read at every use, so each use of a weight in RAM would be a transfer.
     """
     # Weights and, where they train, FP32 gradients and two FP32 moments.
     state = sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())

@@ -1,4 +1,4 @@
-"""`Engine.save` and `Engine.load`: what is written and checked, and in which order."""
+"""Implements `Engine.save` and `Engine.load`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.process import fork_safe_lock
 from megatrain.telemetry.notices import announce, warn
 
 _save_lock = fork_safe_lock()
-"""Two threads that save into one directory would write into each other's files."""
+"""Threads that save into the same directory would overwrite each other's files."""
 
 
 def save(
@@ -26,7 +26,7 @@ def save(
     optimizer: Optimizer | None,
     portion: Callable[[int], int],
 ) -> None:
-    """At every moment the directory, or what `replace.find` finds for it, holds a whole save: the old one or this."""
+    """Save atomically: `replace.find(directory)` always returns a complete save, the old one or the new one."""
     stopwatch = files.Stopwatch()
     try:
         with _save_lock(), replace.replacing(directory) as replacement:
@@ -36,14 +36,14 @@ def save(
                 states.save_optimizer(model, optimizer, replacement.fresh, portion(states.SHARD_BYTES))
             listed = replacement.carry()
             if optimizer is None:
-                # An ordinary HF directory: it has no manifest, and needs none to be whole.
+                # An ordinary Hugging Face directory has no manifest.
                 nbytes = files.sync_tree(replacement.fresh, listed)
                 files.sync_names(replacement.fresh)
             else:
                 nbytes = states.seal(model, optimizer, replacement.fresh, listed, replacement.target)
             replacement.commit()
     except (space.NoRoom, SafetensorError) as error:
-        # safetensors has an exception of its own for a full disk.
+        # safetensors raises its own exception if the disk is full.
         fault = str(error) if isinstance(error, space.NoRoom) else space.fault_of(error)
         if fault is None:
             raise
@@ -54,9 +54,9 @@ def save(
 
 
 def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: Optimizer | None) -> None:
-    found = replace.find(directory)
+    path = replace.find(directory)
     if optimizer is not None:
-        content = manifest.verify(found)
+        content = manifest.verify(path)
         if content.get("weights_only"):
             raise CheckpointError(
                 f"{directory} holds weights only, no optimizer's state; load it without an optimizer."
@@ -64,9 +64,9 @@ def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: O
         fault = finite.fault(content)
         if fault is not None:
             warn(f"loading {directory}, although {fault}")
-        states.check_optimizer(model, optimizer, found)
-    elif os.path.lexists(found / manifest.FILE):
-        manifest.verify(found, states=False)
-    weights.load_model(model, found)
+        states.check_optimizer(model, optimizer, path)
+    elif os.path.lexists(path / manifest.FILE):
+        manifest.verify(path, states=False)
+    weights.load_model(model, path)
     if optimizer is not None:
-        states.load_optimizer(model, optimizer, found)
+        states.load_optimizer(model, optimizer, path)

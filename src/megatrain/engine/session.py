@@ -1,4 +1,4 @@
-"""The lifetime of an engine: attach to a model, hand out its optimizer, save, load, close."""
+"""The engine: attaches to a model, creates its optimizer, saves, loads and closes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Engine:
     """Trains a model whose weights stay in host memory; the GPU holds a few layers at a time.
 
     `model` keeps its interface: call it, call `.backward()` on any loss, read `parameters()`, `state_dict()` and
-    `save_pretrained()`. Keyword arguments are the fields of `Settings`, on top of what `megatrain.init` was given.
+    `save_pretrained()`. Keyword arguments are the fields of `Settings` and override those of `megatrain.init`.
     """
 
     def __init__(self, model: torch.nn.Module, *, _kind: str = "adamw", **overrides: Any) -> None:
@@ -56,20 +56,20 @@ class Engine:
         api = transformers_api.load()
         self.model = model
         self.device = inventory.choose_device(self.settings.device)
-        saved = self._displace_closed()
-        found = find_blocks(model, api)
-        if all(item.loose for item in found):
+        saved_dtypes = self._release_closed_engine()
+        blocks = find_blocks(model, api)
+        if all(item.loose for item in blocks):
             self.settings = place_one_block(self.settings, self.device, model)
         announce_unavailable(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
-        self.saved_precision = saved_precision(model, self.precision, saved)
+        self.saved_precision = saved_precision(model, self.precision, saved_dtypes)
         self.expected_kind = _kind
         """The kind of optimizer that a Trainer makes next."""
         self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
         self.counters = Counters()
-        self._told_window = False
-        announce_plan(self, sum(not item.loose for item in found))
-        Attachment(self, found, saved, api)
+        self._warned_of_window = False
+        announce_plan(self, sum(not item.loose for item in blocks))
+        Attachment(self, blocks, saved_dtypes, api)
 
     def _set_parts(self, parts: Attachment) -> None:
         self._attached = parts
@@ -77,8 +77,8 @@ class Engine:
         self._adoption, self._step, self._headroom = parts.adoption, parts.step, parts.headroom
         self.memory_limit, self.slabs = parts.memory_limit, parts.adoption.slabs
 
-    def _displace_closed(self) -> dict[str, torch.dtype]:
-        """A closed engine gives the model free. The dtypes that it saves parameters in: masters come back as FP32."""
+    def _release_closed_engine(self) -> dict[str, torch.dtype]:
+        """Release the model from a closed engine. Returns the dtypes in which that engine saved its parameters."""
         previous = engine_of(self.model)
         if previous is not None and not previous.closed:
             raise AlreadyAttached(
@@ -88,15 +88,15 @@ class Engine:
         saved = {name: p.slab.saved[p.segment] for name, p in named if isinstance(p, StoreTensor)}
         if previous is not None:
             previous.release()
-            # The mode of the run stays what it was.
+            # Keep the precision: `release` returned all masters as FP32.
             self.settings = self.settings.override(precision=self.settings.precision or previous.precision)
         return saved
 
-    # ---- what users do
+    # ---- public methods
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks that stream, in registration order."""
+        """The streamed blocks, in registration order."""
         return self._adoption.blocks
 
     @property
@@ -115,9 +115,10 @@ class Engine:
         weight_decay: float | None = None,
         max_grad_norm: float | None = None,
     ) -> Optimizer:
-        """AdamW, "lion" or "sgd" over `params` (parameters or groups of the model; None: all that require grad).
+        """Create an optimizer: "adamw", "lion" or "sgd".
 
-        Options that are not given have torch's defaults (Lion: lr 1e-4, betas 0.9 and 0.99, no decay).
+        `params` are parameters of the model or parameter groups; None means all that require grad. Other options
+        default to those of PyTorch (Lion: lr 1e-4, betas 0.9 and 0.99, no weight decay).
         """
         self._step.raise_errors()
         self._check_parameters_attached()
@@ -144,71 +145,77 @@ class Engine:
     def window(
         self, tasks: Sequence[Callable[[], Result]], *, full_step: bool = False, whole: bool | None = None
     ) -> list[Result]:
-        """Run the micro-batches of a step together, each a function that does forward and backward; their results.
+        """Run micro-batches together and return their results. Each task runs one forward and backward.
 
-        Weights travel once for all of them. The gradients are bit for bit those of one task after the other: random
-        numbers are seeded per task, and sums are in order (with several backwards through a block in one task: within
-        FP32 rounding). `full_step=True` says that these are all micro-batches of the step and that each passes a block
-        once, so that a sum may be rounded to the gradient dtype before it travels. If a task fails, its error is raised
-        and all gradients of the step are dropped.
+        Each block's weights are fetched once for all tasks. The gradients are bitwise those of running the tasks one
+        after the other: random numbers are seeded per task, and gradients are added in order. If a task runs several
+        backwards through a block, they agree within FP32 rounding.
+
+        Set `full_step=True` if these are all micro-batches of the step and each runs a block once: gradient sums are
+        then rounded to the gradient dtype before they are copied. If a task fails, its error is raised and all
+        gradients of the step are dropped.
         """
         if whole is not None:
             renamed("Engine.window(whole=...)", "full_step")
             full_step = whole
         self._memory.owner.require("run a window")
         most = self.settings.window
-        if most is not None and len(tasks) > (most if isinstance(most, int) else max(most)) and not self._told_window:
-            self._told_window = True
+        if (
+            most is not None
+            and len(tasks) > (most if isinstance(most, int) else max(most))
+            and not self._warned_of_window
+        ):
+            self._warned_of_window = True
             warn(f"window={most!r} does not hold for engine.window(), which runs all {len(tasks)} tasks together")
         self.memory_limit.set_window_size(len(tasks))
         return self._step.window(tasks, full_step)
 
     def window_size(self, batch: Any) -> int | Sequence[int]:
-        """How many micro-batches like this one may pass a block together, or `Settings.window`: inputs must fit."""
+        """How many micro-batches like this one fit into a window, or `Settings.window` if it is set."""
         if not self.blocks:
-            return 1  # nothing travels per block, so nothing is gained
+            return 1  # nothing is fetched per block, so a window gains nothing
         if self.settings.window is not None:
             return self.settings.window
         tokens = max((tensor.numel() for tensor in tensors_of(batch)), default=1)
         config = config_of(self.model)
         hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
         boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
-        # Each has a thread, which takes some of the GPU too.
+        # The thread of a micro-batch takes GPU memory too.
         boundary += THREAD_BYTES if self.device.type == "cuda" else 0
         boundary = max(boundary, self._headroom.batch_bytes(batch))
         return max(1, min(MAX_WINDOW, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
 
     @property
     def revisits(self) -> bool:
-        """Whether a micro-batch of a window gave a block's gradient twice (two forwards, or two backwards)."""
+        """Whether a micro-batch of a window produced a block's gradient twice (two forwards, or two backwards)."""
         return self._step.revisits
 
     @property
     def ram(self) -> RamMonitor:
-        """What is left of RAM under the limits of this process."""
+        """Monitors the RAM that is left under the limits of this process."""
         return self._placement.ram_monitor
 
     def grad_norm(self) -> float:
-        """The global norm of the gradients accumulated so far, before clipping; waits for the backward."""
+        """The global norm of the gradients accumulated so far, before clipping. Waits for the backward."""
         return self._step.grad_norm()
 
     def synchronize(self) -> None:
-        """Wait until every copy and update that was submitted is done."""
+        """Wait for all submitted copies and updates."""
         self._step.synchronize()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def quiesce(self) -> None:
-        """Wait until every lane has done what it was given: nothing of it uses or asks for memory then."""
+        """Wait until all lanes are idle, so that none uses or allocates memory."""
         self._lanes.quiesce()
 
     def loss_only(self) -> AbstractContextManager[None]:
-        """Forwards without gradients inside are for their loss: logits stay uncomputed until somebody looks at them."""
+        """Inside, forwards without gradients compute the loss in chunks and return lazy logits."""
         return nullcontext() if self._step.head is None else self._step.head.set_loss_only(True)
 
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
-        """Record what the lanes do inside the block; the timeline is complete when it ends."""
+        """Record a timeline of all lanes. It is complete when the context ends."""
         self.synchronize()
         self._lanes.timeline.start()
         try:
@@ -236,15 +243,17 @@ class Engine:
         self._lanes.timeline.restart_step()
 
     def host_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state dict for saving. Parameters are brought to host memory one by one, when they are written,
-        in the dtype the model was loaded in: FP32 is joined from both halves of the master."""
+        """The model's state dict for saving, in the dtypes that the model was loaded in.
+
+        Parameters are copied to host memory one by one, when they are written.
+        """
         self._check_parameters_attached()
         return exported(self.model.state_dict())
 
     def save(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
-        """Write an HF directory (sharded safetensors, config) and, with an optimizer, its exact state.
+        """Write a Hugging Face model directory and, with an optimizer, its exact state.
 
-        What the directory held before is replaced in one step; files of others in it stay.
+        A previous save in the directory is replaced atomically. Unrelated files are kept.
         """
         self.ready_to_save()
         began = time.perf_counter()
@@ -253,14 +262,14 @@ class Engine:
         self.restart_step()
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
-        """Read back what `save` wrote; training continues bit for bit. All is checked before anything is changed."""
+        """Load what `save` wrote; training continues bit for bit. All files are checked before anything is changed."""
         self._step.raise_errors()
         saving.load(self.model, directory, optimizer)
         if optimizer is not None:
             self._step.recording.resumed(max((n for slab in self.slabs for n in slab.steps), default=0), directory)
 
     def ready_to_save(self) -> None:
-        """Wait for the last step to be decided, and raise if weights are between two steps. Make room if RAM is low."""
+        """Wait for the last step, and raise if the weights are inconsistent. Frees unused buffers if RAM is low."""
         self._step.require_consistent_weights()
         if self.ram.low:
             for slab in self.slabs:
@@ -269,12 +278,12 @@ class Engine:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """The newest step whose times are known: seconds each lane was busy, and compute waited for it."""
+        """Times of the latest completed step: how long each lane was busy, and how long compute waited for it."""
         self._lanes.timeline.settle(wait=False)
         return self._lanes.timeline.last
 
     def close(self) -> None:
-        """Finish pending updates and stop. Weights stay readable; running the model needs a new engine."""
+        """Finish pending updates and stop. Weights can still be read and saved; running needs a new engine."""
         try:
             if not self.closed and self._memory.owner.is_current:
                 self.synchronize()
@@ -283,7 +292,7 @@ class Engine:
             self._attached.close()
 
     def release(self) -> torch.nn.Module:
-        """Close, and give the model back as an ordinary one on the CPU."""
+        """Close the engine and return the model as an ordinary one on the CPU."""
         self.close()
         self._attached.on_release.run()
         return self.model
@@ -300,13 +309,13 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is not None and not self.closed:
             self._step.recording.close(error)
-            # Whatever went wrong must reach the user, also when it left a lane that will never finish.
+            # A lane may hang after an error, which must still reach the user.
             self._attached.close(CLOSE_TIMEOUT)
             return
         self.close()
 
     def _check_parameters_attached(self) -> None:
-        """A parameter that somebody put into the model after it was attached would be saved but never run."""
+        """Raise if a parameter was replaced after attaching: it would be saved but never trained."""
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, StoreTensor):
                 raise ModelMoved(

@@ -1,7 +1,7 @@
-"""What an engine changes outside itself, with the way back: every change is listed before it is made.
+"""Undo lists: every change that an engine makes outside itself is registered before it is made.
 
-An engine has two lists. `Engine.close` runs the first: threads, pinned memory, what is set in the process. `release`
-runs the second as well: what was done to the model. So does an attach that fails.
+An engine has two lists. `Engine.close` runs the first (threads, pinned memory, process settings). `Engine.release` and
+a failed attach also run the second (changes to the model).
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ _ABSENT: Any = object()
 
 
 class Undo:
-    """Functions that take changes back. Each must do no harm if its change was not made, or is taken back already."""
+    """Functions that undo changes. Each must be harmless if its change was not made or is already undone."""
 
     def __init__(self, owner: Owner | None = None) -> None:
         self._entries: list[Callable[[], object]] = []
         self._owner = owner
-        """The process whose changes they are, if they are not undone in a forked child."""
+        """If given, nothing is undone in a forked child of this process."""
         self.timeout: float | None = None
-        """Seconds that work under way gets to finish; None: as long as it takes."""
+        """Seconds to wait for running work; None: no limit."""
 
     def add(self, undo: Callable[[], object]) -> None:
         self._entries.append(undo)
 
     def patch(self, target: Any, name: str, value: Any, *, keep_user_value: bool = False) -> None:
-        """Give an object an attribute of its own, and later back what it had.
+        """Set an instance attribute, and restore the previous one on undo.
 
-        `keep_user_value`: what the user has set there meanwhile stays.
+        `keep_user_value`: do not restore if the attribute was changed in the meantime.
         """
-        own = vars(target)
-        before = own.get(name, _ABSENT)
+        attributes = vars(target)
+        before = attributes.get(name, _ABSENT)
 
-        def put_back() -> None:
-            if keep_user_value and own.get(name) is not value:
+        def restore() -> None:
+            if keep_user_value and attributes.get(name) is not value:
                 return
             if before is _ABSENT:
-                own.pop(name, None)
+                attributes.pop(name, None)
             else:
-                own[name] = before
+                attributes[name] = before
 
-        self.add(put_back)
-        own[name] = value
+        self.add(restore)
+        attributes[name] = value
 
     def run(self) -> None:
-        """Take all back, last first. If some fail, the others are still taken back, and the first error is raised.
+        """Undo all changes, last first. If some fail, the others still run, and the first error is raised.
 
-        After a Ctrl-C it may be called again.
+        May be called again after a Ctrl-C.
         """
         failed: Exception | None = None
         while self._entries and (self._owner is None or self._owner.is_current):
