@@ -42,7 +42,7 @@ class Generators:
         return self.cpu if self.cuda is None else self.cuda
 
     def same(self, other: Generators) -> bool:
-        """Whether no random number was drawn between the two. May return False for a NumPy generator that is unchanged."""
+        """Whether no random number was drawn between the two. May return False for an unchanged NumPy generator."""
         return (
             torch.equal(self.cpu, other.cpu)
             and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
