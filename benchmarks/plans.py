@@ -36,22 +36,27 @@ TABLES = [
     ("FP32 states, on one NVMe drive where RAM is short", {"offload_dir": "/mnt/nvme"}),
 ]
 RUN: dict[str, Any] = {"batch": 4, "length": 2048, "accumulation": 16, "compile": True}
-HEAD = """# Plans
+HEAD = """# Example plans
 
-Made by `PYTHONPATH=src python -m benchmarks.plans > docs/plans.md` from configs and machine descriptions alone. These
-are predictions, not measurements. Only the H200 with 128 GB has been measured, with dense models from 1B to 14B and two
-mixtures of experts cut to six layers
-(`benchmarks/results/2026-11-15-h200.md`; `tests/unit/planner` holds the predictions to them). The other machines are
-specifications times the efficiency seen there (`src/megatrain/hardware/machines`).
+After this page you know what the planner predicts for models of 7B to 120B parameters on six machines.
 
-Assumed throughout: BF16 with an exact FP32 master, AdamW, clipping, compiled layers; a step is 16 micro-batches of 4 ×
-2048 tokens (131,072) unless said; full sequences without masks; {usable:.0%} of VRAM and RAM may be used; a
-disk reads 3.7 and writes 2.1 GB/s. Experts reach two thirds of the rate of dense
-products, as one layer of Qwen3-30B-A3B does on the H200. GiB everywhere.
-The disk tier is planned as designed, ahead of the engine, which does not have it yet.
+`PYTHONPATH=src python -m benchmarks.plans > docs/plans.md` writes this page from configs and machine descriptions.
+These are predictions. Only the H200 with 128 GB has been measured ([accuracy of the
+planner](performance.md#accuracy-of-the-planner)). The other machines are specifications times the efficiency seen there
+(`src/megatrain/hardware/machines`).
 
-A cell is: tokens per second (TFLOP/s) · bottleneck · VRAM / RAM (/ disk) · blocks resident in VRAM + those whose
-weights are held there, window (the first and the others, if they differ).
+| assumed | value |
+|---|---|
+| precision | BF16 with an exact FP32 master |
+| optimizer | AdamW with clipping |
+| layers | compiled |
+| step | 16 micro-batches of 4 × 2048 tokens (131,072), full sequences without masks, unless stated |
+| usable memory | {usable:.0%} of VRAM and RAM |
+| disk | reads 3.7 GB/s, writes 2.1 GB/s. Planned only: the engine has no disk tier yet |
+| experts | two thirds of the rate of dense products, as one layer of Qwen3-30B-A3B on the H200 |
+
+A cell is: tokens per second (TFLOP/s) · bottleneck · GiB of VRAM / RAM (/ disk) · blocks resident in VRAM + blocks with
+held weights, size of the first window.
 """
 
 
@@ -88,16 +93,16 @@ def explained(found: Plan, tokens: float = 1e9) -> list[str]:
 
 
 def hundred(shape: ModelShape) -> list[str]:
-    """The example of the README, and the same model in BF16."""
+    """A model loaded in FP32 under a cap, and the same model in BF16."""
     asked: dict[str, Any] = {"machine": "h200-1.5tb", "max_vram_gb": 80, "batch": 1, "accumulation": 128}
     kept: dict[str, Any] = {**asked, "optimizer_compression": True, "offload_dir": "/mnt/nvme/cache"}
-    lines = ["## 100B parameters under `max_vram_gb=80`", "", "Loaded in FP32, 4-bit states, `offload_dir` given:", ""]
+    lines = ["## 100B parameters under `max_vram_gb=80`", "", "In FP32, with 4-bit states and `offload_dir`:", ""]
     lines += explained(plan(shape, **kept, precision="fp32"))
-    lines += ["", "The same with `bf16=True`: BF16 products, the FP32 master still exact:", ""]
+    lines += ["", "The same with `bf16=True`: BF16 compute, with the exact FP32 master:", ""]
     lines += explained(plan(shape, **kept, precision="bf16"))
-    lines += ["", "With FP32 states, compiled, 16 micro-batches of 2 × 2048 tokens; nothing is lossy:", ""]
+    lines += ["", "With FP32 states, compiled, 16 micro-batches of 2 × 2048 tokens, nothing lossy:", ""]
     lines += explained(plan(shape, **{**asked, "batch": 2, "accumulation": 16, "compile": True}))
-    lines += ["", "On a machine that is too small, the refusal:", "", "```text"]
+    lines += ["", "The refusal on a machine that is too small:", "", "```text"]
     try:
         plan(shape, **{**asked, "machine": "h100-512gb", "accumulation": 16})
     except Refusal as refused:
@@ -110,10 +115,10 @@ def inverse(shape: ModelShape) -> list[str]:
     lines = [
         "## How large can it be?",
         "",
-        "Largest micro-batch of 2048 tokens and longest sequence for the 7B model, and the largest dense model with a",
-        "batch of 1 × 2048, FP32 and 8-bit states, all without a disk, compiled. Asked with `mt.largest_batch(model,",
-        "machine=...)`, `mt.largest_context` and `mt.largest_model(machine=..., family=[...])`, which take what",
-        "`mt.plan` takes, and answer with `.value` and the `.plan` for it.",
+        "The largest micro-batch of 2048 tokens and the longest sequence for the 7B model, and the largest dense model",
+        "with a batch of 1 × 2048, with FP32 and with 8-bit states. Compiled, without a disk. `mt.largest_batch(model,",
+        "machine=...)`, `mt.largest_context` and `mt.largest_model(machine=...)` answer these: they take what",
+        "`mt.plan` takes, and return `.value` and the `.plan` for it.",
         "",
         "| machine | 7B: batch | 7B: context | largest model | with 8-bit states |",
         "|---|---|---|---|---|",

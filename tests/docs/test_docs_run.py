@@ -21,7 +21,7 @@ from megatrain.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_CONVERTED = {"README.md"}
+NOT_CONVERTED: set[str] = set()
 """Pages whose blocks are not run yet."""
 CONVERTED = [page for page in PAGES if page.name not in NOT_CONVERTED]
 

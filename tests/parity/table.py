@@ -32,22 +32,22 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 HEAD = """# Architectures
 
-Each line is a run: a tiny model with random weights, trained by the engine and by plain PyTorch from the same weights
-on the same batches, in FP32 on the CPU. The page is written by that run, never by hand:
+After this page you know which architectures were trained beside plain PyTorch, and how far the two runs differ.
 
-    python -m tests.parity.table
+Each line is a run: a tiny model with random weights, trained by the engine and by plain PyTorch from the same weights
+on the same batches, in FP32 on the CPU. `python -m tests.parity.table` writes this page.
 
 Last run: {date}, transformers {transformers}, torch {torch}. {passed} models of {names} architectures agree with plain
-PyTorch, {failed} differ, refused: {refused}.
+PyTorch, {failed} differ, {refused} refused.
 
-- **Blocks**: layers that stream + other modules that do (embeddings, norms, head).
+- **Blocks**: layers that stream + other modules that stream (embeddings, norms, head).
 - **Loss**: relative difference in the first step.
 - **Gradient**: ‖Δg‖/‖g‖ of the parameter where it is largest; at most {gradient:.0e}. The same parameters must have
   gradients in both runs, and no weight may differ by more than {weight:.0e} after the last step of AdamW.
 - 0 means the same bits.
 """
 
-COLUMNS = "| Architecture | Kind | Blocks | What is special about it | Loss | Gradient |\n|---|---|---|---|---|---|"
+COLUMNS = "| Architecture | Kind | Blocks | Characteristics | Loss | Gradient |\n|---|---|---|---|---|---|"
 SHORT = "| Architecture | Table | Blocks | Loss | Gradient |\n|---|---|---|---|---|"
 
 

@@ -101,7 +101,7 @@ def announce_unavailable(settings: Settings, device: torch.device) -> None:
     if settings.moment_width != "fp32":
         announce(
             f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "
-            f"{settings.moment_width} and lose precision (docs/optimizer.md shows what that costs)"
+            f"{settings.moment_width} and lose precision (docs/precision.md shows what that costs)"
         )
 
 

@@ -6,14 +6,23 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks import fit
+from tests.docs.blocks import blocks_of
+from typer.testing import CliRunner
 
 from megatrain import errors
+from megatrain.cli.main import app
 from megatrain.settings import Debug, Settings
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "architecture.md").read_text()
-README_LINES = 150
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+README_LINES, SCREEN = 150, 30
+PARAGRAPH = 6 * 128
+"""Characters of the longest paragraph: six lines."""
+GENERATED = ("architectures.md", "plans.md")
+"""Pages that a program writes."""
 ENTRY = re.compile(r"^( *)(\S+)(?:  +(\S.*))?$")
 SOURCES = (".py", ".cpp", ".h")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,35 +84,80 @@ def test_every_line_of_the_tree_says_something():
 
 
 def test_settings_table():
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", section(README, "Settings"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", section(SETTINGS, "Settings"), re.MULTILINE)
     shown = {name: default for name, default, _ in rows}
     assert shown == {field.name: repr(field.default) for field in dataclasses.fields(Settings)}
 
 
 def test_every_setting_has_a_row_of_what_entry_points_do_with_it():
-    page, debugging = (ROOT / "docs" / "settings.md").read_text().split("\n## Debugging\n")
-    found = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", debugging, re.MULTILINE))
-    assert found == {field.name: repr(field.default) for field in dataclasses.fields(Debug)}
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
+    fields = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section(SETTINGS, "Debugging"), re.MULTILINE))
+    assert fields == {field.name: repr(field.default) for field in dataclasses.fields(Debug)}
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section(SETTINGS, "Which entry point uses what"), re.MULTILINE)
     assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Settings)]
     assert all(len(cells.split(" | ")) == 3 for _, cells in rows)
 
 
 def test_errors_list():
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value)}
-    lines = re.findall(r"`(\w+)`: ", section(README, "Errors you may meet"))
+    lines = re.findall(r"^\| `(\w+)` \| \S", section(SETTINGS, "Errors"), re.MULTILINE)
     assert len(lines) == len(set(lines))
     assert set(lines) == classes
 
 
 def test_readme_is_short():
     assert len(README.splitlines()) < README_LINES
+    long = [part.partition("\n")[0] for part in README.split("\n## ") if len(part.splitlines()) > SCREEN]
+    assert not long, f"more than a screen: {long}"
+
+
+def prose(text: str) -> list[str]:
+    """Paragraphs and list items: no code, no tables, no headings."""
+    text = re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^( *[-*]|\d+\.) ", r"\n\1 ", text, flags=re.MULTILINE)
+    parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return [part for part in parts if part and part[0] not in "|#<"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
+def test_no_paragraph_is_over_six_lines(page):
+    long = [part[:60] for part in prose(page.read_text()) if len(part) > PARAGRAPH]
+    assert not long
+
+
+def test_every_page_is_in_the_tour_and_opens_with_what_it_gives():
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert pages == sorted(re.findall(r"\]\((\w+\.md)\)", index))
+    openings = {name: (ROOT / "docs" / name).read_text().split("\n\n")[1] for name in pages}
+    assert not [name for name, opening in openings.items() if not opening.startswith("After this page you")]
+
+
+def test_the_fit_table_is_what_the_planner_says():
+    rows = {card: next(line for line in README.splitlines() if f"**{card} GB card**" in line) for card in fit.CARDS}
+    assert rows[24].split(" | ")[1 + fit.RAM.index(64)] == fit.cell(24, 64)  # the others take a minute
+    assert fit.answer("13B", 24, 64) in README.splitlines()
+
+
+def test_the_plan_in_the_readme_is_what_is_printed(monkeypatch):
+    block = next(block for block in blocks_of(README) if block.tag == "console")
+    (command,) = block.commands()
+    monkeypatch.chdir(ROOT)
+    shown = CliRunner().invoke(app, command.split()[1:])
+    assert block.text.splitlines()[1:] == shown.stdout.rstrip().splitlines()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
-    broken = [target for target in targets if not (page.parent / target).exists()]
+    links = re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text())
+    targets = [(page.parent / target if target else page, anchor) for target, anchor in links]
+    broken = [target.name for target, _ in targets if not target.exists()]
+    broken += [f"{target.name}#{anchor}" for target, anchor in targets if anchor and anchor not in anchors(target)]
     assert not broken
 
 
