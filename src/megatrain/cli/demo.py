@@ -23,8 +23,10 @@ from rich.text import Text
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from megatrain import files
 from megatrain.cli.chart import curves
 from megatrain.engine.session import Engine
+from megatrain.errors import SettingsError
 from megatrain.settings import Debug
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -42,7 +44,7 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_k": 10}
 NEXT = (
     ("{megatrain} plan examples/llama-13b --machine h200-128gb", "13B parameters on a machine you do not have"),
     ("{megatrain} doctor", "versions, GPU, memory, disks"),
-    ("{python} examples/finetune.py", "the same with `mt.Trainer`, in 40 lines"),
+    ("{python} examples/finetune.py", "fine-tuning with mt.Trainer, to copy from"),
 )
 """Commands to try next, run from the root of the source tree."""
 SPECIAL = ("<pad>", "<bos>", "<eos>")
@@ -66,6 +68,8 @@ def run_demo(*, steps: int, device: str | None, precision: str, out: Path | None
 
 
 def _run(console: Console, steps: int, device: str | None, precision: str, out: Path | None) -> str | None:
+    if out is not None:
+        _make_directory(out)
     tokenizer = byte_tokenizer(max_length=LENGTH * 2)
     model = small_llama()
     plain = copy.deepcopy(model)
@@ -84,7 +88,7 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
         )
         seconds = runs.follow(live, runs.streamed, train(model, optimizer, batches))
     console.line(1 if console.is_terminal else 2)  # elsewhere Live leaves its last line open
-    console.print(runs.table())
+    console.print(runs.table(), width=WIDTH, crop=False, no_wrap=True)
     apart = (torch.tensor(runs.streamed) - torch.tensor(runs.plain)).abs().max().item()
     counters = engine.counters
     console.print(
@@ -108,6 +112,15 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
     if wrong is None:
         show_next(console)
     return wrong
+
+
+def _make_directory(out: Path) -> None:
+    """Before training, so that a directory that cannot be written to costs no wait."""
+    try:
+        files.make_directory(out)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise SettingsError(f"--out {out} cannot be written to: {error.strerror}.") from error
 
 
 class Runs:
@@ -139,7 +152,7 @@ class Runs:
     def table(self) -> Table:
         table = Table("step", "MegaTrain", "plain PyTorch", "difference", box=None, padding=(0, 2))
         for column in table.columns:
-            column.justify = "right"
+            column.justify, column.no_wrap, column.overflow = "right", True, "crop"
         for step in sorted({1, *(self.steps * part // 5 for part in range(1, 6))} - {0}):
             loss, other = self.streamed[step - 1], self.plain[step - 1]
             table.add_row(str(step), f"{loss:.6f}", f"{other:.6f}", f"{loss - other:+.1e}")
