@@ -1,4 +1,4 @@
-"""What users ask: a plan, or the largest batch, context or model that a machine can train."""
+"""`plan`, and the largest batch, context or model that a machine can train."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.planner.run import MachineLike, Run, resolve_machine, resolve_run
 from megatrain.planner.search import Search
 
 SEARCH_LIMIT = 1 << 24
-"""Where the search for a batch or a length ends."""
+"""The largest batch, and the largest length in steps of 64, that is tried."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -
 
 
 def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any) -> Answer:
-    """Most sequences of `length` tokens in a micro-batch; takes what `plan` does, or a `Run` with limits beside it."""
+    """The most sequences of `length` tokens in a micro-batch. Takes the options of `plan`, or a `Run` and limits."""
     return _largest(_search(model_or_config, machine, run, options), "batch")
 
 
 def largest_context(
     model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any
 ) -> Answer:
-    """Most tokens in a sequence, in multiples of 64, with `batch` of them in a micro-batch."""
+    """The most tokens in a sequence, in multiples of 64, with `batch` sequences in a micro-batch."""
     return _largest(_search(model_or_config, machine, run, options), "length", step=64)
 
 
 def largest_model(
     machine: MachineLike = None, run: Run | None = None, family: Iterable[Any] | None = None, **options: Any
 ) -> Answer:
-    """Most parameters: of a family (models, configs, names or shapes), or of dense decoders made up for this."""
+    """The most parameters: of a family (models, configs, names or shapes), or of dense decoders."""
     machine = resolve_machine(machine)
 
     def fits(shape: ModelShape) -> bool:
@@ -64,7 +64,7 @@ def largest_model(
 
 
 def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
-    """A decoder of common proportions: hidden size 128 × `width`, MLP 3.5 times that, 8 key/value heads."""
+    """A dense decoder: hidden size 128 × `width`, MLP 3.5 times that, 8 key/value heads."""
     hidden, intermediate, kv = 128 * width, 448 * width, 128 * min(8, width)
 
     def block(name: str, kind: str, matrices: int, vectors: int) -> BlockShape:
@@ -100,19 +100,19 @@ def _members(family: Any) -> list[Any]:
 
 
 def _search(model_or_config: Any, machine: MachineLike, run: Run | None, options: dict[str, Any]) -> Search:
-    where, shape = resolve_machine(machine), describe(model_or_config)
-    chosen, limits = resolve_run(run, shape.precision, options)
-    return Search(shape, where, chosen, **limits)
+    resolved, shape = resolve_machine(machine), describe(model_or_config)
+    run, limits = resolve_run(run, shape.precision, options)
+    return Search(shape, resolved, run, **limits)
 
 
 def _largest(search: Search, name: str, step: int = 1) -> Answer:
-    """The largest multiple of `step` that an option may have."""
+    """The largest multiple of `step` that fits as an option's value."""
     value = step * max(1, _largest_fitting(lambda steps: search.changed(**{name: step * steps}).fits(), SEARCH_LIMIT))
     return Answer(value, search.changed(**{name: value}).plan())
 
 
 def _largest_fitting(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest value up to a limit that fits, if all below the first that does not do; 0: none."""
+    """The largest value up to `limit` that fits, or 0. Assumes that everything below a fitting value fits too."""
     if not fits(1):
         return 0
     low = 1

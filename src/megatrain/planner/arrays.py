@@ -1,4 +1,4 @@
-"""One number for each of many decisions: how such arrays are summed up, searched and looked up."""
+"""Arrays with one number per decision: prefix sums, a bisection and a memoized lookup."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Table = dict[tuple[int, ...], tuple[Any, ...]]
 
 
 class Sums:
-    """Numbers of blocks, added up: of the first layers, of those after them, and of all that is not a layer."""
+    """Prefix sums of a number per block, over the layers; the other blocks have one sum."""
 
-    def __init__(self, values: Sequence[float], layers: Sequence[int], rest: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[float], layers: Sequence[int], others: Sequence[int]) -> None:
         self._before: npt.NDArray[Any] = np.cumsum([0, *(values[i] for i in layers)])
-        self._rest = sum(values[i] for i in rest)
+        self._others = sum(values[i] for i in others)
 
-    def before(self, layers: Ints, rest: Bools) -> npt.NDArray[Any]:
-        """Of the first layers, and of the rest or not."""
-        found: npt.NDArray[Any] = self._before[layers] + rest * self._rest
-        return found
+    def before(self, layers: Ints, others: Bools) -> npt.NDArray[Any]:
+        """The sum of the first `layers` layers, plus the other blocks where `others`."""
+        sums: npt.NDArray[Any] = self._before[layers] + others * self._others
+        return sums
 
-    def after(self, layers: Ints, rest: Bools | bool) -> npt.NDArray[Any]:
-        """Of the layers after them."""
-        found: npt.NDArray[Any] = self._before[-1] - self._before[layers] + rest * self._rest
-        return found
+    def after(self, layers: Ints, others: Bools | bool) -> npt.NDArray[Any]:
+        """The sum of all layers but the first `layers`, plus the other blocks where `others`."""
+        sums: npt.NDArray[Any] = self._before[-1] - self._before[layers] + others * self._others
+        return sums
 
     @property
     def total(self) -> float:
-        return float(self._before[-1]) + self._rest
+        return float(self._before[-1]) + self._others
 
 
 def most_layers(low: Ints, high: int, fit: Callable[[Ints], Bools]) -> Ints:
-    """How many layers fit in each choice, of fewer than `high`, where `low` do; found by halving."""
+    """The largest number of layers below `high` that fits, for each decision, by bisection. `low` layers fit."""
     above = np.full_like(low, high)
     while (above - low > 1).any():
         middle = (low + above) // 2
@@ -47,7 +47,7 @@ def most_layers(low: Ints, high: int, fit: Callable[[Ints], Bools]) -> Ints:
 
 
 def look_up(known: Table, function: Callable[..., tuple[Any, ...]], *columns: Any) -> Any:
-    """A function of small numbers for many decisions: results × decisions, each computed once."""
+    """Results × decisions of a function of small integers; `known` keeps what has been computed."""
     keys = np.zeros(len(columns[0]), np.int64)
     if not len(keys):
         return np.zeros((len(function(*(0 for _ in columns))), 0), np.int64)

@@ -1,8 +1,8 @@
-"""Bytes per tier and role for a decision: the model of memory that a plan must not exceed.
+"""Predicts the bytes that a decision takes, by tier and role.
 
-A block's weights, gradient sums and states (residual and moments) are all in VRAM (resident); or its states are in RAM
-and, each for itself, its weights have a copy in VRAM (held) and its gradient sum lies there (held), or not (streamed).
-With a disk, states may lie there.
+A resident block has its weights, gradient sum and states (residual and moments) in VRAM. The states of every other
+block are in RAM or on disk. Its weights may have a copy in VRAM (held) or be fetched for every use (streamed), and so
+may its gradient sum, independently.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ ROLES = ("weights", "residuals", "moments", "gradients", "activations", "workspa
 
 SLACK_BYTES = 13 * GIB // 8
 SLACK_SHARE = 0.005
-"""What PyTorch's allocator reserves above the peak of what is allocated, with expandable segments: 0.9 to 2.2 GiB in
-ten runs held to their plans, whatever the size (benchmarks/results/2026-11-15-h200.md). Where less is left it gives
-back what it has cached, and takes it again when it must."""
+"""What PyTorch's allocator, with expandable segments, reserves above the peak of allocated memory: 0.9 to 2.2 GiB in
+ten runs, independent of their size (benchmarks/results/2026-11-15-h200.md). With less memory it releases and reserves
+cached blocks more often."""
 STAGED_GRADIENTS = 2
-"""Gradients in RAM on their way into a sum there, when micro-batches come one by one."""
+"""Gradients in RAM that wait to be added to a sum, in windows of one micro-batch."""
 INPUTS_IN_USE = 2
-"""Inputs per micro-batch that are there whatever the policy: the last norm's, and the head's or its gradient."""
+"""Inputs per micro-batch in VRAM under every policy: that of the last norm, and that of the head or its gradient."""
 INPUTS_IN_FLIGHT = 3
-"""Inputs of one micro-batch that policy `offload` has in VRAM: two on their way out, one being computed on."""
+"""Inputs in VRAM under policy `offload`: two being copied out, one in use."""
 MAX_LAYER_BYTES = 1 << 44
-"""Bytes of one layer's activations at the most: no machine has as much, and sums of them fit in 64 bits."""
+"""Cap on the activations of one layer. It is above any machine's memory, and sums of it fit in 64 bits."""
 DISK_STAGED_BLOCKS = 3
-"""Blocks whose states are in RAM on their way from and to the disk: read ahead, updated, written."""
+"""Blocks on disk whose states are in RAM at the same time: being read, updated and written."""
 Slabs = Counter[tuple[int, int, int]]
-"""Slabs alike (bytes, elements, itemsize) → how many."""
+"""(bytes, elements, itemsize) of a slab → how many slabs there are of it."""
 
 
 def slab_bytes(slab: SlabShape, run: Run) -> tuple[int, int]:
-    """Bytes of the weight, and padded elements."""
+    """Bytes of a slab's weights, and its elements with padding."""
     itemsize = slab.itemsize or run.itemsize
     elements = padded_slab(slab.numel, itemsize)
     return elements * itemsize, elements
 
 
 class State:
-    """Bytes of one block's state by role; gradients apart, since they depend on the window."""
+    """Bytes of one block's weights, residuals and moments. Its gradients also depend on the windows."""
 
     def __init__(self, block: BlockShape, run: Run) -> None:
         self.tied, self.weights, self.residuals, self.moments = block.tied, 0, 0, 0
         self.elements16 = self.elements32 = 0
-        """Padded elements whose gradients have 2 bytes, and 4."""
+        """Elements, with padding, whose gradients have 2 and 4 bytes."""
         for slab in block.slabs:
             nbytes, elements = slab_bytes(slab, run)
             self.weights += nbytes
@@ -76,9 +76,9 @@ class State:
             self.moments += run.moments * round_up(int(per_moment + 1), 64)
 
     def gradient(self, windows: int, single: bool = False) -> int:
-        """Its gradient, in RAM or VRAM: rounded if the step has one window, else an FP32 sum; of a tied slab two parts.
+        """Bytes of the gradient: rounded if the step has one window, else an FP32 sum. A tied slab has two parts.
 
-        In RAM a window of a single micro-batch leaves the first gradient as it is, and then needs a sum beside it.
+        `single`: some windows have one micro-batch. In RAM the first gradient is then kept rounded, beside the sum.
         """
         if self.tied:
             return self.elements16 * (12 if windows > 1 and single else 8) + self.elements32 * 8
@@ -87,20 +87,20 @@ class State:
         return self.elements16 * (6 if single else 4) + self.elements32 * 4
 
 
-def pinned_bytes(ram: Any, visits: Any) -> Any:
-    """Of RAM by role, of one decision or many, what takes part in transfers: weights, gradients, parked inputs; where
-    states visit the GPU, those (all are counted)."""
-    return ram[0] + ram[3] + ram[4] + visits * (ram[1] + ram[2])
+def pinned_bytes(ram: Any, streams_states: Any) -> Any:
+    """Pinned bytes, given RAM by role: weights, gradients, offloaded inputs, and all states if any are streamed to the
+    GPU. Takes the numbers of one decision or arrays of many."""
+    return ram[0] + ram[3] + ram[4] + streams_states * (ram[1] + ram[2])
 
 
 @lru_cache(maxsize=16)
 def _shared_tables(shape: ModelShape, itemsize: int, several: bool) -> tuple[Table, Table]:
-    """Weight slots and gradient rings of a model: they depend on no more of a run, and a refusal tries many runs."""
+    """Tables of weight slots and gradient rings, shared by all runs for which they are the same."""
     return {}, {}
 
 
 class Ledger:
-    """A model and a run, summed up so that the bytes of many decisions are a few additions."""
+    """Prefix sums over a model's blocks, from which the bytes of many decisions take a few additions."""
 
     def __init__(self, shape: ModelShape, run: Run, gpu: bool = True) -> None:
         self.shape, self.run, self.gpu = shape, run, gpu
@@ -115,44 +115,38 @@ class Ledger:
         self._inputs, self._graphs = np.cumsum([0, *inputs]), np.cumsum([0, *graphs])
         masks = activations.mask_bytes(shape, run, attention)
         self._per_micro_batch = min(MAX_LAYER_BYTES, masks + activations.logits_bytes(shape, run))
-        """Of every micro-batch, whatever the policy: a mask, and logits if they are computed whole."""
+        """Bytes of each micro-batch under every policy: attention masks, and logits if all of them are materialized."""
         self._evaluation = min(MAX_LAYER_BYTES, activations.evaluation_bytes(shape, run, attention, gpu))
         peaks = activations.workspace_bytes(shape, run, attention, gpu)
         self._work = np.array([min(MAX_LAYER_BYTES, peak) for peak in peaks])
-        """Layers that keep their graphs → the highest peak of any block."""
+        """Number of layers with stored graphs → the highest workspace of any block."""
         self._weights = self._sums([state.weights for state in self.states])
         self._residuals = self._sums([state.residuals for state in self.states])
         self._moments = self._sums([state.moments for state in self.states])
         kinds = ((1, False), (2, False), (2, True))
         self._gradients = [self._sums([state.gradient(*kind) for state in self.states]) for kind in kinds]
-        self._layer_slabs, self._rest_slabs = self._slabs(trained=False)
-        self._layer_trained, self._rest_trained = self._slabs(trained=True)
+        self._layer_slabs, self._other_slabs = self._slabs(trained=False)
+        self._layer_trained, self._other_trained = self._slabs(trained=True)
         alike = group_by_size([self.states[i] for i in self.layers], lambda state: state.weights)
         self._state_slot_bytes = STAGING_SLOTS * sum(
             max(state.residuals + state.moments for state in ring) for ring in alike
         )
-        """Slots for states that come to VRAM."""
+        """Slots in VRAM for streamed states."""
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self._disk_bytes: Table = {}
 
     def placed(self, decision: Decision) -> dict[str, list[int]]:
-        """Blocks by the fields of a plan that name them."""
+        """The blocks that each list of a plan names."""
+
+        def blocks(layers: list[int], others: int) -> list[int]:
+            return sorted([*layers, *(self.other_blocks if decision.other_blocks == others else [])])
 
         def held(until: int) -> list[int]:
-            found = [
-                *self.layers[decision.resident_layers : until],
-                *(self.other_blocks if decision.other_blocks == HELD else []),
-            ]
-            return sorted(i for i in found if self.states[i].weights)
+            return [i for i in blocks(self.layers[decision.resident_layers : until], HELD) if self.states[i].weights]
 
         sums = [i for i in held(decision.held_gradients) if self.shape.blocks[i].trainable]
         return {
-            "resident": sorted(
-                [
-                    *self.layers[: decision.resident_layers],
-                    *(self.other_blocks if decision.other_blocks == RESIDENT else []),
-                ]
-            ),
+            "resident": blocks(self.layers[: decision.resident_layers], RESIDENT),
             "held_weights": held(decision.held_weights),
             "held_gradients": sums,
             "streamed_states": [i for i in sums if i in self.layers[: decision.gpu_updates]],
@@ -160,133 +154,126 @@ class Ledger:
         }
 
     def on_disk(self, resident: bool | int, layers: int, disk: int) -> list[int]:
-        """Blocks whose states are on disk: layers from the last, then the rest unless that is resident."""
+        """Blocks with states on disk: layers from the last one, then the other blocks unless they are resident."""
         blocks = [*self.layers[layers:][::-1], *([] if resident else self.other_blocks[::-1])]
         return sorted(blocks[:disk])
 
     def account(self, decision: Decision) -> dict[str, dict[str, int]]:
-        """Tier → role → bytes of a decision, each at its peak."""
-        found = self.accounts(Decisions.of([decision]))[:, :, 0].tolist()
-        return {tier: dict(zip(ROLES, roles, strict=True)) for tier, roles in zip(TIERS, found, strict=True)}
+        """Tier → role → bytes at the peak."""
+        tiers = self.accounts(Decisions.of([decision]))[:, :, 0].tolist()
+        return {tier: dict(zip(ROLES, roles, strict=True)) for tier, roles in zip(TIERS, tiers, strict=True)}
 
     def totals(self, chosen: Decisions) -> dict[str, Ints]:
         """Tier → bytes of each decision."""
         return dict(zip(TIERS, self.accounts(chosen).sum(axis=1), strict=True))
 
     def accounts(self, chosen: Decisions) -> Ints:
-        """The bytes of many decisions: tiers × roles × decisions."""
+        """Bytes at the peak: tiers × roles × decisions."""
         windows = Windows(chosen, self.run.accumulation)
-        layers, resident, streamed = (
-            chosen.resident_layers,
-            chosen.other_blocks == RESIDENT,
-            chosen.other_blocks == STREAMED,
-        )
+        layers, held_sums = chosen.resident_layers, chosen.held_gradients
+        resident, streamed = chosen.other_blocks == RESIDENT, chosen.other_blocks == STREAMED
         roles = (self._weights, self._residuals, self._moments)
         device = [role.before(layers, resident) for role in roles]
         host = [role.after(layers, ~resident) for role in roles]
         weights = self._weights.before(chosen.held_weights, ~streamed) + self._slots(chosen)
-        in_vram = np.choose(
-            windows.several, [sums.before(chosen.held_gradients, ~streamed) for sums in self._gradients[:2]]
-        )
-        passing, leaving, staging = self._rings(chosen, windows)
-        kinds = [sums.after(chosen.held_gradients, streamed) for sums in self._gradients]
-        in_ram = np.choose(windows.several * 1 + windows.single, kinds) + leaving + staging * windows.single
-        on_device, work, parked = self._computing(chosen)
-        residuals, moments, stages = self._disk(chosen)
+        in_vram = np.choose(windows.several, [sums.before(held_sums, ~streamed) for sums in self._gradients[:2]])
+        slots, sums_out, staging = self._rings(chosen, windows)
+        kinds = [sums.after(held_sums, streamed) for sums in self._gradients]
+        in_ram = np.choose(windows.several * 1 + windows.single, kinds) + sums_out + staging * windows.single
+        on_device, work, offloaded = self._activations(chosen)
+        residuals, moments, staged = self._disk(chosen)
         zero = np.zeros_like(layers)
-        ram = np.array([host[0], host[1] - residuals, host[2] - moments, in_ram, parked, PROCESS_BYTES + stages])
-        vram = np.array([weights, device[1], device[2], in_vram + passing, on_device, work])
-        visits = chosen.streams_states
-        vram[2] += visits * self._state_slot_bytes
-        ram[5] += kernel_bytes(ram[:5].sum(axis=0), pinned_bytes(ram, visits) if self.gpu else zero)
+        ram = np.array([host[0], host[1] - residuals, host[2] - moments, in_ram, offloaded, PROCESS_BYTES + staged])
+        vram = np.array([weights, device[1], device[2], in_vram + slots, on_device, work])
+        vram[2] += chosen.streams_states * self._state_slot_bytes
+        pinned = pinned_bytes(ram, chosen.streams_states) if self.gpu else zero
+        ram[5] += kernel_bytes(ram[:5].sum(axis=0), pinned)
         if self.gpu:
-            taken = vram.sum(axis=0)
-            vram[5] += cuda_bytes(pinned_bytes(ram, visits), chosen.largest_window) + SLACK_BYTES
-            vram[5] += (SLACK_SHARE * taken).astype(np.int64)
+            slack = SLACK_BYTES + (SLACK_SHARE * vram.sum(axis=0)).astype(np.int64)
+            vram[5] += cuda_bytes(pinned, chosen.largest_window) + slack
         else:
             vram, ram = np.zeros_like(vram), ram + vram
         return np.array([vram, ram, [zero, residuals, moments, zero, zero, zero]])
 
     def computing(self, decision: Decision) -> tuple[int, int]:
-        """What micro-batches of a window keep and need on the device beside state, its slots and gradients; and of
-        that, what one block needs for a while."""
+        """Bytes on the device for the activations and the workspace of a window's micro-batches, and the workspace of
+        one of them."""
         chosen, work = Decisions.of([decision]), int(self._work[decision.stored_graphs])
-        return int(self._computing(chosen)[0][0]) + work * int(chosen.largest_window[0]), work
+        return int(self._activations(chosen)[0][0]) + work * int(chosen.largest_window[0]), work
 
     def with_stored_graphs(self, chosen: Decisions, capacity: Mapping[str, int]) -> Decisions:
-        """With as many layers stored as there is room for, at least as many as they have; all must fit as they are."""
+        """Decisions, all of which fit, with as many graphs stored as memory allows, at least as many as before."""
         tier, share = ("vram", 1 + SLACK_SHARE) if self.gpu else ("ram", 1.0)
-        on_device, work, _ = self._computing(chosen)
-        room = capacity[tier] - self.totals(chosen)[tier] + share * (on_device + work) - 2
+        on_device, work, _ = self._activations(chosen)
+        limit = capacity[tier] - self.totals(chosen)[tier] + share * (on_device + work) - 2
 
         def fit(stored: Ints) -> Bools:
-            on_device, work, _ = self._computing(chosen.replace(stored_graphs=stored))
-            return share * (on_device + work) <= room
+            on_device, work, _ = self._activations(chosen.replace(stored_graphs=stored))
+            return share * (on_device + work) <= limit
 
-        most = len(self.layers)
-        # With every graph kept none is rebuilt, so that all may fit where fewer do not.
-        all_fit = fit(np.full_like(chosen.stored_graphs, most))
-        return chosen.replace(stored_graphs=np.where(all_fit, most, most_layers(chosen.stored_graphs, most, fit)))
+        count = len(self.layers)
+        # If every graph is stored, none is rebuilt, so all may fit where fewer do not.
+        all_fit = fit(np.full_like(chosen.stored_graphs, count))
+        return chosen.replace(stored_graphs=np.where(all_fit, count, most_layers(chosen.stored_graphs, count, fit)))
 
     def _sums(self, values: list[int]) -> Sums:
         return Sums(values, self.layers, self.other_blocks)
 
-    def _computing(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
-        """Inputs and graphs that wait for the backward; beside them, what one block or an evaluation needs for a while;
-        and inputs that are parked in RAM."""
+    def _activations(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
+        """Inputs and graphs kept for the backward; the workspace of one block, or of an evaluation; and inputs that are
+        offloaded to RAM."""
         stored, window = chosen.stored_graphs, chosen.largest_window
         inputs = self._inputs[-1] - self._inputs[stored]
-        held = window * (self._graphs[stored] + INPUTS_IN_USE * self._largest_input + self._per_micro_batch)
-        # One input ahead of the backward for each micro-batch, and the few that are leaving.
-        parking = (window + INPUTS_IN_FLIGHT) * self._largest_input
-        on_device = held + np.where(chosen.offload_inputs > 0, parking, window * inputs)
+        kept = window * (self._graphs[stored] + INPUTS_IN_USE * self._largest_input + self._per_micro_batch)
+        # Under `offload`: for each micro-batch the input of the next backward, and the inputs being copied out.
+        in_flight = (window + INPUTS_IN_FLIGHT) * self._largest_input
+        on_device = kept + np.where(chosen.offload_inputs > 0, in_flight, window * inputs)
         work = self._work[stored] + activations.BLAS_BYTES * (2 + np.where(window > 1, window, 0))
-        parked = chosen.offload_inputs * window * (inputs + self._largest_input)
-        return on_device, np.maximum(work, self._evaluation - on_device), parked
+        offloaded = chosen.offload_inputs * window * (inputs + self._largest_input)
+        return on_device, np.maximum(work, self._evaluation - on_device), offloaded
 
     def _slots(self, chosen: Decisions) -> Ints:
-        """Slots that weights are fetched into."""
+        """Slots for fetched weights."""
 
         def nbytes(streamed: int, held: int, slots: int) -> tuple[int]:
-            slabs = self._layer_slabs[held] + (self._rest_slabs if streamed else Counter())
+            slabs = self._layer_slabs[held] + (self._other_slabs if streamed else Counter())
             return (sum(ring.nbytes * weight_slots(slots, ring.count) for ring in _rings(slabs)),)
 
-        found: Ints = look_up(
-            self._slot_bytes, nbytes, chosen.other_blocks == STREAMED, chosen.held_weights, chosen.slots
-        )[0]
-        return found
+        columns = chosen.other_blocks == STREAMED, chosen.held_weights, chosen.slots
+        slots: Ints = look_up(self._slot_bytes, nbytes, *columns)[0]
+        return slots
 
     def _rings(self, chosen: Decisions, windows: Windows) -> tuple[Ints, Ints, Ints]:
-        """Gradients on their way: slots in VRAM, buffers in RAM for sums that leave it, and staging of single ones."""
+        """Gradients in transit: slots in VRAM, buffers in RAM for held sums that are copied out, and staging in RAM."""
         columns = chosen.other_blocks, chosen.resident_layers, chosen.held_gradients, chosen.grad_slots
-        slots, rounded, leaving, staging = look_up(self._ring_bytes, self._passing, *columns)
-        return slots + np.where(windows.several, leaving, rounded), leaving, staging
+        slots, rounding, sums_out, staging = look_up(self._ring_bytes, self._ring_sizes, *columns)
+        return slots + np.where(windows.several, sums_out, rounding), sums_out, staging
 
-    def _passing(self, rest: int, layers: int, summed: int, most: int) -> tuple[int, int, int, int]:
+    def _ring_sizes(self, others: int, resident: int, held_sums: int, most_slots: int) -> tuple[int, int, int, int]:
         none: Slabs = Counter()
-        streamed = self._layer_trained[summed] + (self._rest_trained if rest == STREAMED else none)
-        held = self._layer_trained[layers] - self._layer_trained[summed]
-        held += self._rest_trained if rest == HELD else none
+        streamed = self._layer_trained[held_sums] + (self._other_trained if others == STREAMED else none)
+        held = self._layer_trained[resident] - self._layer_trained[held_sums]
+        held += self._other_trained if others == HELD else none
         slots, several = 0, self.run.accumulation > 1
         for ring in _rings(streamed + held):
-            # A streamed gradient is summed in its slot, and rounded beside that; a held one passes none.
-            per = max((4 if size == 4 else 4 + size) if several else size for _, _, size in ring.slabs)
+            # A streamed gradient is summed in its slot and rounded beside the sum. A held one needs no slot.
+            itemsize = max((4 if size == 4 else 4 + size) if several else size for _, _, size in ring.slabs)
             if ring.slabs & streamed.keys():
-                slots += ring.elements * per * grad_slots(most, ring.count)
-        others = self._layer_slabs[layers] + (none if rest == RESIDENT else self._rest_slabs)
-        leaving = sum(
-            ring.nbytes * min(STAGING_SLOTS, ring.count) for ring in _rings(others) if ring.slabs & held.keys()
-        )
-        # A sum is rounded before it is copied. In a step of one window it is, when the window has passed the block, but
-        # for parts that are merged; until then it is FP32.
-        here = self._layer_trained[0] - self._layer_trained[summed] + (none if rest == STREAMED else self._rest_trained)
-        sums = sum(4 * ring.elements for ring in _rings(here) if several and ring.itemsize < 4)
-        merged = leaving if any(self.states[i].tied for i in self.other_blocks) else 0
+                slots += ring.elements * itemsize * grad_slots(most_slots, ring.count)
+        in_ram = self._layer_slabs[resident] + (none if others == RESIDENT else self._other_slabs)
+        rings = (ring for ring in _rings(in_ram) if ring.slabs & held.keys())
+        sums_out = sum(ring.nbytes * min(STAGING_SLOTS, ring.count) for ring in rings)
+        # A sum is rounded before it is copied out. In a step of one window that happens as soon as the window has
+        # passed the block, except for the parts of a tied slab; until then the sum is FP32.
+        in_vram = self._layer_trained[0] - self._layer_trained[held_sums]
+        in_vram += none if others == STREAMED else self._other_trained
+        sums = sum(4 * ring.elements for ring in _rings(in_vram) if several and ring.itemsize < 4)
+        merged = sums_out if any(self.states[i].tied for i in self.other_blocks) else 0
         staging = STAGED_GRADIENTS * max((nbytes for nbytes, _, _ in streamed), default=0)
-        return slots, merged + sums, leaving, staging
+        return slots, merged + sums, sums_out, staging
 
     def _slabs(self, trained: bool) -> tuple[list[Slabs], Slabs]:
-        """Slabs of the layers from each on, and of all other blocks; of all, or those that train."""
+        """For each layer the slabs of it and all later ones, and the slabs of all other blocks."""
 
         def of(index: int) -> Slabs:
             slabs = (slab for slab in self.shape.blocks[index].slabs if slab.trains or not trained)
@@ -297,7 +284,7 @@ class Ledger:
         return after, sum(map(of, self.other_blocks), none)
 
     def _disk(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
-        """Residuals and moments on disk, and in RAM on their way there and back."""
+        """Residuals and moments on disk, and what is in RAM while it is read, updated and written."""
 
         def nbytes(resident: int, layers: int, disk: int) -> tuple[int, int, int]:
             states = [self.states[i] for i in self.on_disk(resident, layers, disk)]
@@ -306,26 +293,25 @@ class Ledger:
             return residuals, moments, min(disk, DISK_STAGED_BLOCKS) * largest
 
         columns = chosen.other_blocks == RESIDENT, chosen.resident_layers, chosen.disk_blocks
-        residuals, moments, stages = look_up(self._disk_bytes, nbytes, *columns)
-        return residuals, moments, stages
+        residuals, moments, staged = look_up(self._disk_bytes, nbytes, *columns)
+        return residuals, moments, staged
 
     def moved_to_disk(self, chosen: Decisions, over: Ints) -> Decisions:
-        """With the fewest blocks on disk that free so much RAM; if none do, with those that free most."""
+        """Decisions with the fewest blocks on disk that free `over` bytes of RAM, or else with those that free most."""
         disk = np.zeros_like(over)
         groups = 2 * chosen.resident_layers + (chosen.other_blocks == RESIDENT)
         for group in np.unique(groups[over > 0]):
             counts = np.arange(len(self.on_disk(group % 2, group // 2, len(self.states))) + 1)
-            freed = self._disk(
-                Decisions(other_blocks=RESIDENT * (group % 2), resident_layers=group // 2, disk_blocks=counts)
-            )
-            relief = np.maximum.accumulate(freed[0] + freed[1] - freed[2])
+            placement = {"other_blocks": RESIDENT * (group % 2), "resident_layers": group // 2}
+            residuals, moments, staged = self._disk(Decisions(**placement, disk_blocks=counts))
+            freed = np.maximum.accumulate(residuals + moments - staged)
             members = np.flatnonzero((groups == group) & (over > 0))
-            disk[members] = np.searchsorted(relief, np.minimum(over[members], relief[-1]))
+            disk[members] = np.searchsorted(freed, np.minimum(over[members], freed[-1]))
         return chosen.replace(disk_blocks=disk)
 
 
 class _Ring:
-    """Slabs that share slots, the largest first: those alike, and how many there are of each."""
+    """Slabs that share slots, the largest first, with the count of each."""
 
     def __init__(self, alike: list[tuple[tuple[int, int, int], int]]) -> None:
         self.slabs = dict(alike).keys()

@@ -1,4 +1,4 @@
-"""When nothing fits: which tier, by how much, and the settings that would help. Each was tried and makes a plan fit."""
+"""The error when nothing fits: which tier is short, by how much, and settings with which a plan was found."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megatrain.planner.search import USABLE_SHARE, Search
 
 MAX_SUGGESTIONS = 6
 MAX_SUGGESTED_VALUE = 1 << 40
-"""No number that is suggested is above this."""
+"""The largest number that is ever suggested."""
 CAPS = ("max_vram_gb", "max_ram_gb")
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings, as `mt.plan` and `mt.init` take them, that make a plan fit."""
+    """Settings, as `mt.plan` and `mt.init` take them, with which a plan fits."""
 
     changes: dict[str, Any]
     saves_gb: float
-    """GiB less of the tier that was short (more room in it, for a cap that is raised)."""
+    """GiB saved in the tier that was short, or gained there by raising a cap."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", Frozen(self.changes))
@@ -38,20 +38,20 @@ class Suggestion:
 
 
 class Refusal(NotEnoughMemory):
-    """Nothing fits."""
+    """No plan fits. Has the tier that is short, by how much, and suggestions."""
 
     def __init__(self, message: str, tier: str, shortfall_gb: float, suggestions: tuple[Suggestion, ...]) -> None:
         super().__init__(message)
         self.tier, self.shortfall_gb, self.suggestions = tier, shortfall_gb, suggestions
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is made again from its message alone unless told otherwise; notes are in its dict.
+        # By default an exception is unpickled from its message alone. Its notes are in its dict.
         return Refusal, (str(self), self.tier, self.shortfall_gb, self.suggestions), self.__dict__
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A setting that may help, and values for it: from the one that changes least to the one that takes least."""
+    """A setting that may help, and its values, from the smallest change to the smallest memory."""
 
     name: str
     values: Sequence[Any]
@@ -62,7 +62,7 @@ class Knob:
 
 
 def refusal(search: Search) -> Refusal:
-    """The error for a search that found nothing."""
+    """The error for a search without a result."""
     tier, missing = search.shortfall()
     short, has = missing / GIB, search.capacity[tier] / GIB
     suggestions = tuple(itertools.islice(_suggestions(search, tier), MAX_SUGGESTIONS))
@@ -79,7 +79,7 @@ def refusal(search: Search) -> Refusal:
 
 
 def _larger_machine(search: Search) -> str:
-    """What is missing if no setting helps: memory that something else has, or a larger machine."""
+    """What it takes if no setting helps: memory that other processes use, or a larger machine."""
     beside = search.changed(max_vram_gb=None, max_ram_gb=None)
     alone = beside.changed(available=None)
     if alone.fits():
@@ -89,7 +89,7 @@ def _larger_machine(search: Search) -> str:
             for tier, need in _grow_until_it_fits(beside).items()
         ]
         return f"no setting makes it fit beside what else is running: {' and '.join(more)} must be free"
-    # A plan takes its share of a machine's memory, and of a disk all that is free.
+    # A plan may take its share of a machine's memory, and all free space of a disk.
     shares = {"vram": USABLE_SHARE, "ram": USABLE_SHARE, "disk": 1}
     needed = [
         f"{_round_up(need / shares[tier] / GIB)} GiB of {tier}" for tier, need in _grow_until_it_fits(alone).items()
@@ -98,7 +98,7 @@ def _larger_machine(search: Search) -> str:
 
 
 def _grow_until_it_fits(search: Search) -> dict[str, int]:
-    """Tiers that are too small → bytes with which they are not; the search has them from now on."""
+    """Raise the capacities of a search until it fits; returns tier → new capacity."""
     needed: dict[str, int] = {}
     while not search.fits():
         tier, missing = search.shortfall()
@@ -108,8 +108,8 @@ def _grow_until_it_fits(search: Search) -> dict[str, int]:
 
 
 def _suggestions(search: Search, tier: str) -> Iterator[Suggestion]:
-    """Single settings that are enough; if there are few, pairs of those that are not; if there is none, all of them, as
-    far as they are needed."""
+    """Single settings that are sufficient. If fewer than two are, also pairs of the others. If nothing is, all settings
+    together, each changed as little as possible."""
     before, knobs = search.need(tier), [knob for knob in _knobs(search) if knob.values]
 
     def fits(changes: Mapping[str, Any]) -> bool:
@@ -137,13 +137,13 @@ def _suggestions(search: Search, tier: str) -> Iterator[Suggestion]:
 
 
 def _all_combined(knobs: Sequence[Knob]) -> Iterator[list[Knob]]:
-    """All settings at once, each name once with all of its values."""
+    """All settings together, each name once with all of its values."""
     merged: dict[str, Knob] = {}
     for knob in knobs:
         before = merged.get(knob.name)
         merged[knob.name] = knob if before is None else Knob(knob.name, [*before.values, *knob.values])
     yield [*merged.values()]
-    # Where experts are narrow, a compiled layer takes more.
+    # With narrow experts a compiled layer takes more memory.
     yield [knob for knob in merged.values() if knob.name != "compile"]
 
 
@@ -152,9 +152,9 @@ def _strongest(knobs: Sequence[Knob]) -> dict[str, Any]:
 
 
 def _relaxed(knobs: Sequence[Knob], fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
-    """Settings that fit with their last values, taken back as far as it still fits: those that change most first."""
+    """Settings that fit with their last values, each then relaxed as far as it still fits, largest changes first."""
     settings = _strongest(knobs)
-    # The cap on RAM last: before that of VRAM, it would be what is left if all is resident.
+    # The cap on RAM comes last: before the cap on VRAM it would be relaxed to a plan with all blocks resident.
     for knob in sorted([*knobs[::-1]], key=lambda knob: knob.name == "max_ram_gb"):
         others = {name: value for name, value in settings.items() if name != knob.name}
         if len(knobs) > 2 and fits(others):
@@ -169,16 +169,16 @@ def _relaxed(knobs: Sequence[Knob], fits: Callable[[Mapping[str, Any]], bool]) -
 
 
 def _knobs(search: Search) -> Iterator[Knob]:
-    """Settings that may help, those that change least first."""
+    """Settings that may help, the smallest changes first."""
     run = search.run
 
-    def fewer(name: str, asked: int, step: int = 1) -> Knob:
-        return Knob(name, range((min(asked, MAX_SUGGESTED_VALUE) - 1) // step * step, 0, -step))
+    def fewer(name: str, current: int, step: int = 1) -> Knob:
+        return Knob(name, range((min(current, MAX_SUGGESTED_VALUE) - 1) // step * step, 0, -step))
 
-    for name, there in zip(CAPS, (search.machine.vram_bytes, search.machine.ram_bytes), strict=True):
+    for name, total in zip(CAPS, (search.machine.vram_bytes, search.machine.ram_bytes), strict=True):
         cap: Any = search.limits.get(name)
         if cap is not None:
-            yield Knob(name, range(int(cap * 10) + 1, 10 * math.ceil(there / GIB) + 1))
+            yield Knob(name, range(int(cap * 10) + 1, 10 * math.ceil(total / GIB) + 1))
     yield fewer("evaluation", run.evaluation)
     yield fewer("accumulation", run.accumulation)
     yield fewer("batch", run.micro_batch)
@@ -192,5 +192,5 @@ def _knobs(search: Search) -> Iterator[Knob]:
 
 
 def _round_up(value: float) -> str:
-    """A tenth of a GiB up, at least."""
+    """Rounded up to a tenth, by at least half of one."""
     return f"{math.ceil(value * 10 + 0.5) / 10:.1f}".removesuffix(".0")

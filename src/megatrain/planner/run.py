@@ -1,4 +1,4 @@
-"""What is to be run, where, within which limits. Nothing here is chosen by a plan, since most of it changes bits."""
+"""The input of a plan: the run, the machine and the limits. A plan chooses none of it; most of it changes results."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatrain.settings import Settings, moment_width
 
 MachineLike = Machine | str | os.PathLike[str] | None
 OPTION_NAMES = {"micro_batch": "batch", "kind": "optimizer"}
-"""Fields of a run that users know by another name."""
-FIELDS = {asked: name for name, asked in OPTION_NAMES.items()}
+"""Fields of a run → the names of the options that set them, where they differ."""
+FIELDS = {option: field for field, option in OPTION_NAMES.items()}
 
 
 class Limits(TypedDict, total=False):
-    """What a plan may take of a machine. None, or left out: all of it, and no disk."""
+    """How much of a machine a plan may use. By default all of its memory, and no disk."""
 
     max_vram_gb: float | None
     max_ram_gb: float | None
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
     available: AvailableMemory | None
-    """What can be had of the machine now."""
+    """What is free on the machine now."""
 
 
 LIMITS = tuple(Limits.__annotations__)
@@ -34,7 +34,7 @@ OPTIONS = (
     "batch", "length", "accumulation", "together", "optimizer", "clipping", "evaluation", "predictions", "head_chunk",
     "trainer", "padded", "optimizer_compression", "precision", "compile", *LIMITS,
 )  # fmt: skip
-"""What `plan` and the inverse questions take beside a model and a machine: fields of a run, and limits."""
+"""What `plan` and `largest_*` take beside a model and a machine: fields of a run, and limits."""
 
 
 class _Aliased(Aliased):
@@ -45,7 +45,7 @@ class _Aliased(Aliased):
 
 
 def current_names(values: Any) -> Any:
-    """The fields of a run as they are called now: plans may have been written with old names."""
+    """The fields of a run by their current names. Older plan files have other names."""
     if not isinstance(values, dict) or "width" not in values:
         return values
     others = {name: value for name, value in values.items() if name != "width"}
@@ -54,7 +54,7 @@ def current_names(values: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(metaclass=_Aliased):
-    """One optimizer step, over and over."""
+    """The shape of one optimizer step, which a run repeats."""
 
     micro_batch: int = 1
     """Sequences in a micro-batch."""
@@ -63,7 +63,7 @@ class Run(metaclass=_Aliased):
     accumulation: int = 1
     """Micro-batches in a step."""
     together: bool = True
-    """Whether they may pass a block together; False: one after the other, as a Trainer with state of its own asks."""
+    """Whether micro-batches may share a window. False: they run one after the other, which some Trainers need."""
     precision: str = "bf16"
     """"bf16" (exact FP32 master as BF16 + residual), "fp32", or "bf16-sr" (no master)."""
     optimizer_compression: bool | str = False
@@ -73,18 +73,18 @@ class Run(metaclass=_Aliased):
     compile: bool = False
     """Whether layers run through torch.compile."""
     clipping: bool = True
-    """Whether the gradient norm is clipped: updates then wait for the whole backward."""
+    """Whether the gradient norm is clipped. Updates then wait for the end of the backward."""
     evaluation: int = 0
-    """Tokens in a batch of an evaluation between steps; 0: there is none."""
+    """Tokens in an evaluation batch; 0: no evaluation."""
     predictions: bool = True
-    """Whether an evaluation looks at its logits, which are then computed whole; else at its loss alone."""
+    """Whether an evaluation needs all logits. False: it needs the loss alone."""
     head_chunk: int | None = None
-    """Tokens whose logits are there at once; 0: all of a micro-batch, as a loss that looks at them needs; None: as many
-    as MegaTrain chooses."""
+    """Tokens whose logits are in memory at once; 0: all of a micro-batch, for a loss that needs them; None: MegaTrain
+    chooses."""
     trainer: bool = False
-    """Whether a Trainer makes the steps: what it does between them takes time too."""
+    """Whether a Trainer runs the steps. Its own work between steps is then added."""
     padded: bool = False
-    """Whether sequences of a batch differ in length, so that attention is given a mask."""
+    """Whether sequences of a batch differ in length, so that attention gets a mask."""
     attention: str | None = None
     """"sdpa", "eager"...; None: what transformers chose for the model."""
 
@@ -135,12 +135,12 @@ class Run(metaclass=_Aliased):
 
     @property
     def moments(self) -> int:
-        """How many running averages the optimizer keeps."""
+        """How many moments the optimizer keeps per parameter."""
         return OPTIMIZER_MOMENTS[self.kind]
 
 
 def resolve_machine(machine: MachineLike) -> Machine:
-    """A machine, by its name or the path of a description if it is not one."""
+    """A `Machine`, loaded by name or path if needed."""
     if machine is None:
         raise SettingsError(
             "a plan needs a machine: pass machine=mt.probe() for this one, the path of a description, or one of "
@@ -150,22 +150,22 @@ def resolve_machine(machine: MachineLike) -> Machine:
 
 
 def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
-    """Options as fields of a run, and limits."""
+    """Split options into fields of a run and limits."""
     fields = {FIELDS.get(name, name): value for name, value in options.items() if name not in LIMITS}
     return fields, cast(Limits, {name: value for name, value in options.items() if name in LIMITS})
 
 
-def resolve_run(run: Run | None, loaded: str, options: Mapping[str, Any]) -> tuple[Run, Limits]:
-    """A run that was given, with limits beside it; or what the options say of a model loaded in some precision."""
+def resolve_run(run: Run | None, loaded_precision: str, options: Mapping[str, Any]) -> tuple[Run, Limits]:
+    """The given run and the limits in `options`; without one, the run that `options` describe."""
     if unknown := [name for name in options if name not in OPTIONS]:
         raise UnknownSetting(f"unknown option {', '.join(unknown)}; a plan takes {', '.join(OPTIONS)}.")
     if run is not None and not isinstance(run, Run):
         raise SettingsError(f"run must be a Run, or left out, not {type(run).__name__}.")
     fields, limits = split(options)
     if run is not None and fields:
-        twice = [name for name in options if name not in LIMITS]
-        raise SettingsError(f"{', '.join(twice)} cannot be given beside a run: set them in it, or leave it out.")
-    # Checked as everywhere else: unknown values are refused by the same sentences.
+        conflicting = [name for name in options if name not in LIMITS]
+        raise SettingsError(f"{', '.join(conflicting)} cannot be given beside a run: set them in it, or leave it out.")
+    # `Settings` checks these values, with the same messages as everywhere else.
     precision = options.get("precision")
     Settings(max_vram_gb=options.get("max_vram_gb"), max_ram_gb=options.get("max_ram_gb"), precision=precision)
-    return run or Run(**fields | {"precision": precision or loaded}), limits
+    return run or Run(**fields | {"precision": precision or loaded_precision}), limits

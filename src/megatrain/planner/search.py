@@ -1,9 +1,8 @@
-"""The search: the fastest decision that fits, always the same one.
+"""Branch and bound: finds the fastest decision that fits. The result is deterministic.
 
-Decisions form groups: all that differ in slots and in how many graphs are kept. Every group is bounded by what no
-schedule beats; groups are simulated in the order of their bounds until no bound is below the best step found. Nothing
-that is left out could have been faster, so a machine with more memory, which only adds decisions, never gets a slower
-plan.
+A group is all decisions that differ only in slots and in the number of stored graphs. Each group has a lower bound for
+its step time. Groups are simulated in the order of their bounds, until no bound is below the fastest step so far. A
+machine with more memory only adds decisions, so it never gets a slower plan.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from megatrain.planner.run import Limits, Run, split
 from megatrain.planner.simulate import Simulator, StepEstimate
 
 WEIGHT_LEVELS, SUM_LEVELS = 4, 8
-"""Layers whose weights, or sums, are held beyond the resident ones: none, or up to a multiple of this part of all."""
+"""The number of layers with held weights (or sums) is tried in steps of this fraction of all layers."""
 GROUPS_AT_ONCE = 64
-"""Groups that are looked at together, in the order of their bounds."""
+"""Groups that are simulated together, in the order of their bounds."""
 USABLE_SHARE = 0.98
-"""Of the memory that a machine has: the rest is the driver's, the kernel's and its page cache's."""
+"""The share of a machine's memory that a plan may use. The driver, the kernel and its page cache need the rest."""
 UNKNOWN_DISK_BYTES = 1 << 62
-"""Room on a disk that nobody has described."""
+"""Free space of a disk that is not described."""
 
 
 class Search:
-    """Decisions for one model, run and machine, within its limits."""
+    """The decisions for one model and run that fit on one machine within its limits."""
 
     def __init__(self, shape: ModelShape, machine: Machine, run: Run, **limits: Unpack[Limits]) -> None:
         self.shape, self.machine, self.run, self.limits = shape, machine, run, limits
@@ -66,7 +65,7 @@ class Search:
         self._simulator: Simulator | None = None
 
     def changed(self, **options: Any) -> Search:
-        """The same with some settings changed, by the names that users know."""
+        """The same search with some options changed, by the names that `plan` takes."""
         fields, limits = split(options)
         return Search(self.shape, self.machine, dataclasses.replace(self.run, **fields), **self.limits | limits)
 
@@ -80,23 +79,23 @@ class Search:
         """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
         from megatrain.planner.refusal import refusal
 
-        found = self.best()
-        if found is None:
+        best = self.best()
+        if best is None:
             raise refusal(self)
-        return make_plan(self, *found)
+        return make_plan(self, *best)
 
     def best(self) -> tuple[Decision, StepEstimate] | None:
-        """The fastest decision that fits; None if none does."""
+        """The fastest decision that fits, or None."""
         groups, bounds = self._groups()
         order = np.argsort(bounds, kind="stable")
-        found: tuple[tuple[float, ...], Decision] | None = None
+        best: tuple[tuple[float, ...], Decision] | None = None
         limit = math.inf
         for start in range(0, len(order), GROUPS_AT_ONCE):
-            chunk = order[start : start + GROUPS_AT_ONCE]
-            chunk = chunk[bounds[chunk] <= limit]
-            if not len(chunk):
+            some = order[start : start + GROUPS_AT_ONCE]
+            some = some[bounds[some] <= limit]
+            if not len(some):
                 break
-            members = self._members(groups.take(chunk))
+            members = self._members(groups.take(some))
             members = members.take(self.simulator.bounds(members) <= limit)
             if not len(members):
                 continue
@@ -104,18 +103,18 @@ class Search:
             least = min(limit, seconds.min())
             for index in map(int, np.flatnonzero(seconds <= least)):
                 key = (float(seconds[index]), *_tie_break(members[index]))
-                if found is None or key < found[0]:
-                    found = (key, members[index])
-            # Bounds are sums in another order, and may be above by a rounding error.
+                if best is None or key < best[0]:
+                    best = (key, members[index])
+            # A bound is summed in another order than a step, and may exceed it by a rounding error.
             limit = least * (1 + 1e-12)
-        return None if found is None else (found[1], self.simulator.step(found[1]))
+        return None if best is None else (best[1], self.simulator.step(best[1]))
 
     def fits(self) -> bool:
         """Whether any decision fits."""
         return bool(self._fits_in(self._needs()).any())
 
     def shortfall(self) -> tuple[str, int]:
-        """The tier that is too small and by how many bytes, at the least that any decision takes of it."""
+        """The tier that is too small, and how many bytes the smallest decision lacks there."""
         needs = self._needs()
         among = np.ones_like(needs["vram"], bool)
         for tier in ("vram", "ram"):
@@ -126,13 +125,13 @@ class Search:
         return "disk", int(needs["disk"][among].min()) - self.capacity["disk"]
 
     def need(self, tier: str) -> int:
-        """The least that any decision takes of a tier, among those that fit in the tiers before it if any do."""
+        """The fewest bytes of a tier that any decision takes, among those that fit in VRAM if there are any."""
         needs = self._needs()
         among = needs["vram"] <= self.capacity["vram"]
         return int(needs[tier][among].min() if tier != "vram" and among.any() else needs[tier].min())
 
     def _choices(self, layers: Sequence[int], held: Sequence[int]) -> Decisions:
-        """One decision per group, with the fewest slots: the least memory the group can do with."""
+        """One decision per group: the one that takes the least memory, with the fewest slots."""
         windows = window_choices(self.run.accumulation) if self.run.together else [(1, 1)]
         if not self.gpu:
             return self._fewest_bytes(_combinations(windows))
@@ -160,14 +159,14 @@ class Search:
         return sorted({-(-count * part // parts) for part in range(parts + 1)})
 
     def _fewest_bytes(self, chosen: Decisions) -> Decisions:
-        """None of the layers or all, whichever takes less: few graphs that are kept may, if none is made again."""
+        """No stored graphs or all of them, whichever takes less memory: with all of them nothing is recomputed."""
         tier = "vram" if self.gpu else "ram"
-        whole = chosen.replace(stored_graphs=len(self.ledger.layers))
-        less = self.ledger.totals(whole)[tier] < self.ledger.totals(chosen)[tier]
-        return chosen.replace(stored_graphs=np.where(less, whole.stored_graphs, 0))
+        all_stored = chosen.replace(stored_graphs=len(self.ledger.layers))
+        less = self.ledger.totals(all_stored)[tier] < self.ledger.totals(chosen)[tier]
+        return chosen.replace(stored_graphs=np.where(less, all_stored.stored_graphs, 0))
 
     def _needs(self) -> dict[str, Ints]:
-        """Bytes per tier of the decisions that take least: no layer resident, all, and as many as VRAM holds."""
+        """Bytes per tier of the smallest decisions: with no resident layers, as many as fit in VRAM, and all."""
         least = self._choices((0,), (0,))
         if not self.gpu:
             return self.ledger.totals(self._on_disk(least))
@@ -177,23 +176,22 @@ class Search:
 
         every = len(self.ledger.layers)
         counts = (0, most_layers(np.zeros_like(least.resident_layers), every, fit), every)
-        # If RAM is short whatever is on disk, as much is there as helps most.
-        found = [self.ledger.totals(self._on_disk(least.replace(resident_layers=layers))) for layers in counts]
-        return {tier: np.concatenate([need[tier] for need in found]) for tier in TIERS}
+        needs = [self.ledger.totals(self._on_disk(least.replace(resident_layers=layers))) for layers in counts]
+        return {tier: np.concatenate([need[tier] for need in needs]) for tier in TIERS}
 
     def _fits_in(self, totals: dict[str, Ints]) -> Bools:
         fits: Bools = np.logical_and.reduce([totals[tier] <= self.capacity[tier] for tier in TIERS])
         return fits
 
     def _groups(self) -> tuple[Decisions, Any]:
-        """Groups in which something fits, and a bound for all members of each."""
+        """The groups with a member that fits, and a lower bound for the members of each."""
         chosen = self._choices(range(len(self.ledger.layers) + 1), self._levels(WEIGHT_LEVELS))
         filled = self._filled(chosen.take(self.ledger.totals(chosen)["vram"] <= self.capacity["vram"]))
-        # No member has more slots than this, and the more graphs are kept the less is computed.
+        # Members have no more slots and no more stored graphs than this, and more of either is never slower.
         return filled, self.simulator.bounds(filled.replace(slots=SLOTS[0]))
 
     def _members(self, groups: Decisions) -> Decisions:
-        """All members that fit."""
+        """All members of some groups that fit."""
         count = len(SLOTS) * len(GRAD_SLOTS)
         slots, grad_slots = zip(*product(SLOTS, GRAD_SLOTS), strict=True)
         each = groups.take(np.repeat(np.arange(len(groups)), count))
@@ -203,14 +201,14 @@ class Search:
         return self._filled(self._fewest_bytes(each.replace(stored_graphs=0)))
 
     def _filled(self, chosen: Decisions) -> Decisions:
-        """Those that fit, with as few blocks on disk as RAM needs and as many graphs kept as there is room for."""
+        """The decisions that fit, with as few blocks on disk and as many stored graphs as memory allows."""
         chosen = self._on_disk(chosen)
         chosen = chosen.take(self._fits_in(self.ledger.totals(chosen)))
         return self.ledger.with_stored_graphs(chosen, self.capacity)
 
     def _on_disk(self, chosen: Decisions) -> Decisions:
-        """With the fewest blocks on disk that free as much RAM as is missing; if none do, with those that free most.
-        States that visit the GPU come from RAM."""
+        """With the fewest blocks on disk that make a decision fit in RAM. States can be streamed to the GPU only from
+        RAM."""
         if not (self.disks and self.gpu):
             return chosen
         over = self.ledger.totals(chosen)["ram"] - self.capacity["ram"]
@@ -218,10 +216,10 @@ class Search:
 
 
 def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
-    """A decision in the words of the engine."""
+    """A decision as a `Plan`."""
     ledger, blocks, run = search.ledger, search.shape.blocks, search.run
     named: dict[str, Any] = {
-        field: tuple(blocks[i].name for i in found) for field, found in ledger.placed(decision).items()
+        field: tuple(blocks[i].name for i in indices) for field, indices in ledger.placed(decision).items()
     }
     stored = {blocks[i].name: "store" for i in ledger.layers[: decision.stored_graphs]}
     return Plan(
@@ -246,29 +244,29 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
 
 
 def _combinations(windows: Sequence[tuple[int, int]], **choices: Sequence[int]) -> Decisions:
-    """Every combination, with the fewest slots."""
+    """Every combination of windows and choices, with the fewest slots."""
     grid = np.meshgrid(np.arange(len(windows)), *map(np.array, choices.values()), indexing="ij")
     number, *columns = (column.ravel() for column in grid)
     first, window = np.array(windows).T[:, number]
-    found = dict(zip(choices, columns, strict=True))
+    values = dict(zip(choices, columns, strict=True))
     distinct = np.ones(len(number), bool)
-    for name in {"held_weights", "held_gradients", "gpu_updates"} & found.keys():
-        # Counts up to the resident ones say the same: one of them is enough.
-        distinct &= (found[name] == 0) | (found[name] > found["resident_layers"])
-    return Decisions(first_window=first, window=window, slots=1, grad_slots=1, **found).take(distinct)
+    for name in {"held_weights", "held_gradients", "gpu_updates"} & values.keys():
+        # All counts up to the number of resident layers mean the same: keep one of them.
+        distinct &= (values[name] == 0) | (values[name] > values["resident_layers"])
+    return Decisions(first_window=first, window=window, slots=1, grad_slots=1, **values).take(distinct)
 
 
 def window_choices(accumulation: int) -> list[tuple[int, int]]:
-    """Windows worth trying, the first and the others: equal ones that cut a step into 1, 2, 3, 4, 6, 8, 12... of them,
-    and single micro-batches after a first window of 2, 4, 8..."""
-    found = {-(-accumulation // (base << shift)) for base in (1, 3) for shift in range(accumulation.bit_length() + 1)}
-    equal = sorted({min(window, MAX_WINDOW) for window in found}, reverse=True)
+    """Window sizes to try, as pairs of the first window and the others: equal windows that split a step into 1, 2, 3,
+    4, 6, 8, 12... parts, and single micro-batches after a first window of 2, 4, 8..."""
+    sizes = {-(-accumulation // (base << shift)) for base in (1, 3) for shift in range(accumulation.bit_length() + 1)}
+    equal = sorted({min(window, MAX_WINDOW) for window in sizes}, reverse=True)
     first = [1 << shift for shift in range(1, MAX_WINDOW.bit_length()) if 1 << shift < accumulation]
     return [(window, window) for window in equal] + [(window, 1) for window in first]
 
 
 def _tie_break(decision: Decision) -> tuple[int, ...]:
-    """Of equally fast decisions, the one that takes least memory, with the usual number of slots."""
+    """Orders equally fast decisions: the least memory first, then the usual number of slots."""
     return (
         decision.disk_blocks, decision.offload_inputs, decision.other_blocks, decision.resident_layers,
         decision.held_weights, decision.held_gradients, decision.gpu_updates, decision.stored_graphs, decision.window,
@@ -277,9 +275,9 @@ def _tie_break(decision: Decision) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _capacity(name: str, there: int, asked: float | None, available: int | None, held: int = 0) -> int:
+def _capacity(name: str, total: int, asked: float | None, available: int | None, held: int = 0) -> int:
     """Bytes that a plan may take: at most `asked`, at most what is available now, less what the process holds."""
-    usable = int(there * USABLE_SHARE)
+    usable = int(total * USABLE_SHARE)
     if asked is not None:
         if isinstance(asked, bool) or not 0 < asked < math.inf:
             raise SettingsError(f"{name} must be a positive number of GiB or None, not {asked!r}.")
@@ -288,7 +286,7 @@ def _capacity(name: str, there: int, asked: float | None, available: int | None,
 
 
 def _disks(machine: Machine, offload_dir: Any) -> tuple[Disk, ...]:
-    """The disks behind the directories: those that the machine describes, and an assumed one for each other."""
+    """The disk of each directory: the one that the machine describes, or `ASSUMED_DISK`."""
     known = {resolved(disk.path): disk for disk in machine.disks} if offload_dir is not None else {}
     return tuple(known.get(path, ASSUMED_DISK) for path in folders(offload_dir))
 

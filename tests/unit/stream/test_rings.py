@@ -39,7 +39,7 @@ def train(model: Any, engine: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_rings_are_what_the_plan_counts(frozen: str, slots: int) -> None:
     model = llama(frozen)
-    planned = Ledger(shapes.describe(model), Run(precision="fp32"))._passing(STREAMED, 0, 0, slots)[0]
+    planned = Ledger(shapes.describe(model), Run(precision="fp32"))._ring_sizes(STREAMED, 0, 0, slots)[0]
     engine = engine_of(model, grad_slots=slots)
     train(model, engine, engine.optimizer(lr=1e-2))
     assert slot_bytes(engine) == planned
