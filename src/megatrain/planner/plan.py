@@ -1,4 +1,4 @@
-"""The frozen decision, with what it takes and why: made before anything large is allocated, printed, kept."""
+"""`Plan`: an immutable description of where state lives and what a step takes; printed, and saved as JSON."""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ from megatrain.settings import Debug
 FORMAT = 2
 OLD_LANES = {"vram update": "gpu_update", "vram": "gpu_update", "hold": "refresh", "leave": "sums_out"}
 """Lane names in plans of earlier releases → names of today."""
+POLICY_WORDS = {"recompute": "recompute", "store": "store activations", "offload": "offload inputs and recompute"}
 BLOCK_LISTS = (*PLACEMENT_SETTINGS, "on_disk")
-"""Fields that name blocks."""
+"""Fields that list names of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where state lives, what blocks keep, and what a step takes. Nothing in it changes the bits of a result."""
+    """Where state lives, what blocks keep for the backward, and what a step takes. None of it changes results."""
 
     model: str
     parameters: int
     matmul_parameters: int
-    """Active per token, the head once."""
+    """Parameters in matrix products that are active per token; the head counts once."""
     machine: str
     run: Run
     resident: tuple[str, ...]
-    """Blocks whose whole state is in VRAM; the states of the others are in RAM."""
+    """Blocks with weights, gradient sum and states in VRAM. The states of all others are in RAM or on disk."""
     held_weights: tuple[str, ...]
-    """Of the others, those whose weights have a copy in VRAM; the rest are fetched for every window."""
+    """Other blocks that keep a copy of their weights in VRAM. The weights of the rest are fetched for every window."""
     held_gradients: tuple[str, ...]
-    """Of the others, those whose gradient sum is in VRAM until its update."""
+    """Other blocks whose gradient sum stays in VRAM until the update."""
     streamed_states: tuple[str, ...]
-    """Of those with both, the ones whose states come to VRAM for their update."""
+    """Blocks with held weights and gradients whose states are streamed to the GPU for the update."""
     on_disk: tuple[str, ...]
-    """Streamed blocks whose residual and moments are on disk."""
+    """Blocks whose residual and moments are on disk."""
     blocks: int
-    """How many blocks there are."""
+    """Number of blocks."""
     policy: dict[str, str]
-    """Block names or patterns → policy, the first that matches: `Settings.policy`."""
+    """Block names or patterns → policy, as in `Settings.policy`. The first match applies."""
     windows: tuple[int, ...]
-    """Micro-batches that pass every block together, window by window."""
+    """Micro-batches of each window of a step."""
     slots: int
     grad_slots: int
     threads: int
@@ -66,10 +67,10 @@ class Plan:
     memory: dict[str, dict[str, int]]
     """Tier → role → bytes at the peak."""
     capacity: dict[str, int]
-    """Tier → bytes it may take."""
+    """Tier → bytes that the plan may take."""
     step: StepEstimate
     lossy: tuple[str, ...]
-    """States that lose precision."""
+    """What is stored with less than FP32 precision."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -85,16 +86,16 @@ class Plan:
 
     @property
     def tflops(self) -> float:
-        """6 × (matmul parameters, head once) × tokens ÷ seconds; attention and recompute are not counted."""
+        """6 × matmul parameters × tokens ÷ seconds. Attention and recomputation are not counted."""
         return 6 * self.matmul_parameters * self.run.tokens / self.step.seconds / 1e12
 
     def days_for(self, tokens: float) -> float:
-        """Days that training on so many tokens takes."""
+        """Days to train on `tokens` tokens."""
         return tokens / self.tokens_per_second / 86400
 
     @property
     def window(self) -> int | tuple[int, ...]:
-        """The windows as `Settings.window`: one size for all, or the first ones and one for all after them."""
+        """The windows as `Settings.window` takes them: one size, or sizes of which the last one repeats."""
         sizes = list(self.windows)
         while len(sizes) > 1 and window_sizes(sizes[:-1], self.run.accumulation) == self.windows:
             sizes.pop()
@@ -102,7 +103,7 @@ class Plan:
 
     @property
     def largest_window(self) -> int:
-        """Most micro-batches that pass a block together."""
+        """Micro-batches in the largest window."""
         return max(self.windows)
 
     def settings(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Plan:
 
     @property
     def outside_allocator(self) -> int:
-        """Bytes of its VRAM that CUDA takes beside PyTorch's allocator."""
+        """Bytes of VRAM that CUDA takes outside PyTorch's allocator."""
         pinned = pinned_bytes([self.memory["ram"][role] for role in ROLES], bool(self.streamed_states))
         return int(cuda_bytes(pinned, self.largest_window))
 
@@ -125,7 +126,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan back. Every field must be there, and no other; what is wrong is named."""
+        """Read a plan that `to_json` wrote, in this or an earlier format. Unknown and missing fields are errors."""
         data = read_object(text, "the plan")
         format = data.pop("format", None) if isinstance(data, dict) else None
         if format not in (1, FORMAT):
@@ -143,17 +144,17 @@ class Plan:
             raise SettingsError(f"the plan cannot be read: {error}") from error
 
     def table(self, tokens: float = 1e9) -> str:
-        """The plan in plain text; `tokens` is what the days are given for."""
+        """The plan as plain text, with the days for `tokens` tokens."""
         return "\n\n".join([self._headline(), _aligned(self._memory_rows()), self._details(tokens)])
 
     def _headline(self) -> str:
         run = self.run
         batch = f"{run.micro_batch} × {run.length} tokens"
         batch += f" × {run.accumulation} micro-batches" if run.accumulation > 1 else ""
-        made = ("compiled" if run.compile else "eager") + (", padded" if run.padded else "")
+        mode = ("compiled" if run.compile else "eager") + (", padded" if run.padded else "")
         return (
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters on {self.machine}\n"
-            f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.moment_width} states, {made}"
+            f"step: {batch} = {run.tokens:,} tokens, {run.precision}, {run.kind} with {run.moment_width} states, {mode}"
         )
 
     def _memory_rows(self) -> list[list[str]]:
@@ -168,14 +169,16 @@ class Plan:
 
     def _details(self, tokens: float) -> str:
         step = self.step
+        busy = [f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005]
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
+        policies = [f"{count} {POLICY_WORDS[policy]}" for policy, count in self.policies.items()]
         rows = [
-            ["placement", self.placement],
-            ["policy", ", ".join(f"{count} {policy}" for policy, count in self.policies.items())],
-            ["windows", f"{_run_lengths(self.windows)} of {self.run.accumulation} micro-batches"],
-            ["slots", f"{self.slots} for weights, {self.grad_slots} for gradients; {self.threads} threads update"],
-            ["lanes", ", ".join(f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005)],
-            ["waits", ", ".join(waits) or "none"],
+            *self._placement_rows(),
+            ["policy", f"of {self.blocks} blocks: {', '.join(policies)}"],
+            ["windows", f"{_run_lengths(self.windows)} micro-batches"],
+            ["slots", f"{self.slots} for fetched weights, {self.grad_slots} for gradients"],
+            ["lanes", ", ".join(busy)],
+            ["waits", f"compute waits {', '.join(waits)}" if waits else "compute waits for nothing"],
             ["step", f"{step.seconds:.2f} s, bound by {step.bottleneck}"],
             ["speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.tflops:.0f} TFLOP/s"],
             ["time", f"{self.days_for(tokens):.1f} days for {tokens / 1e9:g}B tokens"],
@@ -184,22 +187,40 @@ class Plan:
         ]
         if self.on_disk:
             written = self.memory["disk"]["moments"] + self.memory["disk"]["residuals"]
-            life = f"{written / 1e9:.0f} GB written per step, {written * 86400 / step.seconds / 1e12:.1f} TB a day"
-            rows.insert(1, ["disk", f"states of {len(self.on_disk)} blocks, {life}"])
+            wear = f"{written / 1e9:.0f} GB written per step, {written * 86400 / step.seconds / 1e12:.1f} TB a day"
+            rows.insert(1, ["disk", f"states of {len(self.on_disk)} blocks, {wear}"])
         return _aligned(rows, numbers=False)
 
     @property
     def placement(self) -> str:
-        """Where blocks are, in words."""
-        placed, sums = len(self.resident), len(self.held_gradients)
-        streamed = self.blocks - placed - len(self.held_weights)
-        weights = f"{placed} of {self.blocks} blocks resident, {len(self.held_weights)} held, {streamed} streamed"
-        states = f", states of {len(self.streamed_states)} updated there" if self.streamed_states else ""
-        return f"{weights}; gradient sums of {sums} more held{states}"
+        """How many blocks have which placement, in one line."""
+        return (
+            f"{len(self.resident)} of {self.blocks} blocks resident, {len(self.held_weights)} with held weights, "
+            f"{len(self.held_gradients)} with held gradients, {len(self.streamed_states)} with streamed states"
+        )
+
+    def _placement_rows(self) -> list[list[str]]:
+        threads, others = f"on {self.threads} CPU threads", self.blocks - len(self.resident)
+        if not self.total("vram"):
+            return [["placement", "all blocks in RAM: there is no GPU"], ["updates", threads]]
+        resident = f"{len(self.resident)} of {self.blocks} blocks resident: weights, gradients and states in VRAM"
+        if not others:
+            return [["placement", resident], ["updates", "on the GPU"]]
+
+        def split(names: Sequence[str], placed: str, rest: str) -> str:
+            some = f"{len(names)} {placed}, the rest {rest}" if names else f"all {rest}"
+            return f"of the other {others}: {some if len(names) < others else f'all {placed}'}"
+
+        return [
+            ["placement", resident],
+            ["weights", split(self.held_weights, "held in VRAM", "fetched for each window")],
+            ["gradients", split(self.held_gradients, "summed in VRAM", "in RAM")],
+            ["updates", split(self.streamed_states, "on the GPU with streamed states", threads)],
+        ]
 
     @property
     def policies(self) -> dict[str, int]:
-        """Policy → how many blocks have it."""
+        """Policy → number of blocks."""
         counts = Counter(policy for name, policy in self.policy.items() if name != "*")
         counts[self.policy["*"]] += max(0, self.blocks - counts.total())
         return dict(+counts)
@@ -216,19 +237,19 @@ def format_parameters(parameters: int) -> str:
 
 
 def _from_format1(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan with windows of one size, nothing held, and some lanes less, as they are now. What is not as
-    it should be stays, and is refused as such."""
+    """The fields of a format 1 plan in the current format. It has one window size, no held blocks and fewer lanes.
+    Invalid fields are passed on, and refused later."""
     run, window, step = data.get("run"), data.get("window"), data.get("step")
-    found: dict[str, Any] = {name: [] for name in PLACEMENT_SETTINGS if name != "resident"} | data
+    current: dict[str, Any] = {name: [] for name in PLACEMENT_SETTINGS if name != "resident"} | data
     accumulation: Any = run.get("accumulation", 1) if isinstance(run, dict) else None
     if window is not None and is_count(window, 1) and is_count(accumulation, 1):
-        del found["window"]
-        found["windows"] = list(window_sizes(window, accumulation))
+        del current["window"]
+        current["windows"] = list(window_sizes(window, accumulation))
     if isinstance(step, dict):
         added = dict.fromkeys(("refresh", "sums_out", "states_in", "states_out"), 0.0)
         spent = {name: added | step[name] for name in ("busy", "waited") if isinstance(step.get(name), dict)}
-        found["step"] = step | spent
-    return found
+        current["step"] = step | spent
+    return current
 
 
 def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +267,7 @@ def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(plan: Plan) -> None:
-    """Every field is what the planner makes, so that all that is asked of a plan has an answer."""
+    """Raise `SettingsError` unless every field has a value that the planner could have produced."""
     for name in ("model", "machine"):
         require(isinstance(getattr(plan, name), str), name, "must be a text")
     for name in ("parameters", "matmul_parameters"):
@@ -260,8 +281,8 @@ def _check(plan: Plan) -> None:
         require(isinstance(value, tuple) and all(isinstance(text, str) for text in value), name, "must be texts")
     for name in BLOCK_LISTS:
         placed = getattr(plan, name)
-        once = len(set(placed)) == len(placed) <= plan.blocks
-        require(once, name, f"must name each of {plan.blocks} blocks once at the most")
+        unique = len(set(placed)) == len(placed) <= plan.blocks
+        require(unique, name, f"must name each of {plan.blocks} blocks once at the most")
         require(name == "resident" or not set(placed) & set(plan.resident), name, "must not name a resident block")
     policy, run, step = plan.policy, plan.run, plan.step
     good = isinstance(policy, dict) and "*" in policy and all(chosen in POLICIES for chosen in policy.values())
@@ -283,18 +304,17 @@ def _check(plan: Plan) -> None:
 
 
 def _maps(value: Any, names: Iterable[str], good: Callable[[Any], bool]) -> bool:
-    """Whether it is a mapping from exactly these names to what is good."""
+    """Whether it is a mapping with exactly these names and only good values."""
     return isinstance(value, dict) and set(value) == set(names) and all(map(good, value.values()))
 
 
 def _run_lengths(windows: Sequence[int]) -> str:
-    """Sizes in order, equal ones once: "4, then 12 × 1"."""
-    runs = [(size, len(list(alike))) for size, alike in groupby(windows)]
-    return ", then ".join(f"{times} × {size}" if times > 1 else str(size) for size, times in runs)
+    """Count and size of consecutive equal windows: "1 × 4, then 12 × 1"."""
+    return ", then ".join(f"{len(list(equal))} × {size}" for size, equal in groupby(windows))
 
 
 def _aligned(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Columns of equal width, the first to the left, numbers to the right."""
+    """Rows as lines with aligned columns: the first left-aligned, numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:

@@ -6,7 +6,7 @@ import json
 import pickle
 
 import pytest
-from tests.unit.planner.made_up import shape_of
+from tests.unit.planner.made_up import cpu_only, shape_of
 from transformers import AutoConfig
 
 from megatrain.errors import NotEnoughMemory, SettingsError
@@ -30,6 +30,22 @@ def test_the_table_explains_itself():
     rows = [line for line in text.splitlines() if line.startswith(("GiB", "vram", "ram"))]
     assert len({len(row) for row in rows}) == 1
     assert str(found) == found.table()
+
+
+def test_the_table_says_where_blocks_are():
+    found = plan(
+        shape_of("qwen2.5-14b"), machine=H200, batch=2, accumulation=16, compile=True, optimizer_compression="8bit"
+    )
+    others, states = found.blocks - len(found.resident), len(found.streamed_states)
+    assert 0 < states < others == len(found.held_weights) == len(found.held_gradients)
+    rows = {name: rest for name, _, rest in (line.partition("  ") for line in found.table().splitlines())}
+    assert rows["placement"].startswith(f"{len(found.resident)} of {found.blocks} blocks resident")
+    assert rows["weights"].strip() == f"of the other {others}: all held in VRAM"
+    assert f"{states} on the GPU with streamed states, the rest on {found.threads} CPU threads" in rows["updates"]
+    assert found.placement.endswith(f"{states} with streamed states")
+    alone = plan(dense_shape(8, 8), machine=cpu_only()).table()
+    assert "all blocks in RAM: there is no GPU" in alone
+    assert "VRAM" not in alone
 
 
 def test_days():
