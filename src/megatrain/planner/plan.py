@@ -178,7 +178,7 @@ class Plan:
             ["windows", f"{_run_lengths(self.windows)} micro-batches"],
             ["slots", f"{self.slots} for fetched weights, {self.grad_slots} for gradients"],
             ["lanes", ", ".join(busy)],
-            ["waits", f"compute waits {', '.join(waits)}" if waits else "compute waits for nothing"],
+            ["waits", f"compute waits {', '.join(waits)}" if waits else "none"],
             ["step", f"{step.seconds:.2f} s, bound by {step.bottleneck}"],
             ["speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.tflops:.0f} TFLOP/s"],
             ["time", f"{self.days_for(tokens):.1f} days for {tokens / 1e9:g}B tokens"],
