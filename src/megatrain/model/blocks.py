@@ -1,12 +1,12 @@
-"""Which modules stream: decoder layers, and around them every module that owns weights.
+"""Finds the blocks of a model: its repeated layers, and every other module that owns weights.
 
-Layers are what transformers marks as `GradientCheckpointingLayer` (the outermost ones), and members of a repeated
-`ModuleList` elsewhere. What is left over is cut at the topmost module that owns parameters itself. Parameters of a
-module that also contains layers (a position table on the model itself) are `loose`: they belong to no call and are
+Layers are the outermost modules that transformers marks as `GradientCheckpointingLayer`, and members of a `ModuleList`
+that repeats a class. Outside layers, a block is the topmost module with parameters of its own. Parameters of a module
+that also contains layers (a position table on the model itself) are `loose`: they belong to no block's call and are
 read where the model uses them.
 
-A model without repeated layers is one block: all its parameters are loose. Its forward is not wrapped, so it may
-return anything, have side effects, and be one of several methods; gradients are autograd's own.
+A model without repeated layers is one block, and all its parameters are loose. Its forward is not wrapped, so it may
+return anything, have side effects and consist of several methods; autograd computes its gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Named = tuple[str, torch.nn.Module]
 
 @dataclass(frozen=True, eq=False)
 class BlockSpec:
-    """A module that will stream, or (`loose`) a module whose own parameters do."""
+    """A module that becomes a block or, if `loose`, a module whose direct parameters are stored."""
 
     name: str
     module: torch.nn.Module
@@ -34,18 +34,18 @@ class BlockSpec:
 
     @property
     def label(self) -> str:
-        """Its name, or its class if it is the model itself, which has none."""
+        """Its name; for the model itself, which has none, its class."""
         return self.name or type(self.module).__name__
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Names inside the module, tied ones under each of their names."""
+        """Parameters by their name inside the module; tied ones under each of their names."""
         if self.loose:
             return [(key, value) for key, value in self.module._parameters.items() if value is not None]
         return list(self.module.named_parameters(remove_duplicate=False))
 
 
 def find_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> list[BlockSpec]:
-    """All blocks, in the order in which the model registers them. Every parameter is in one of them."""
+    """All blocks in registration order. Every parameter belongs to one of them."""
     _check_parameters(model)
     return layered_blocks(model, transformers_api) or [
         BlockSpec(name, module, loose=True) for name, module in model.named_modules() if _has_own_parameters(module)
@@ -53,7 +53,7 @@ def find_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> li
 
 
 def layered_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> list[BlockSpec]:
-    """Blocks of a model that has repeated layers, wherever its parameters are; none of another one."""
+    """The blocks of a model with repeated layers; empty for other models."""
     modules = list(model.named_modules())
     marked = _outermost([(n, m) for n, m in modules if isinstance(m, transformers_api.layer) and _has_parameters(m)])
     layers = marked + _repeated_members(modules, torch.nn.ModuleList, marked) or _repeated_members(
@@ -63,11 +63,11 @@ def layered_blocks(model: torch.nn.Module, transformers_api: TransformersApi) ->
     return list(_walk("", model, blocks, set())) if blocks else []
 
 
-def _repeated_members(modules: list[Named], container: type, taken: list[Named]) -> list[Named]:
-    """Members of containers that repeat a class, unless they contain or lie in a block that is already taken."""
-    inside = {id(part) for _, block in taken for part in block.modules()}
-    marked = {id(block) for _, block in taken}
-    found = []
+def _repeated_members(modules: list[Named], container: type, layers: list[Named]) -> list[Named]:
+    """Members of containers that repeat a class, unless they contain or are inside one of the `layers`."""
+    inside = {id(part) for _, block in layers for part in block.modules()}
+    layer_ids = {id(block) for _, block in layers}
+    matches = []
     for name, module in modules:
         if not isinstance(module, container) or id(module) in inside:
             continue
@@ -75,22 +75,22 @@ def _repeated_members(modules: list[Named], container: type, taken: list[Named])
             (f"{name}.{key}".lstrip("."), member) for key, member in module.named_children() if _has_parameters(member)
         ]
         classes = Counter(type(member) for _, member in members)
-        found += [
+        matches += [
             (key, member)
             for key, member in members
-            if classes[type(member)] > 1 and not any(id(part) in marked for part in member.modules())
+            if classes[type(member)] > 1 and not any(id(part) in layer_ids for part in member.modules())
         ]
-    return _outermost(found)
+    return _outermost(matches)
 
 
-def _outermost(found: list[Named]) -> list[Named]:
-    nested = {id(part) for _, module in found for part in module.modules() if part is not module}
-    unique = {id(module): (name, module) for name, module in reversed(found) if id(module) not in nested}
+def _outermost(matches: list[Named]) -> list[Named]:
+    nested = {id(part) for _, module in matches for part in module.modules() if part is not module}
+    unique = {id(module): (name, module) for name, module in reversed(matches) if id(module) not in nested}
     return list(reversed(unique.values()))
 
 
 def _walk(name: str, module: torch.nn.Module, layers: dict[int, BlockSpec], seen: set[int]) -> Iterator[BlockSpec]:
-    """Blocks below a module, top down, in registration order."""
+    """The blocks inside a module, top down, in registration order."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -107,7 +107,7 @@ def _walk(name: str, module: torch.nn.Module, layers: dict[int, BlockSpec], seen
 
 
 def _has_own_parameters(module: torch.nn.Module) -> bool:
-    """Whether it has parameters itself, not only in its submodules."""
+    """Whether it has direct parameters, not only in its submodules."""
     return any(parameter is not None for parameter in module._parameters.values())
 
 

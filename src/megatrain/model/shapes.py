@@ -1,7 +1,7 @@
-"""What a plan has to know of a model, as plain numbers: from a live model, or from a config without any weights.
+"""Describes a model as plain numbers for the planner, from a live model or from a config alone.
 
-Only shapes, dtypes and `requires_grad` of parameters are looked at, so the parameters may be on the meta device, or
-already live in an engine's store.
+Only shapes, dtypes and `requires_grad` of parameters are read, so they may be on the meta device or in an engine's
+store.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from megatrain.model.transformers_api import config_of
 FORMULA_FAMILIES = (
     "gemma2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"
 )  # fmt: skip
-"""Families whose layers the planner's formula was made for, and held to: measured on a GPU, or counted on the CPU."""
+"""Model types for which the planner's activation formula was verified, on a GPU or by tracing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlabShape:
-    """Parameters of a block that share a dtype in the store, and whether they train."""
+    """Parameters of a block with the same stored dtype and the same `requires_grad`."""
 
     parameters: int
     numel: int
-    """`parameters`, with every one of them padded, before the slab is padded to whole pages."""
+    """Elements with every parameter padded, before the slab is padded to pages."""
     vectors: int
-    """Padded elements of those that keep FP32 moments whatever is asked for."""
+    """Padded elements of parameters whose moments are always FP32."""
     trains: bool
-    """False: frozen, it has weights and nothing else."""
+    """False: frozen, so only weights are stored."""
     itemsize: int | None
-    """Bytes per element if that is fixed (kept in FP32, or not a float at all); None: the precision of the run."""
+    """Bytes per element if fixed (kept in FP32, or not a float); None: depends on the precision of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """One block: what it weighs, and what it computes for a token."""
+    """One block: its parameters and its work per token."""
 
     name: str
     kind: str
     """"layer", "embedding", "head" or "other"."""
     slabs: tuple[SlabShape, ...]
-    """What it owns; parameters that an earlier block has too are that block's."""
+    """Its own parameters. A tied parameter belongs to the first block that has it."""
     matmul_parameters: int
-    """Parameters that take part in matrix products for one token: of the experts, those that a token is sent to."""
+    """Parameters in matrix products for one token, counting only the experts that a token is sent to."""
     expert_matmul_parameters: int
-    """Those of them that belong to routed experts, whose products are smaller and slower."""
+    """Those that belong to routed experts, whose products are smaller and slower."""
     hidden_size: int
     intermediate_size: int
-    """Width of the MLP that one token passes: of the experts, those it is sent to, and the shared ones."""
+    """MLP width for one token: the experts that it is sent to, and the shared ones."""
     experts: int
     """Routed experts; 0: dense."""
     experts_per_token: int
@@ -68,19 +68,19 @@ class BlockShape:
     kv_heads: int = 0
     head_dim: int = 0
     norms: int = 0
-    """Norms over the hidden size that are written out in FP32 (RMSNorm as transformers has it)."""
+    """Norms over the hidden size that consist of several FP32 operations (transformers' RMSNorm)."""
     fused_norms: int = 0
-    """The same as one operation (LayerNorm)."""
+    """Norms over the hidden size that are one operation (LayerNorm)."""
     head_norms: bool = False
-    """Whether queries and keys are normed too."""
+    """Whether queries and keys are normed."""
     span: int = 0
-    """Tokens that a token attends to at most (a sliding window); 0: all before it."""
+    """The largest number of tokens that a token attends to (a sliding window); 0: all previous ones."""
     attends: bool = False
-    """Whether it has attention that takes a mask, or writes scores."""
+    """Whether it has attention that takes a mask or writes scores."""
     tied: bool
-    """Whether it owns, or uses, parameters that several blocks share."""
+    """Whether it shares parameters with another block."""
     traced: TracedLayer | None = None
-    """What was counted of its activations; None: they follow the planner's formula, or have to."""
+    """Traced sizes of its activations; None: the planner's formula is used."""
 
     @property
     def parameters(self) -> int:
@@ -96,31 +96,31 @@ class BlockShape:
 
     @property
     def kv_width(self) -> int:
-        """Of keys, and of values."""
+        """The width of keys; that of values is the same."""
         return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model as a plan sees it; blocks in the order of the forward."""
+    """A model as the planner sees it. Blocks are in forward order."""
 
     name: str
     blocks: tuple[BlockShape, ...]
     vocab_size: int
     precision: str
-    """"bf16" or "fp32": what it was loaded in, or what its config says ("bf16" if it says nothing)."""
+    """"bf16" or "fp32", as loaded or as in the config (default "bf16")."""
     attention: str
-    """The attention that transformers chose: "sdpa", "eager"..."""
+    """The attention implementation of transformers: "sdpa", "eager"..."""
     logits: str = "chunked"
-    """What training has of them: "none", a "chunked" head's, or all of them "whole" (`logits_kind`)."""
+    """How training computes the logits: "none", "chunked" or "whole" (`logits_kind`)."""
     softcap: bool = False
-    """Whether they are bounded by a hyperbolic tangent."""
+    """Whether the logits are capped with a tanh."""
     fp32_logits: bool = False
-    """Whether the model turns them into FP32."""
+    """Whether the model casts the logits to FP32."""
     positions: int = 0
-    """Tokens in the longest sequence that its config names; 0: it names none."""
+    """The maximum sequence length in the config; 0: not given."""
     guessed: tuple[str, ...] = ()
-    """Classes of layers whose activations nobody has counted: the planner's formula may be wrong for them."""
+    """Layer classes without traced sizes, for which the planner's formula may be wrong."""
 
     @property
     def parameters(self) -> int:
@@ -132,12 +132,12 @@ class ModelShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Active per token, the head once: what TFLOP/s are counted with."""
+        """Parameters in matrix products for one token; TFLOP/s are computed from it."""
         return sum(block.matmul_parameters for block in self.blocks)
 
 
 def describe(source: Any) -> ModelShape:
-    """The shape of a model: a live one, a transformers config, or the name or folder of one that is on this machine."""
+    """The shape of a model, a transformers config, or a model name or directory that is available locally."""
     if isinstance(source, ModelShape):
         return source
     if isinstance(source, torch.nn.Module):
@@ -175,37 +175,37 @@ def _read(name: str) -> Any:
                 f"{name!r} needs Python code from its own repository, which a plan does not run; build the model with "
                 "trust_remote_code=True and pass it to megatrain.plan in Python."
             ) from error
-        said = str(error).strip() or type(error).__name__
+        message = str(error).strip() or type(error).__name__
         if os.path.exists(path):
-            paragraph = " ".join(said.split("\n\n")[0].split()).rstrip(".")
+            paragraph = " ".join(message.split("\n\n")[0].split()).rstrip(".")
             raise SettingsError(f"the config of {name!r} cannot be used: {paragraph}.") from error
         raise SettingsError(
             f"no config was found for {name!r}: it is neither a file nor a directory here, and as a name of a model: "
-            f"{said.splitlines()[0].rstrip('.')}; pass a directory with a config.json."
+            f"{message.splitlines()[0].rstrip('.')}; pass a directory with a config.json."
         ) from error
 
 
 def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
-    known = transformers_api.load()
-    found = layered_blocks(model, known)
-    if not found:
+    api = transformers_api.load()
+    specs = layered_blocks(model, api)
+    if not specs:
         raise NothingToStream(f"{type(model).__name__} has no repeated layers, so there is nothing to plan.")
     text = config.get_text_config() if config is not None else None
-    # What transformers chose when it built the model is not in a config that was only read; a dtype is only there.
+    # Only a built model has the attention implementation, and only the original config has the dtype.
     built = config_of(model)
     attention = None if built is None else getattr(built.get_text_config(), "_attn_implementation", None)
     skeletal = config is not None and all(parameter.device.type == "meta" for parameter in model.parameters())
     loaded = (getattr(config, "dtype", None) or torch.bfloat16) if skeletal else Dtypes(model).loaded
-    reader = _ShapeReader(model, text, found)
-    layers = [item for item in found if item.layer]
+    reader = _ShapeReader(model, text, specs)
+    layers = [item for item in specs if item.layer]
     traced = _traced(model, [item.name for item in layers])
     guessed = {
         type(item.module).__name__ for item in layers if item.name not in traced and not reader.uses_formula(item)
     }
-    logits, fp32 = transformers_api.logits_kind(model, [item.module for item in found], known.causal_loss)
+    logits, fp32 = transformers_api.logits_kind(model, [item.module for item in specs], api.causal_loss)
     return ModelShape(
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
-        blocks=tuple(reader.block(item, traced.get(item.name)) for item in found),
+        blocks=tuple(reader.block(item, traced.get(item.name)) for item in specs),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision=natural_precision(loaded),
         attention=str(attention or "sdpa"),
@@ -218,11 +218,11 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
 
 
 _trace_cache: dict[tuple[Any, ...], dict[str, TracedLayer]] = {}
-"""A class and its config → what was counted: a model is described again by each part that plans with it."""
+"""Class, config and layers → traced sizes. One model may be described several times."""
 
 
 def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, TracedLayer]:
-    """What was counted of layers that the planner's formula was not made for; nothing of other libraries' models."""
+    """Traced sizes of layers that the planner's formula does not cover; empty for models of other libraries."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -235,39 +235,39 @@ def _traced(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, TracedLa
     try:
         key = type(model), config.to_json_string(), *chosen, *layers
         if key not in _trace_cache:
-            twin = meta_model(config, type(model))
-            _trace_cache[key] = trace(twin, layers, bool(getattr(config, "is_encoder_decoder", False)))
+            on_meta = meta_model(config, type(model))
+            _trace_cache[key] = trace(on_meta, layers, bool(getattr(config, "is_encoder_decoder", False)))
     except (SettingsError, TypeError):
-        return {}  # a model that its config alone does not make, or a config that cannot be written
+        return {}  # the model cannot be built from its config, or the config cannot be serialized
     return _trace_cache[key]
 
 
 def meta_model(config: Any, cls: Any = None) -> torch.nn.Module:
-    """The model without weights: of a class, else of that which the config names, else of the one that fits it best."""
+    """Build the model on the meta device: of class `cls`, else the config's architecture, else the best auto class."""
     import transformers
 
-    # Constructors write to it.
+    # Constructors may modify it.
     config = copy.deepcopy(config)
-    asked = next(iter(getattr(config, "architectures", None) or ()), None) or ""
-    cls = cls or getattr(transformers, asked, None)
+    architecture = next(iter(getattr(config, "architectures", None) or ()), None) or ""
+    cls = cls or getattr(transformers, architecture, None)
     try:
         with torch.device("meta"):
             named = hasattr(cls, "_from_config")
             built: torch.nn.Module = cls._from_config(config) if named else _auto(config).from_config(config)
     except ImportError:
-        raise  # it names the package that is missing
+        raise  # names the missing package
     except Exception as error:
-        # Whatever a model's constructor makes of a field that is missing.
-        said = (str(error).strip().splitlines() or [""])[0]
+        # A constructor may raise anything if a field of the config is missing.
+        message = (str(error).strip().splitlines() or [""])[0]
         raise SettingsError(
-            f"transformers cannot build a model from this {type(config).__name__} ({type(error).__name__}: {said}); "
+            f"transformers cannot build a model from this {type(config).__name__} ({type(error).__name__}: {message}); "
             "complete the config, or plan with a model."
         ) from error
     return built
 
 
 def _auto(config: Any) -> Any:
-    """The kind of model that transformers has for a config which names none."""
+    """The auto class for a config that names no architecture."""
     import transformers as hf
 
     causal = (hf.AutoModelForCausalLM, hf.MODEL_FOR_CAUSAL_LM_MAPPING)
@@ -275,27 +275,27 @@ def _auto(config: Any) -> Any:
     speech = (hf.AutoModelForSpeechSeq2Seq, hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
     images = (hf.AutoModelForImageTextToText, hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     order = [pairs, speech, causal, images] if getattr(config, "is_encoder_decoder", False) else [causal, images, pairs]
-    # A causal model of such a config would be its language model alone.
+    # For these configs AutoModelForCausalLM builds only the language model.
     if getattr(config, "vision_config", None) is not None:
         order.insert(0, images)
-    # None of them: a class of its own, in the folder of the config, is found by any.
+    # For custom code in the config's directory any auto class works.
     return next((auto for auto, known in order if type(config) in known), order[0][0])
 
 
 class _ShapeReader:
     """Turns modules into block shapes."""
 
-    def __init__(self, model: Any, text: Any, found: Sequence[BlockSpec]) -> None:
+    def __init__(self, model: Any, text: Any, specs: Sequence[BlockSpec]) -> None:
         self._model, self._text = model, text
         self._dtypes = Dtypes(model)
         self._head = transformers_api.output_embedding(model)
-        used = [(item.name, {id(parameter) for _, parameter in item.parameters()}) for item in found]
+        used = [(item.name, {id(parameter) for _, parameter in item.parameters()}) for item in specs]
         self._users = Counter(parameter for _, parameters in used for parameter in parameters)
         self._owners = {parameter: name for name, parameters in reversed(used) for parameter in parameters}
-        """The first block that has a parameter."""
+        """Parameter → the first block that has it."""
 
     def uses_formula(self, item: BlockSpec) -> bool:
-        """Whether a layer is of a family that the planner's formula was made for."""
+        """Whether the planner's formula covers this layer's model type."""
         return getattr(self._config(item), "model_type", None) in FORMULA_FAMILIES
 
     def block(self, item: BlockSpec, traced: TracedLayer | None) -> BlockShape:
@@ -309,7 +309,7 @@ class _ShapeReader:
         layer: dict[str, Any] = {}
         if kind == "layer":
             layer = fields.attention(config, hidden) | fields.norms(item.module, hidden)
-            # Repeated modules that are no decoder layers (projections) have no config of their own, and no attention.
+            # Repeated modules that are not decoder layers (projections) have no config and no attention.
             layer["span"] = fields.span(config, item.name) if _nested_config(item.module) is not None else 0
             layer["attends"] = fields.attends(config, item.name, item.module)
         return BlockShape(
@@ -336,12 +336,12 @@ class _ShapeReader:
         return "embedding" if isinstance(item.module, torch.nn.Embedding) else "other"
 
     def _config(self, item: BlockSpec) -> Any:
-        """What describes a block: of a layer its own config, else that of the model around it (a vision tower's)."""
-        found, name = _nested_config(item.module) if item.layer else None, item.name
-        while found is None and name:
+        """The config that describes a block: the layer's own, else that of an enclosing model (a vision tower)."""
+        config, name = _nested_config(item.module) if item.layer else None, item.name
+        while config is None and name:
             name = name.rpartition(".")[0]
-            found = config_of(self._model.get_submodule(name))
-        return found.get_text_config() if found is not None else self._text
+            config = config_of(self._model.get_submodule(name))
+        return config.get_text_config() if config is not None else self._text
 
     def _slabs(self, owner: str, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[SlabShape, ...]:
         groups: dict[tuple[torch.dtype | None, bool], list[torch.Tensor]] = {}
@@ -364,5 +364,5 @@ class _ShapeReader:
 
 
 def _nested_config(module: torch.nn.Module) -> Any:
-    """The first config that a module or a part of it has."""
+    """The first config of a module or its submodules."""
     return next((config for part in module.modules() if (config := config_of(part)) is not None), None)

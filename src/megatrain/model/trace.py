@@ -1,7 +1,7 @@
-"""What a layer keeps and needs, counted: its operations are run on the meta device, where tensors have sizes only.
+"""Measures the activation memory of layers by running the model on the meta device, where tensors have only sizes.
 
-For layers that the planner's formula was not made for. The whole model is run, since only it knows what its layers are
-called with; of layers that are alike the first is counted, and the others give what it gave.
+Used for layers that the planner's formula does not cover. The whole model runs, because only it knows the arguments of
+its layers. Of identical layers only the first is measured; the others return its output.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatrain import generators
 
 LENGTHS = (256, 512, 768)
-"""Tokens in a sequence; multiples of the chunks that mixers cut sequences into (64 to 256)."""
+"""Sequence lengths to measure: multiples of the chunk sizes of mixers (64 to 256)."""
 SHORT_LENGTHS = (8, 16, 24)
-"""The same for layers that go through a sequence token by token, which is slow, or whose positions end before that."""
+"""Lengths for layers that loop over tokens, which is slow, or that have fewer positions."""
 MAX_VALUE_READS = 10_000
-"""In one run: a loop that waits for a value would never end."""
+"""Per run: a loop that waits for a value would never end."""
 LayerBytes = tuple[int, int, int]
-"""Of graph, work and forward, as in `TracedLayer`."""
+"""Bytes of graph, work and forward, as in `TracedLayer`."""
 MIN_QUADRATIC_SHARE = 0.05
-"""Growth with the square of the length is believed if it is this share of what the longest sequence takes (of shorter
-ones, less in proportion): scores of attention are more by then, and peaks that change places are less."""
+"""A quadratic term is accepted if it is at least this share of the size at the longest length (proportionally less for
+shorter lengths). Attention scores exceed it; a peak that moves to another operation does not."""
 
 
 @dataclass(frozen=True)
 class SizeFormula:
-    """Bytes in BF16, by tokens and by pairs of tokens of a sequence."""
+    """Bytes in BF16 as a function of tokens and of pairs of tokens in a sequence."""
 
     fixed: float
     token: float
     pair: float
 
     def at(self, tokens: int, length: int) -> float:
-        """With so many tokens, in sequences of this length."""
+        """Bytes for `tokens` tokens in sequences of `length`."""
         return self.fixed + tokens * (self.token + self.pair * length)
 
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """A layer as it was counted."""
+    """The measured sizes of a layer."""
 
     graph: SizeFormula
-    """What its graph keeps for the backward, its input included, its weights not."""
+    """What the graph keeps for the backward, including the layer's input, without weights."""
     work: SizeFormula
-    """The most that is there above this, in forward or backward, gradients of weights apart."""
+    """The peak above `graph` in forward and backward, without gradients of weights."""
     forward: SizeFormula
-    """Peak of a forward that keeps no graph."""
+    """The peak of a forward without gradients."""
 
 
 def trace(model: torch.nn.Module, layers: Iterable[str], encoder_decoder: bool) -> dict[str, TracedLayer]:
-    """Layers by name → what was counted, of those that a forward of text reaches; none if it fails.
+    """Sizes by layer name, for layers that a forward on text reaches; empty if the forward fails.
 
-    `model` is on the meta device; `encoder_decoder`: it has an encoder and a decoder.
+    `model` must be on the meta device.
     """
     model.to(torch.bfloat16).train()
-    # A model may have been given layers that its config does not have.
-    there = dict(model.named_modules())
-    named = {name: there[name] for name in layers if name in there}
+    # The user's model may have layers that its config does not describe.
+    modules = dict(model.named_modules())
+    named = {name: modules[name] for name in layers if name in modules}
     short = _runs(model, named, SHORT_LENGTHS[:2], encoder_decoder)
     if not short:
         return {}
@@ -81,7 +81,7 @@ def trace(model: torch.nn.Module, layers: Iterable[str], encoder_decoder: bool) 
     return {
         name: _traced(lengths, [sizes[name] for sizes in counted])
         for name in counted[0]
-        # Nothing is kept by a layer that the model calls without gradients, and later with them.
+        # A layer that the model calls without gradients keeps nothing, so its graph is unknown.
         if all(sizes.get(name, (0,))[0] for sizes in counted)
     }
 
@@ -89,16 +89,16 @@ def trace(model: torch.nn.Module, layers: Iterable[str], encoder_decoder: bool) 
 def _runs(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], lengths: tuple[int, ...], encoder_decoder: bool
 ) -> list[tuple[dict[str, LayerBytes], int]]:
-    """A run for each length; none if they fail."""
-    # Models that leave layers out by chance draw numbers: plans are always the same, and training draws what it would.
+    """One run per length; empty if one fails."""
+    # Layer drop draws random numbers. Seed for reproducible plans, and preserve the state for training.
     try:
         with generators.preserved(torch.device("cpu")):
-            torch.default_generator.manual_seed(0)  # not the GPU's as well
+            torch.default_generator.manual_seed(0)  # does not seed the GPU
             random.seed(0)
             numpy.random.seed(0)
             return [_run(model, layers, length, encoder_decoder) for length in lengths]
     except Exception:
-        # Whatever a model's code makes of tensors without values; the planner then has its formula.
+        # A model's code may raise anything on tensors without values. The planner then uses its formula.
         return []
 
 
@@ -106,35 +106,35 @@ def _traced(lengths: tuple[int, ...], counted: list[LayerBytes]) -> TracedLayer:
     graph, work, forward = zip(*counted, strict=True)
     share = MIN_QUADRATIC_SHARE * lengths[-1] / LENGTHS[-1]
     kept = _fit(lengths, graph, share)
-    # Of a few tokens, a peak that moved looks the same as scores: these are kept too.
+    # At short lengths a moving peak looks like attention scores, but scores are also in the graph.
     share = share if kept.pair or lengths == LENGTHS else 1.0
     return TracedLayer(kept, _fit(lengths, work, share), _fit(lengths, forward, share))
 
 
 def _fit(lengths: tuple[int, ...], sizes: Sequence[int], share: float) -> SizeFormula:
-    """Through three points that are equally far apart; above them, if they are on no such curve."""
-    apart, last = lengths[1] - lengths[0], lengths[2]
-    pair = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * apart * apart)
+    """Fit a quadratic through three equidistant points, or an upper bound if there is none with these signs."""
+    spacing, last = lengths[1] - lengths[0], lengths[2]
+    pair = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * spacing * spacing)
     if pair * last * last < share * sizes[2]:
         pair = 0.0
     one, two = (size - pair * length * length for size, length in zip(sizes[1:], lengths[1:], strict=True))
-    token = max(0.0, (two - one) / apart)
+    token = max(0.0, (two - one) / spacing)
     return SizeFormula(max(0.0, two - token * last), token, pair)
 
 
 def _run(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], length: int, encoder_decoder: bool
 ) -> tuple[dict[str, LayerBytes], int]:
-    """One forward: what was counted of each layer that is called, and how many operations that took."""
+    """Run one forward: the sizes of each layer that is called, and the number of operations measured."""
     counted: dict[Any, tuple[LayerBytes, Any, int]] = {}
-    # Layers of one class with parameters of the same shapes are alike.
+    # Layers of one class with the same parameter shapes are identical.
     kinds = {
         name: (type(layer), *((inner, parameter.shape) for inner, parameter in layer.named_parameters()))
         for name, layer in layers.items()
     }
     called: list[str] = []
 
-    def standing_in(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def measured_forward(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         kind = kinds[name]
         called.append(name)
         if kind not in counted:
@@ -143,11 +143,11 @@ def _run(
 
     try:
         for name, layer in layers.items():
-            layer.__dict__["forward"] = partial(standing_in, name, layer.forward)
+            layer.__dict__["forward"] = partial(measured_forward, name, layer.forward)
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-        more = {"decoder_input_ids": ids} if encoder_decoder else {}
+        decoder_inputs = {"decoder_input_ids": ids} if encoder_decoder else {}
         with torch.inference_mode(False), torch.enable_grad(), _FusedAttention():
-            model(input_ids=ids, use_cache=False, **more)
+            model(input_ids=ids, use_cache=False, **decoder_inputs)
     finally:
         for layer in layers.values():
             layer.__dict__.pop("forward", None)
@@ -155,47 +155,47 @@ def _run(
 
 
 def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[LayerBytes, Any, int]:
-    """What one call takes, its output, and how many operations it took."""
+    """Measure one call: its sizes, its output and the number of operations."""
     args, kwargs = tree_map(_detach, (args, kwargs))
     inputs = _tensors((args, kwargs))
     weights = list(layer.parameters())
-    theirs = {_storage(tensor) for tensor in (*inputs, *weights)}
+    inputs_and_weights = {_storage(tensor) for tensor in (*inputs, *weights)}
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    # Masks, positions and what an encoder gave are there once for all layers.
-    shared = theirs - {_storage(tensor) for tensor in wanted[:1]}
-    # Its input is there whether an operation keeps it or not.
+    # Masks, positions and encoder outputs exist once for all layers.
+    shared = inputs_and_weights - {_storage(tensor) for tensor in wanted[:1]}
+    # The input is kept whether an operation saves it or not.
     kept = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in wanted[:1]}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if _storage(tensor) not in shared:
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # with its history, a node that keeps what it made would keep itself
+        return tensor.detach()  # a node that saves its own output would form a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         graph = forward(*args, **kwargs)
-    keeps = sum(kept.values())
+    graph_bytes = sum(kept.values())
     output = tree_map(_detach, graph)
     del graph
-    with torch.no_grad(), _LiveBytes(theirs) as alone:
+    with torch.no_grad(), _LiveBytes(inputs_and_weights) as inference:
         forward(*args, **kwargs)
     trains = [weight for weight in weights if weight.requires_grad]
     try:
-        # Gradients of weights are the planner's to count: they do not grow with tokens.
+        # The planner counts gradients of weights itself.
         layer.requires_grad_(False)
-        with _LiveBytes(theirs) as live:
+        with _LiveBytes(inputs_and_weights) as live:
             result = [t for t in _tensors(forward(*args, **kwargs)) if t.requires_grad]
-            there = live.now
+            before_backward = live.now
             if result:
-                towards = [torch.empty_like(tensor) for tensor in result]
-                torch.autograd.grad(result, wanted, towards, allow_unused=True)
+                grad_outputs = [torch.empty_like(tensor) for tensor in result]
+                torch.autograd.grad(result, wanted, grad_outputs, allow_unused=True)
     finally:
         for weight in trains:
             weight.requires_grad_(True)
-    return (keeps, live.peak - there, alone.peak), output, live.operations
+    return (graph_bytes, live.peak - before_backward, inference.peak), output, live.operations
 
 
 def _detach(value: Any) -> Any:
-    """A tensor apart from the graph that it came from."""
+    """Detach a tensor from its graph, keeping `requires_grad`."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
@@ -208,11 +208,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Bytes of all tensors that came to be, as long as they are there."""
+    """Counts the bytes of all live tensors that were created inside."""
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, excluded: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = known
+        self._excluded = excluded
         self._sizes: dict[int, tuple[int, Any]] = {}
         self.now = self.peak = self.operations = 0
 
@@ -222,32 +222,32 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self._known and key not in self._sizes:
-                self._sizes[key] = storage.nbytes(), weakref.ref(storage, partial(self._gone, key))
+            if key not in self._excluded and key not in self._sizes:
+                self._sizes[key] = storage.nbytes(), weakref.ref(storage, partial(self._freed, key))
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
         return result
 
-    def _gone(self, key: int, _: Any) -> None:
+    def _freed(self, key: int, _: Any) -> None:
         self.now -= self._sizes.pop(key)[0]
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention as GPUs have it, and answers where the model asks for values: no token is padding, masks hide none."""
+    """Replaces attention with a fused kernel's sizes, and answers value checks as if there were no padding."""
 
-    _answers = 0
+    _value_reads = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.Tensor.__bool__, torch.Tensor.__contains__) and args[0].is_meta:
-            self._answers += 1
-            if self._answers > MAX_VALUE_READS:
+            self._value_reads += 1
+            if self._value_reads > MAX_VALUE_READS:
                 raise RecursionError(f"the model asked for a value {MAX_VALUE_READS:,} times")
             return func is torch.Tensor.__bool__
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))[:3]
             groups = kwargs.get("enable_gqa") and query.shape[-1] == value.shape[-1] <= 256
-            # No kernel spreads heads otherwise: scores are then written out, here too.
+            # No fused kernel supports other head layouts; PyTorch then materializes the scores.
             if query.shape[:-2] == key.shape[:-2] or groups:
                 mask = (*args, *[None] * 4)[3] if "attn_mask" not in kwargs else kwargs["attn_mask"]
                 return _AttentionNode.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
@@ -255,13 +255,13 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _AttentionNode(torch.autograd.Function):
-    """Keeps queries, keys, values, a mask, its output and a number per query; the backward sums in FP32."""
+    """Saves what a fused kernel saves: queries, keys, values, mask, output and one number per query."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        # As kernels write it: like the queries, else with heads after tokens. Another order is copied for what follows.
+        # The memory layout of a kernel's output: that of the queries, else heads after tokens.
         output = torch.empty_like(query)
         if query.shape[-1] != value.shape[-1]:
             *batch, heads, tokens, _ = query.shape

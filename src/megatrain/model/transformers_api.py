@@ -1,4 +1,4 @@
-"""The places in transformers that MegaTrain relies on, in one file: a version that lacks one is refused by name."""
+"""Everything that MegaTrain uses from transformers' internals. A version that lacks one of them is rejected by name."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ OLDEST = "5.17"
 
 @dataclass(frozen=True)
 class TransformersApi:
-    """What was found in the installed transformers."""
+    """Classes and functions of the installed transformers."""
 
     layer: type[torch.nn.Module]
     """Marks decoder layers in almost every architecture."""
     cache: type
     """Base class of key/value caches."""
     collector: Any
-    """Context variable that holds the outputs being recorded."""
+    """Context variable with the outputs that are being captured."""
     causal_loss: Any
-    """The loss of causal language models, which the chunked head stands in for."""
+    """The loss function of causal language models, which the chunked head replaces."""
 
     def active_capture(self) -> OutputCapture | None:
-        """What transformers records inside modules in this forward (`output_router_logits`, `output_attentions`...)."""
+        """The outputs that transformers captures in this forward (`output_router_logits`, `output_attentions`...)."""
         outer = self.collector.get()
         return OutputCapture(self.collector, outer) if outer else None
 
     def without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A block's arguments for training: a live cache would be written again by the recompute, silently."""
+        """Remove caches from a block's arguments: the recompute would write to them again."""
         args = tuple(None if isinstance(value, self.cache) else value for value in args)
         kwargs = {key: None if isinstance(value, self.cache) else value for key, value in kwargs.items()}
         if kwargs.get("use_cache"):
@@ -44,10 +44,10 @@ class TransformersApi:
         return args, kwargs
 
     def refuse_cache(self, training: bool, kwargs: dict[str, Any]) -> None:
-        """Decoding with a cache while gradients are on: wrong without the cache, and not recomputable with it."""
+        """Raise if a key/value cache is used while gradients are enabled: a recompute would write to it again."""
         caches: list[Any] = [value for value in kwargs.values() if isinstance(value, self.cache)]
-        given = any(cache.get_seq_length() > 0 for cache in caches)
-        if given or (kwargs.get("use_cache") and not training):
+        in_use = any(cache.get_seq_length() > 0 for cache in caches)
+        if in_use or (kwargs.get("use_cache") and not training):
             raise UnsupportedCall(
                 "a key/value cache was asked for while gradients are on, but streamed blocks are recomputed in the "
                 "backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
@@ -55,7 +55,7 @@ class TransformersApi:
 
 
 def load() -> TransformersApi:
-    """Find the hooks, or say which one is gone."""
+    """Import everything; raises `UnsupportedTransformers` for what is missing."""
     return TransformersApi(
         layer=_find("transformers.modeling_layers", "GradientCheckpointingLayer"),
         cache=_find("transformers.cache_utils", "Cache"),
@@ -79,7 +79,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def config_of(module: torch.nn.Module) -> Any:
-    """The transformers config that a module has; what others call `config` says nothing here."""
+    """The module's transformers config, or None. Other libraries' `config` attributes are ignored."""
     from transformers import PretrainedConfig
 
     config = getattr(module, "config", None)
@@ -87,13 +87,13 @@ def config_of(module: torch.nn.Module) -> Any:
 
 
 class OutputCapture:
-    """One forward's collector, as it stood when a block began."""
+    """The outputs captured in one forward, at the start of a block."""
 
     def __init__(self, collector: Any, outer: dict[str, Any]) -> None:
         self._collector = collector
         self._outer = outer
-        # Hooks look at how many entries there are (the first hidden state is special), so an inner collector must
-        # start with as many, in the forward and in the recompute alike.
+        # Transformers' hooks depend on the number of entries (the first hidden state is special), so an inner collector
+        # starts with as many, in the forward and in the recompute.
         self._before = {key: len(entries) for key, entries in outer.items() if not key.startswith("_")}
         self._options = {key: value for key, value in outer.items() if key.startswith("_")}
 
@@ -111,38 +111,37 @@ class OutputCapture:
             self._outer[key].extend(entries)
 
 
-# ---- the head: whether its loss can be taken chunk by chunk, or needs the logits whole
+# ---- the head: whether its loss can be computed in chunks
 
 
 def output_embedding(model: Any) -> Any:
-    """The module that makes logits, or None."""
+    """The module that computes the logits, or None."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def can_chunk_loss(model: Any, causal_loss: Any) -> bool:
-    """Whether a model is a causal LM whose loss is transformers' own."""
+    """Whether a model is a causal LM that uses transformers' own loss."""
     head = output_embedding(model)
     weight = getattr(head, "weight", None)
     return head is not None and weight is not None and weight.ndim == 2 and uses_causal_loss(model, head, causal_loss)
 
 
 def uses_causal_loss(module: Any, head: torch.nn.Module, causal_loss: Any) -> bool:
-    """Whether a module has transformers' causal loss for the output of this head."""
+    """Whether a module applies transformers' causal loss to the output of this head."""
     if output_embedding(module) is not head:
         return False  # before its loss is read: transformers warns of a module that names none
     loss = getattr(module, "loss_function", None)
-    # An engine's chunked head stands in for it while it is attached.
+    # While an engine is attached, its chunked head replaces the loss.
     loss = getattr(getattr(loss, "__self__", None), "model_loss", loss)
     return loss is causal_loss
 
 
 def logits_kind(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> tuple[str, bool]:
-    """What training has of a model's logits: "none", a "chunked" head's, or all of them "whole"; and whether the model
-    turns them into FP32."""
+    """How training computes the logits ("none", "chunked" or "whole"), and whether the model casts them to FP32."""
     head = output_embedding(model)
     if head is None:
         return "none", False
-    # transformers warns of configs that name no loss when one only looks which it is.
+    # Reading `loss_function` makes transformers warn about configs that name no loss.
     logger = logging.getLogger("transformers.modeling_utils")
     before, logger.disabled = logger.disabled, True
     try:
@@ -156,5 +155,5 @@ def logits_kind(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causa
         source = inspect.getsource(inspect.unwrap(type(owners[-1]).forward))
     except (OSError, TypeError):
         return "chunked", True
-    # Others (most that have an encoder and a decoder) have it and write their loss out.
+    # Some models (most encoder-decoders) have a loss function but do not call it.
     return "chunked" if "loss_function" in source else "whole", re.search(r"logits.*float", source) is not None
