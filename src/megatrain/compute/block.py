@@ -185,11 +185,11 @@ class Block:
         A recompute must see the same running statistics as the forward, and must not advance them again.
         """
         before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in self.module.named_buffers()}
-        kept: Buffers = {}
-        yield kept
+        previous: Buffers = {}
+        yield previous
         after = dict(self.module.named_buffers())
         if any(after.get(name) is not buffer or buffer._version != v for name, (buffer, v, _) in before.items()):
-            kept |= {name: copy for name, (_, _, copy) in before.items()}
+            previous |= {name: copy for name, (_, _, copy) in before.items()}
             self._buffers = self._buffers or {
                 f"{path}.{key}".lstrip("."): (_bindable(module, "_buffers"), key)
                 for path, module in self.module.named_modules()

@@ -58,22 +58,22 @@ class Adoption:
         self._dtypes = Dtypes(self.model)
 
     def adopt(
-        self, blocks: list[BlockSpec], deposit: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
+        self, specs: list[BlockSpec], deposit: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
     ) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
         undo.add(self.release)
-        self._require_ram(blocks)
+        self._require_ram(specs)
         owners: Owners = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((module, key))
-        for item in blocks:
-            self._move_to_store(item, owners, deposit)
+        for spec in specs:
+            self._move_to_store(spec, owners, add_gradient)
             # Tensors of up to 32 MiB are on the heap, which does not shrink by itself.
             self.placement.ram.trim()
-            if not item.loose:
-                self._wrap_forward(item, run, undo)
+            if not spec.loose:
+                self._wrap_forward(spec, run, undo)
         for module in self.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -111,20 +111,20 @@ class Adoption:
         values = values.to(self._original_dtypes.get((parameter.slab.index, parameter.segment), full))
         return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
-    def _require_ram(self, blocks: list[BlockSpec]) -> None:
+    def _require_ram(self, specs: list[BlockSpec]) -> None:
         """Raise before the first block is moved if RAM does not suffice: each block exists twice while it is moved."""
         seen: set[int] = set()
         extra = peak = total = resident = 0
-        for item in blocks:
+        for spec in specs:
             added = freed = 0
-            for (target, _), parameters in self._group_parameters(item, seen).items():
+            for (target, _), parameters in self._group_parameters(spec, seen).items():
                 added += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
                 for parameter in parameters.values():
                     # The low halves of FP32 originals become residuals.
                     low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
                     added += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
                     freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
-            if self.placement.homes(item.label).weight is not self.placement.ram:
+            if self.placement.homes(spec.label).weight is not self.placement.ram:
                 resident, extra = resident + added, extra - freed
                 continue
             total += added
@@ -135,26 +135,26 @@ class Adoption:
             inventory.require_vram(self.device, resident, "the weights of resident blocks")
 
     def _group_parameters(
-        self, item: BlockSpec, seen: set[int]
+        self, spec: BlockSpec, seen: set[int]
     ) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
         """A block's parameters by (stored dtype, trains). Tied parameters belong to the first block that has them."""
         groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
-        for name, parameter in item.parameters():
+        for name, parameter in spec.parameters():
             if isinstance(parameter, StoreTensor) or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            full = f"{item.name}.{name}".lstrip(".")
+            full = f"{spec.name}.{name}".lstrip(".")
             dtype = self._dtypes.stored(full, parameter, self.precision)
             groups.setdefault((dtype, parameter.requires_grad), {})[full] = parameter
         return groups
 
-    def _move_to_store(self, item: BlockSpec, owners: Owners, deposit: GradientSink) -> None:
+    def _move_to_store(self, spec: BlockSpec, owners: Owners, deposit: GradientSink) -> None:
         """Move one block's parameters into slabs: one per dtype, and separate ones for frozen parameters."""
-        for (dtype, trains), parameters in self._group_parameters(item, set()).items():
+        for (dtype, trains), parameters in self._group_parameters(spec, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             master = self.precision != "bf16-sr"
             slab = Slab(
-                len(self.slabs), item.label, layout, self.placement.homes(item.label), master=master, trains=trains
+                len(self.slabs), spec.label, layout, self.placement.homes(spec.label), master=master, trains=trains
             )
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
@@ -163,23 +163,23 @@ class Adoption:
                 if slab.split_master and parameter.dtype == torch.float32:
                     slab.saved[index] = self.saved_dtypes.get(layout.segments[index].name, torch.float32)
                 visible = as_parameter(
-                    StoreTensor.of_parameter(slab, index, "weight", self.device), parameter.requires_grad, deposit
+                    StoreTensor.of_parameter(slab, index, "weight", self.device), parameter.requires_grad, add_gradient
                 )
                 for module, key in owners[id(parameter)]:
                     module._parameters[key] = visible
 
-    def _wrap_forward(self, item: BlockSpec, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
-        parameters: dict[str, Any] = dict(item.module.named_parameters(remove_duplicate=False))
+    def _wrap_forward(self, spec: BlockSpec, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
+        parameters: dict[str, Any] = dict(spec.module.named_parameters(remove_duplicate=False))
         locations = {name: (p.slab, p.segment) for name, p in parameters.items()}
-        original = item.module.forward
-        block = Block(len(self.blocks), item.name, item.module, locations, parameters, original, layer=item.layer)
+        original = spec.module.forward
+        block = Block(len(self.blocks), spec.name, spec.module, locations, parameters, original, layer=spec.layer)
         self.blocks.append(block)
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(block, args, kwargs)
 
-        undo.patch(item.module, "forward", forward)
+        undo.patch(spec.module, "forward", forward)
 
 
 def _refuse_to_move(module: torch.nn.Module, device: torch.device) -> Callable[..., torch.nn.Module]:

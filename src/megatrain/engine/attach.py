@@ -54,10 +54,19 @@ class Attachment:
     """The parts of one engine."""
 
     def __init__(
-        self, engine: Engine, found: list[BlockSpec], saved: dict[str, torch.dtype], transformers_api: TransformersApi
+        self,
+        engine: Engine,
+        specs: list[BlockSpec],
+        saved_dtypes: dict[str, torch.dtype],
+        transformers_api: TransformersApi,
     ) -> None:
         self.model, self.device, self.settings = engine.model, engine.device, engine.settings
-        self.engine, self.found, self.saved, self.transformers_api = engine, found, saved, transformers_api
+        self.engine, self.specs, self.saved_dtypes, self.transformers_api = (
+            engine,
+            specs,
+            saved_dtypes,
+            transformers_api,
+        )
         self.closed = False
         self.on_close, self.on_release = Undo(Owner()), Undo()
         try:
@@ -111,8 +120,8 @@ class Attachment:
             if (attachment := reference()) is not None:
                 attachment.step.add_loose_gradient(slab, index, gradient)
 
-        self.adoption = Adoption(self.model, self.device, self.engine.precision, self.placement, self.saved)
-        self.adoption.adopt(self.found, add_loose_gradient, lambda *call: self.step.forward(*call), self.on_release)
+        self.adoption = Adoption(self.model, self.device, self.engine.precision, self.placement, self.saved_dtypes)
+        self.adoption.adopt(self.specs, add_loose_gradient, lambda *call: self.step.forward(*call), self.on_release)
         # Parameters outside any block are in slabs that are named after the module that owns them.
         names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
         self.placement.check(names)

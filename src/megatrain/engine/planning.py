@@ -99,13 +99,13 @@ def largest_model(
 
 def _with_defaults(options: dict[str, Any], run: Run | None = None, searched: str | None = None) -> dict[str, Any]:
     """The options, completed with the defaults of `megatrain.init`. Warns about those without effect."""
-    given = {name: value for name, value in settings_module.current().chosen().items() if value is not None}
+    defaults = {name: value for name, value in settings_module.current().chosen().items() if value is not None}
     usable = LIMITS if run is not None else (*LIMITS, *RUN_OPTIONS)
-    if unused := [name for name in given if name not in (*LIMITS, *RUN_OPTIONS, *NOT_PLAN_OPTIONS)]:
-        warn(f"{_format_options(given, unused)} of megatrain.init: a plan does not take this into account")
+    if unused := [name for name in defaults if name not in (*LIMITS, *RUN_OPTIONS, *NOT_PLAN_OPTIONS)]:
+        warn(f"{_format_options(defaults, unused)} of megatrain.init: a plan does not take this into account")
     if searched in options:
         warn(f"{_format_options(options, [searched])} has no effect: it is what is looked for")
-    return {name: given[name] for name in usable if name in given and name != searched} | options
+    return {name: defaults[name] for name in usable if name in defaults and name != searched} | options
 
 
 def _format_options(values: Mapping[str, Any], names: Iterable[str]) -> str:

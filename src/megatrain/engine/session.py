@@ -57,8 +57,8 @@ class Engine:
         self.model = model
         self.device = inventory.choose_device(self.settings.device)
         saved_dtypes = self._release_closed_engine()
-        blocks = find_blocks(model, api)
-        if all(item.loose for item in blocks):
+        specs = find_blocks(model, api)
+        if all(spec.loose for spec in specs):
             self.settings = place_one_block(self.settings, self.device, model)
         announce_unavailable(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
@@ -68,8 +68,8 @@ class Engine:
         self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
         self.counters = Counters()
         self._warned_of_window = False
-        announce_plan(self, sum(not item.loose for item in blocks))
-        Attachment(self, blocks, saved_dtypes, api)
+        announce_plan(self, sum(not spec.loose for spec in specs))
+        Attachment(self, specs, saved_dtypes, api)
 
     def _set_parts(self, parts: Attachment) -> None:
         self._attached = parts

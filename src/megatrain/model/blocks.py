@@ -55,8 +55,10 @@ def find_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> li
 def layered_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> list[BlockSpec]:
     """The blocks of a model with repeated layers; empty for other models."""
     modules = list(model.named_modules())
-    marked = _outermost([(n, m) for n, m in modules if isinstance(m, transformers_api.layer) and _has_parameters(m)])
-    layers = marked + _repeated_members(modules, torch.nn.ModuleList, marked) or _repeated_members(
+    checkpointed = _outermost(
+        [(n, m) for n, m in modules if isinstance(m, transformers_api.layer) and _has_parameters(m)]
+    )
+    layers = checkpointed + _repeated_members(modules, torch.nn.ModuleList, checkpointed) or _repeated_members(
         modules, torch.nn.Sequential, []
     )
     blocks = {id(module): BlockSpec(name, module, layer=True) for name, module in layers}

@@ -42,8 +42,8 @@ class Dtypes:
         on_meta = parameter.device.type == "meta"
         # Modules that transformers keeps in FP32 when it loads the model in BF16.
         patterns = getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()
-        kept = any(pattern in name for pattern in patterns) or (self._mixed and not on_meta)
-        return torch.float32 if kept and (on_meta or parameter.dtype == torch.float32) else None
+        keeps_fp32 = any(pattern in name for pattern in patterns) or (self._mixed and not on_meta)
+        return torch.float32 if keeps_fp32 and (on_meta or parameter.dtype == torch.float32) else None
 
     def stored(self, name: str, parameter: torch.Tensor, precision: str) -> torch.dtype:
         return self.fixed(name, parameter) or store_dtype(precision)

@@ -105,10 +105,10 @@ def _runs(
 def _traced(lengths: tuple[int, ...], counted: list[LayerBytes]) -> TracedLayer:
     graph, work, forward = zip(*counted, strict=True)
     share = MIN_QUADRATIC_SHARE * lengths[-1] / LENGTHS[-1]
-    kept = _fit(lengths, graph, share)
+    graph_size = _fit(lengths, graph, share)
     # At short lengths a moving peak looks like attention scores, but scores are also in the graph.
-    share = share if kept.pair or lengths == LENGTHS else 1.0
-    return TracedLayer(kept, _fit(lengths, work, share), _fit(lengths, forward, share))
+    share = share if graph_size.pair or lengths == LENGTHS else 1.0
+    return TracedLayer(graph_size, _fit(lengths, work, share), _fit(lengths, forward, share))
 
 
 def _fit(lengths: tuple[int, ...], sizes: Sequence[int], share: float) -> SizeFormula:
@@ -164,16 +164,16 @@ def _count(layer: torch.nn.Module, forward: Callable[..., Any], args: Any, kwarg
     # Masks, positions and encoder outputs exist once for all layers.
     shared = inputs_and_weights - {_storage(tensor) for tensor in wanted[:1]}
     # The input is kept whether an operation saves it or not.
-    kept = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in wanted[:1]}
+    saved = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in wanted[:1]}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if _storage(tensor) not in shared:
-            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # a node that saves its own output would form a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         graph = forward(*args, **kwargs)
-    graph_bytes = sum(kept.values())
+    graph_bytes = sum(saved.values())
     output = tree_map(_detach, graph)
     del graph
     with torch.no_grad(), _LiveBytes(inputs_and_weights) as inference:
