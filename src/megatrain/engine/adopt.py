@@ -58,7 +58,7 @@ class Adoption:
         self._dtypes = Dtypes(self.model)
 
     def adopt(
-        self, specs: list[BlockSpec], deposit: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
+        self, specs: list[BlockSpec], add_gradient: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
     ) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
         undo.add(self.release)
@@ -148,7 +148,7 @@ class Adoption:
             groups.setdefault((dtype, parameter.requires_grad), {})[full] = parameter
         return groups
 
-    def _move_to_store(self, spec: BlockSpec, owners: Owners, deposit: GradientSink) -> None:
+    def _move_to_store(self, spec: BlockSpec, owners: Owners, add_gradient: GradientSink) -> None:
         """Move one block's parameters into slabs: one per dtype, and separate ones for frozen parameters."""
         for (dtype, trains), parameters in self._group_parameters(spec, set()).items():
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
@@ -162,9 +162,8 @@ class Adoption:
                 slab.load(index, parameter)
                 if slab.split_master and parameter.dtype == torch.float32:
                     slab.saved[index] = self.saved_dtypes.get(layout.segments[index].name, torch.float32)
-                visible = as_parameter(
-                    StoreTensor.of_parameter(slab, index, "weight", self.device), parameter.requires_grad, add_gradient
-                )
+                weight = StoreTensor.of_parameter(slab, index, "weight", self.device)
+                visible = as_parameter(weight, parameter.requires_grad, add_gradient)
                 for module, key in owners[id(parameter)]:
                     module._parameters[key] = visible
 
@@ -227,9 +226,7 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
     return getattr(model, _ENGINE_ATTRIBUTE, None)
 
 
-def patch_model(
-    engine: Engine, transformers_api: TransformersApi, start_forward: Callable[[Any], None], undo: Undo
-) -> None:
+def patch_model(engine: Engine, api: TransformersApi, start_forward: Callable[[Any], None], undo: Undo) -> None:
     """Patch the root module: a forward pre-hook, the reference to its engine, saving and resizing."""
     model: Any = engine.model
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -239,7 +236,7 @@ def patch_model(
         start_forward((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), (args, kwargs))
         if takes_cache and torch.is_grad_enabled():
-            transformers_api.refuse_cache(module.training, kwargs)
+            api.refuse_cache(module.training, kwargs)
             kwargs["use_cache"] = False
         return args, kwargs
 

@@ -54,19 +54,10 @@ class Attachment:
     """The parts of one engine."""
 
     def __init__(
-        self,
-        engine: Engine,
-        specs: list[BlockSpec],
-        saved_dtypes: dict[str, torch.dtype],
-        transformers_api: TransformersApi,
+        self, engine: Engine, specs: list[BlockSpec], saved_dtypes: dict[str, torch.dtype], api: TransformersApi
     ) -> None:
         self.model, self.device, self.settings = engine.model, engine.device, engine.settings
-        self.engine, self.specs, self.saved_dtypes, self.transformers_api = (
-            engine,
-            specs,
-            saved_dtypes,
-            transformers_api,
-        )
+        self.engine, self.specs, self.saved_dtypes, self.transformers_api = engine, specs, saved_dtypes, api
         self.closed = False
         self.on_close, self.on_release = Undo(Owner()), Undo()
         try:

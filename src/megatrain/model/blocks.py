@@ -44,20 +44,18 @@ class BlockSpec:
         return list(self.module.named_parameters(remove_duplicate=False))
 
 
-def find_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> list[BlockSpec]:
+def find_blocks(model: torch.nn.Module, api: TransformersApi) -> list[BlockSpec]:
     """All blocks in registration order. Every parameter belongs to one of them."""
     _check_parameters(model)
-    return layered_blocks(model, transformers_api) or [
+    return layered_blocks(model, api) or [
         BlockSpec(name, module, loose=True) for name, module in model.named_modules() if _has_own_parameters(module)
     ]
 
 
-def layered_blocks(model: torch.nn.Module, transformers_api: TransformersApi) -> list[BlockSpec]:
+def layered_blocks(model: torch.nn.Module, api: TransformersApi) -> list[BlockSpec]:
     """The blocks of a model with repeated layers; empty for other models."""
     modules = list(model.named_modules())
-    checkpointed = _outermost(
-        [(n, m) for n, m in modules if isinstance(m, transformers_api.layer) and _has_parameters(m)]
-    )
+    checkpointed = _outermost([(n, m) for n, m in modules if isinstance(m, api.layer) and _has_parameters(m)])
     layers = checkpointed + _repeated_members(modules, torch.nn.ModuleList, checkpointed) or _repeated_members(
         modules, torch.nn.Sequential, []
     )
