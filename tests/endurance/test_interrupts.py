@@ -145,7 +145,7 @@ def walk(lanes: str, policy: str, interrupts: int, seed: int, said: Any) -> None
             if at is None:
                 # Updates that had started in the backward stay; nothing else may tear a step, nor this in silence.
                 assert action == "final", (action, hit)
-                assert any("a step was given up after the updates of" in message for message in said.messages)
+                assert any("a step was abandoned after the updates of" in message for message in said.messages)
                 torn += 1
                 subject.restart()
                 continue

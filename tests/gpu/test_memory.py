@@ -68,7 +68,7 @@ def test_a_trainers_step_is_done_again_with_fewer_graphs(tmp_path, deterministic
     recomputed, least = trained(tmp_path / "b", policy="recompute", plan=None)
     assert most - least > GIB // 2
     limited, _ = trained(tmp_path / "c", policy="store", most=(2 * least + most) // 3 + GIB // 4)
-    assert any("the step was taken back" in line for line in said.messages)
+    assert any("the step was undone" in line for line in said.messages)
     stored_blocks = [b for b in limited.engine.blocks if limited.engine.memory_limit.policies[b.name] == "store"]
     assert len(stored_blocks) in (5, 2), "of 11 blocks half, or half of that if it was not enough"
     assert small.losses(limited) == small.losses(stored) == small.losses(recomputed)

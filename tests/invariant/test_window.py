@@ -963,4 +963,4 @@ def test_losses_of_ones_own_do_not_depend_on_the_window(kind, precision, tmp_pat
         assert small.same(weights, other)
         looked = [1] * 4
         assert sizes == looked + ([window] * (8 // window) if kind is Once else [1] * 8)
-    assert any("pass blocks more than once" in line for line in said.messages) == (kind is not Once)
+    assert any("run blocks more than once" in line for line in said.messages) == (kind is not Once)

@@ -166,8 +166,8 @@ def test_settings_against_a_plan_are_named(said: pytest.LogCaptureFixture) -> No
     assert warned(said) == [], "they are what the plan has"
     engine_of(small.llama(), plan=plan, policy="offload", slots=3, length=9, machine="rtx4090-64gb")
     lines = warned(said)
-    assert "policy='offload', slots=3 overrides the plan: memory and time will not be as planned" in lines
-    assert "length=9, machine='rtx4090-64gb' has no effect: a plan for something else was given" in lines
+    assert "policy='offload', slots=3 overrides the plan: memory and time will differ from it" in lines
+    assert "length=9, machine='rtx4090-64gb' has no effect: the plan is for something else" in lines
     said.clear()
     engine_of(small.llama(), plan=plan, length=8, machine=mt.Machine.load(MACHINE))
     assert warned(said) == [], "this is what it was planned for"
@@ -233,13 +233,11 @@ def test_questions_are_asked_with_what_init_was_given(said: pytest.LogCaptureFix
 def test_questions_name_what_they_cannot_use(said: pytest.LogCaptureFixture) -> None:
     mt.init(offload_dir="/nowhere", resident=(), policy="store", device="cpu", plan=None)
     mt.plan(small.llama(), machine=MACHINE)
-    assert warned(said) == [
-        "offload_dir='/nowhere', policy='store', resident=() of megatrain.init: a plan does not take this into account"
-    ]
+    assert warned(said) == ["a plan ignores offload_dir='/nowhere', policy='store', resident=() of megatrain.init"]
     mt.init()
     said.clear()
     assert mt.largest_batch(small.llama(), MACHINE, batch=3) == mt.largest_batch(small.llama(), MACHINE)
-    assert warned(said) == ["batch=3 has no effect: it is what is looked for"]
+    assert warned(said) == ["batch=3 has no effect: it is what this call searches for"]
     with pytest.raises(UnknownSetting, match="unknown option policy; a plan takes batch, length"):
         mt.plan(small.llama(), machine=MACHINE, policy="store")
 
@@ -256,7 +254,7 @@ def test_a_chunk_and_a_window_that_do_not_hold_are_named(said: pytest.LogCapture
     assert warned(said) == []
     for _ in range(2):
         engine.window([task, task, task])
-    assert warned(said) == ["window=2 does not hold for engine.window(), which runs all 3 tasks together"]
+    assert warned(said) == ["window=2 has no effect on engine.window(), which runs all 3 tasks together"]
 
 
 # ---- what is for debugging stands apart

@@ -85,8 +85,9 @@ class Head:
         def compute() -> torch.Tensor:
             if versions != [slab.version for slab in self.block.slabs]:
                 raise UnsupportedCall(
-                    "these logits are computed when they are looked at, and the weights have changed since; look at "
-                    "them before optimizer.step(), or set head_chunk=0 to have them at once."
+                    "these logits are computed on first use, and the weights have changed since the forward; read them "
+                    "before "
+                    "optimizer.step(), or set head_chunk=0 to compute them in the forward."
                 )
             with ambient.autocasting(), nullcontext() if graph else torch.no_grad():
                 return materialize()
@@ -151,7 +152,7 @@ class Head:
         if not torch.isclose(expected.float(), chunked, rtol=tolerance, atol=tolerance, equal_nan=True):
             self.enabled = False
             announce(
-                f"the chunked loss ({chunked.item():.6g}) is not this model's own ({expected.item():.6g}): "
+                f"the chunked loss ({chunked.item():.6g}) differs from the model's own loss ({expected.item():.6g}): "
                 "logits are computed whole"
             )
 

@@ -149,7 +149,8 @@ class _Call:
     def restore_inputs(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         if any(offloaded.restored for offloaded in self.offloaded.values()):
             raise UnsupportedCall(
-                f"{self.block.name} was differentiated twice under policy 'offload'; use 'recompute'."
+                f"the backward of {self.block.name} ran twice, and policy 'offload' keeps its input for one; use "
+                "'recompute'."
             )
         restore = self.runtime.activations.restore
         return tuple(restore(self.offloaded[i]) if i in self.offloaded else t for i, t in enumerate(saved))
@@ -157,7 +158,10 @@ class _Call:
     def take_stored_graph(self, views: dict[int, torch.Tensor]) -> _Graph:
         graph, self.graph = self.graph, None
         if graph is None:
-            raise UnsupportedCall(f"{self.block.name} was differentiated twice under policy 'store'; use 'recompute'.")
+            raise UnsupportedCall(
+                f"the backward of {self.block.name} ran twice, and policy 'store' keeps its graph for one; use "
+                "'recompute'."
+            )
         assert graph.rebinder is not None
         graph.rebinder.views = views
         return graph
@@ -172,7 +176,7 @@ class _Call:
                     return _Graph(inputs, weights, outputs, None)
         raise UnsupportedCall(
             f"another thread drew random numbers while {self.block.name} was computed or recomputed, so its dropout "
-            "masks would be others than in the forward; let one thread train and evaluate, or use policy='store'."
+            "masks would differ from the forward's; train and evaluate in one thread, or use policy='store'."
         )
 
     def random_numbers_match(self) -> bool:
@@ -189,12 +193,12 @@ class _Call:
         if self.versions != tuple(slab.version for slab in self.block.slabs):
             raise UnsupportedCall(
                 f"the weights of {self.block.name} were changed between a forward and its backward (by a step, or by "
-                "writing to a parameter), so the gradient would be of another function; call backward() first."
+                "writing to a parameter), so the gradient would be wrong; call backward() before changing them."
             )
         if self.policy != "store" and self.block.module.training != self.training:
             raise UnsupportedCall(
                 f"{self.block.name} was switched between train() and eval() after its forward, so a recompute would "
-                "give the gradient of another function; call backward() first, or use policy='store'."
+                "give a wrong gradient; call backward() first, or use policy='store'."
             )
 
     def refuse_hidden_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -293,7 +297,7 @@ def refuse_create_graph(name: str) -> None:
     """Raise if the current backward has `create_graph=True`: only then does autograd run it with gradients enabled."""
     if torch.is_grad_enabled():
         raise UnsupportedCall(
-            f"create_graph=True was asked for in a backward through {name}, whose gradients have no graph of their "
+            f"create_graph=True was passed to a backward through {name}, whose gradients have no graph of their "
             "own, so a gradient penalty or another second derivative would be lost; leave such a term out, or train "
             "the model without an engine."
         )

@@ -138,7 +138,7 @@ class WindowThreads:
         """Raise `WindowAborted` in a thread whose window was aborted: its results must not be used."""
         thread = getattr(_thread, "current", None)
         if thread is not None and thread[0].aborted:
-            raise WindowAborted("the window of this micro-batch was given up.")
+            raise WindowAborted("the window of this micro-batch was aborted.")
 
     def live(self) -> AbstractSet[int]:
         """Micro-batches that have not finished."""

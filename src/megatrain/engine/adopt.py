@@ -296,4 +296,6 @@ def _config_with_saved_dtype(model: Any) -> Iterator[None]:
 
 
 def _refuse_resize(*_: Any, **__: Any) -> Any:
-    raise ModelMoved("the embeddings of a model that belongs to an engine cannot be resized: do it before attaching.")
+    raise ModelMoved(
+        "the embeddings of a model that belongs to an engine cannot be resized; resize them before attaching."
+    )

@@ -165,9 +165,9 @@ class MemoryLimit:
         except torch.OutOfMemoryError as error:
             wanted, free = self._missing_bytes(), inventory.free_memory(self._device)
             raise NotEnoughMemory(
-                f"the plan has {wanted / inventory.GIB:.2f} GiB more of GPU memory (moments, gradients, activations, "
-                f"workspace), but only {free / inventory.GIB:.2f} GiB are free; end what else runs on the GPU, or plan "
-                "again."
+                f"the plan needs {wanted / inventory.GIB:.2f} GiB more GPU memory (moments, gradients, activations, "
+                f"workspace), but only {free / inventory.GIB:.2f} GiB are free; stop other processes on the GPU, "
+                "or make the plan again."
             ) from error
 
     def after_step(self, steps: int, wait_for_lanes: Callable[[], None]) -> None:

@@ -95,7 +95,9 @@ def _matches(block: str, patterns: Sequence[str]) -> bool:
 def announce_unavailable(settings: Settings, device: torch.device) -> None:
     """Warn about settings that have no effect, and announce those that lose precision."""
     if settings.offload_dir is not None:
-        warn(f"offload_dir={settings.offload_dir!r} has no effect yet: there is no disk tier, all state stays in RAM")
+        warn(
+            f"offload_dir={settings.offload_dir!r} has no effect: it is not implemented yet, and all state stays in RAM"
+        )
     if device.type == "cpu" and "pin" in settings.debug.given:
         warn(f"pin={settings.debug.pin} has no effect on the CPU")
     if settings.moment_width != "fp32":
@@ -115,8 +117,8 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
     fits = device.type == "cuda" and state <= inventory.free_memory(device) // 2
     stays = fits and "resident" not in settings.given and settings.plan is None
     announce(
-        f"{type(model).__name__} has no repeated layers, so it is one block: "
-        + ("it stays on the GPU" if stays else "its weights are read where its forward uses them")
+        f"{type(model).__name__} has no repeated layers, so it trains as one block: "
+        + ("it stays on the GPU" if stays else "its weights are fetched where its forward uses them")
     )
     chosen = settings.chosen()
     for name in ("compile", "policy", "window"):

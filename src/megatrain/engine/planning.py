@@ -102,9 +102,9 @@ def _with_defaults(options: dict[str, Any], run: Run | None = None, searched: st
     defaults = {name: value for name, value in settings_module.current().chosen().items() if value is not None}
     usable = LIMITS if run is not None else (*LIMITS, *RUN_OPTIONS)
     if unused := [name for name in defaults if name not in (*LIMITS, *RUN_OPTIONS, *NOT_PLAN_OPTIONS)]:
-        warn(f"{_format_options(defaults, unused)} of megatrain.init: a plan does not take this into account")
+        warn(f"a plan ignores {_format_options(defaults, unused)} of megatrain.init")
     if searched in options:
-        warn(f"{_format_options(options, [searched])} has no effect: it is what is looked for")
+        warn(f"{_format_options(options, [searched])} has no effect: it is what this call searches for")
     return {name: defaults[name] for name in usable if name in defaults and name != searched} | options
 
 
@@ -132,13 +132,13 @@ def apply_plan(settings: Settings) -> Settings:
         raise SettingsError(f"plan must be a Plan, as megatrain.plan makes it, not {type(chosen).__name__}.")
     if chosen.on_disk:
         raise SettingsError(
-            f"the plan puts states of {len(chosen.on_disk)} blocks on disk, and the disk tier is not in this version; "
+            f"the plan puts states of {len(chosen.on_disk)} blocks on disk, but offload_dir is not implemented yet; "
             "plan without offload_dir."
         )
     _warn_unplanned(settings, chosen)
     followed = Settings(**chosen.settings()).override(**settings.chosen())
     if other := followed.differing(chosen.settings()):
-        warn(f"{_format_options(other, other)} overrides the plan: memory and time will not be as planned")
+        warn(f"{_format_options(other, other)} overrides the plan: memory and time will differ from it")
     return followed
 
 

@@ -48,7 +48,7 @@ def save(
         if fault is None:
             raise
         raise CheckpointError(
-            f"{directory} could not be saved: {fault.rstrip('.')}; what it held before is as it was."
+            f"{directory} could not be saved: {fault.rstrip('.')}; its previous content is unchanged."
         ) from error
     announce(stopwatch.report(replacement.target.name, nbytes))
 
@@ -58,9 +58,7 @@ def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: O
     if optimizer is not None:
         content = manifest.verify(path)
         if content.get("weights_only"):
-            raise CheckpointError(
-                f"{directory} holds weights only, no optimizer's state; load it without an optimizer."
-            )
+            raise CheckpointError(f"{directory} has weights but no optimizer state; load it without an optimizer.")
         fault = finite.fault(content)
         if fault is not None:
             warn(f"loading {directory}, although {fault}")

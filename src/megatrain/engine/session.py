@@ -125,7 +125,10 @@ class Engine:
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             if not params:
-                raise SettingsError("no parameter of the model requires grad, so there is nothing to optimize.")
+                raise SettingsError(
+                    "no parameter of the model requires grad, so there is nothing to optimize; set requires_grad on "
+                    "some."
+                )
         params = list(params)
         width = self.settings.moment_width
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
@@ -133,7 +136,7 @@ class Engine:
         self._placement.require_states(owned.values(), rule_named(kind), width, self._headroom.unwritten_slot_bytes())
         plan = self.settings.plan
         if plan is not None and plan.run.kind != kind:
-            warn(f"kind={kind!r}: the plan is for {plan.run.kind!r}; memory and time will not be as planned")
+            warn(f"kind={kind!r}, but the plan is for {plan.run.kind!r}: memory and time will differ from the plan")
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
         lossless = self.settings.optimizer_compression == "lossless"
         made = Optimizer(
@@ -166,7 +169,7 @@ class Engine:
             and not self._warned_of_window
         ):
             self._warned_of_window = True
-            warn(f"window={most!r} does not hold for engine.window(), which runs all {len(tasks)} tasks together")
+            warn(f"window={most!r} has no effect on engine.window(), which runs all {len(tasks)} tasks together")
         self.memory_limit.set_window_size(len(tasks))
         return self._step.window(tasks, full_step)
 
@@ -319,6 +322,6 @@ class Engine:
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, StoreTensor):
                 raise ModelMoved(
-                    f"{name} was replaced after the engine was attached, so the engine does not know it; change the "
+                    f"{name} was replaced after the engine was attached, so the engine would not train it; change the "
                     "model before attaching, or write into the parameter (`parameter.data.copy_`)."
                 )

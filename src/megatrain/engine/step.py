@@ -208,7 +208,7 @@ class Step:
         self.raise_errors()
         self._calls.mark_training_thread()
         if self._window_sums is not None:
-            raise UnsupportedCall("a window cannot be opened inside a window; give all micro-batches to one.")
+            raise UnsupportedCall("a window cannot be opened inside a window; pass all micro-batches to one.")
         seeds = torch.randint(0, 2**62, (len(tasks),), device="cpu").tolist()
         if len(tasks) > 1:
             for slab in self.slabs:
@@ -267,8 +267,9 @@ class Step:
                 slab.grad.clear()  # a later step must not apply it again
             if moved:
                 warn(
-                    f"a step failed after the updates of {len(moved)} of {len(self.slabs)} parts of the model had been "
-                    "submitted: those move, the others do not; resume from the last checkpoint"
+                    f"a step failed after updates of {len(moved)} of {len(self.slabs)} parts of the model had been "
+                    "submitted: "
+                    "these are updated and the others are not; resume from the last checkpoint"
                 )
             raise
 
@@ -332,8 +333,8 @@ class Step:
         self.raise_errors()
         if self.updates.early_started:
             raise UnsupportedCall(
-                "a checkpoint cannot be saved between final_backward() and step(): some weights are already those of "
-                "the next step; save after step()."
+                "a checkpoint cannot be saved between final_backward() and step(): some weights are already "
+                "updated; save after step()."
             )
 
     def synchronize(self) -> None:

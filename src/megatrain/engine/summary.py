@@ -35,7 +35,7 @@ def announce_plan(engine: Engine, blocks: int) -> None:
         ("compile", engine.settings.compile, plan.run.compile),
     ):
         if has != planned:
-            warn(f"the plan is for {name} {planned}, this engine has {has}: memory and time will not be as planned")
+            warn(f"the plan is for {name} {planned}, this engine has {has}: memory and time will differ from it")
 
 
 def announce_attached(engine: Engine, kind: str) -> None:

@@ -84,7 +84,7 @@ class Disk:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        require(self.path != "" and "\0" not in self.path, "path", "must be that of a directory")
+        require(self.path != "" and "\0" not in self.path, "path", "must be the path of a directory")
         for name in ("read", "write"):
             require(getattr(self, name) > 0, name, "must be above 0")
 
@@ -197,13 +197,13 @@ def _check_types(described: Disk | Machine) -> None:
     for field in dataclasses.fields(described):
         value = getattr(described, field.name)
         if field.type == "str":
-            require(isinstance(value, str), field.name, "must be a text")
+            require(isinstance(value, str), field.name, "must be a string")
         elif field.type == "str | None":
-            require(value is None or (isinstance(value, str) and value != ""), field.name, "must be a text or null")
+            require(value is None or (isinstance(value, str) and value != ""), field.name, "must be a string or null")
         elif field.type == "int":
-            require(is_count(value), field.name, "must be a whole number, not negative")
+            require(is_count(value), field.name, "must be a non-negative integer")
         elif field.type == "float":
-            require(is_rate(value), field.name, "must be a finite number, not negative")
+            require(is_rate(value), field.name, "must be a finite, non-negative number")
         elif field.type == "dict[str, float]":
             good = isinstance(value, dict) and all(is_rate(rate) and rate > 0 for rate in value.values())
             require(good, field.name, "must map names to finite numbers above 0")

@@ -178,8 +178,8 @@ def _measure_disk(folder: Path, seconds: float) -> Disk:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughMemory(
-                f"offload_dir {folder} took less than {nbytes >> 20} MiB ({error.strerror}), though {free >> 20} MiB "
-                "looked free; free some space, raise the quota, or use another directory."
+                f"offload_dir {folder} could not hold {nbytes >> 20} MiB ({error.strerror}), though it reported "
+                f"{free >> 20} MiB free; free some space, raise the quota, or use another directory."
             ) from error
         raise SettingsError(
             f"offload_dir {folder} cannot be written to or read from ({error.strerror}); use another directory."
@@ -245,9 +245,12 @@ def _known(file: Path, facts: dict[str, Any]) -> _Known:
 
 def _keep(file: Path | None, facts: dict[str, Any], machine: Machine, disks: dict[str, Disk]) -> None:
     """A cache that cannot be written costs a few seconds next time, no more."""
-    again = "they are made again next time"
+    again = "they will be repeated next time"
     if file is None:
-        announce(f"the measurements are not kept, as there is no home directory: {again}; XDG_CACHE_HOME names a place")
+        announce(
+            f"the measurements are not kept, since there is no home directory: {again}; set XDG_CACHE_HOME to avoid "
+            "this"
+        )
         return
     try:
         files.make_directory(file.parent)

@@ -69,11 +69,11 @@ class RamMonitor:
         if left < critical:
             raise OutOfRam(
                 f"{self._account(left)}; stopped before the system would have killed the process. Weights and "
-                f"optimizer states are whole: save them, then {_ADVICE}."
+                f"optimizer states are intact: save them, then {_ADVICE}."
             )
         if not self._said:
             self._said = True
-            warn(f"{self._account(left)}; if it goes on falling the run stops: {_ADVICE}")
+            warn(f"{self._account(left)}; if less is left, the run will stop: {_ADVICE}")
 
     def require(self, nbytes: int, block: int, what: str) -> None:
         """Raise `OutOfRam` if so many bytes, which are wanted now, would leave too little.
@@ -84,8 +84,9 @@ class RamMonitor:
         wanted = nbytes + self._least
         if self._look() < wanted and (left := self._look_after_trimming()) < wanted:
             raise OutOfRam(
-                f"{self._account(left)}, and {what} takes about {nbytes / GIB:.2f}; stopped before it began. Weights "
-                f"and optimizer states are whole: save them, then {_ADVICE}, or use fewer tokens at a time."
+                f"{self._account(left)}, and {what} takes about {nbytes / GIB:.2f}; stopped before starting it. "
+                "Weights "
+                f"and optimizer states are intact: save them, then {_ADVICE}, or use fewer tokens at a time."
             )
 
     def after_step(self) -> None:

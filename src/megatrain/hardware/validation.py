@@ -32,7 +32,7 @@ class Frozen(dict[str, V]):
         return Frozen, (dict(self),)
 
     def _refuse(self, *_: Any, **__: Any) -> Never:
-        raise TypeError("this mapping is part of something frozen; make a changed copy with dict() and replace().")
+        raise TypeError("this mapping is frozen; change a copy made with dict(), and pass it to dataclasses.replace().")
 
     __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
 

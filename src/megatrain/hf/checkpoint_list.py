@@ -39,7 +39,7 @@ def require_resumable(path: Path) -> None:
         what = "is a file, not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"Can't find a valid checkpoint at {path}: it {what}.")
     if (fault := finite.fault(_verified(path))) is not None:
-        warn(f"resuming from {path} since it was named, but {fault}")
+        warn(f"resuming from {path} as requested, although {fault}")
 
 
 def last_complete(output_dir: str) -> str:
@@ -55,9 +55,7 @@ def last_complete(output_dir: str) -> str:
         path = newest.pop().path
         try:
             if (fault := finite.fault(_verified(path))) is not None:
-                raise CheckpointError(
-                    f"{fault}; to use it all the same, name it: resume_from_checkpoint={str(path)!r}."
-                )
+                raise CheckpointError(f"{fault}; to use it anyway, pass resume_from_checkpoint={str(path)!r}.")
         except (CheckpointError, OSError) as reason:
             warn(f"{path.name} was skipped: {reason}")
         else:
@@ -86,10 +84,10 @@ def _verified(path: Path) -> dict[str, object]:
         raise CheckpointError(f"Can't find a valid checkpoint at {path}: {holds}.")
     raise CheckpointError(
         (
-            f"{path} was saved with save_only_model=True: it holds weights only, no optimizer's state to resume with. "
+            f"{path} was saved with save_only_model=True: it has weights but no optimizer state to resume from. "
             if complete
-            else f"{path} holds weights, but neither {STATE_FILE} nor an optimizer's state: it is a saved model, or a "
-            "checkpoint that was not written to its end. "
+            else f"{path} has weights, but neither {STATE_FILE} nor an optimizer state: it is a saved model, or an "
+            "incomplete checkpoint. "
         )
         + "To start from its weights, load the model from it and train without resume_from_checkpoint."
     )
@@ -130,10 +128,13 @@ def rotate(run_dir: str, limit: int | None, keep: Collection[str | None]) -> Non
             try:
                 files.remove_tree(old.path)
             except OSError as error:
-                warn(f"{old.path} could not be deleted ({error.strerror}); save_total_limit asks for it")
+                warn(
+                    f"{old.path} could not be deleted ({error.strerror}), as save_total_limit requires; delete it by "
+                    "hand"
+                )
             else:
                 if old.sequence is None:
-                    announce(f"{old.path}, which a stock Trainer wrote, was deleted: save_total_limit asks for it")
+                    announce(f"{old.path}, which a stock Trainer wrote, was deleted, as save_total_limit requires")
 
 
 def _written_by_stock(path: Path) -> bool:

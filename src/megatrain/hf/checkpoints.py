@@ -133,7 +133,7 @@ class Checkpoints(Optimizing):
             self._go_on_after(failure)
         except EvaluationCut:
             self.control.should_evaluate = False
-            warn("SIGTERM: the evaluation was left")
+            warn("SIGTERM: the evaluation was stopped early")
         except OutOfRam:
             self._save_if_ending(model, trial)
             raise
@@ -188,8 +188,8 @@ class Checkpoints(Optimizing):
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(
-                f"the run has ended after step {self.state.global_step}, but its last checkpoint is missing: "
-                f"{failure[1]} The trained weights are in memory: make room, then call save_model()."
+                f"the run ended after step {self.state.global_step}, but its last checkpoint could not be saved: "
+                f"{failure[1]} The trained weights are in memory: free some disk space, then call save_model()."
             )
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ class Checkpoints(Optimizing):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if not os.path.isdir(best):
-            warn(f"the best model was in {best}, which is gone: the model stays as the last step left it")
+            warn(f"the best model was in {best}, which no longer exists: the model keeps the weights of the last step")
             return
         weights.load_model(self.model, best)
 

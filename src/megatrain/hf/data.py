@@ -176,7 +176,7 @@ class RowEncoder:
         has_text = any(isinstance(value, str) for value in row.values())
         if kind is None and (has_text or not held) and not inputs - {"labels", "attention_mask"}:
             found = ", ".join(f"`{name}`" for name in row) or "none"
-            raise DataError(f"row {index} has no usable column: found {found}; understood are {UNDERSTOOD}.")
+            raise DataError(f"row {index} has no usable column: found {found}; MegaTrain reads {UNDERSTOOD}.")
         return kind
 
     def __call__(self, index: int, row: Any) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class RowEncoder:
             return self._checked(index, row)
         if kind is None:
             if row.get("input_ids") is not None:
-                raise DataError(f"row {index} has inputs that are not one number per token: pass a data_collator.")
+                raise DataError(f"row {index} has inputs that are not one number per token; pass a data_collator.")
             return dict(row)
         tokenizer, value = self.need_tokenizer(kind), row[kind]
         if kind == "prompt":
@@ -232,14 +232,18 @@ class RowEncoder:
         if not isinstance(messages, list):
             raise DataError(f"row {index}: messages must be a list of dicts, not a {type(messages).__name__}.")
         if not self.tokenizer.chat_template:
-            raise DataError(f"row {index} holds messages and the tokenizer no chat template: set one on it.")
+            raise DataError(
+                f"row {index} has messages, but the tokenizer has no chat template; set tokenizer.chat_template."
+            )
         return list(self.tokenizer.apply_chat_template(messages, return_dict=False, **options))
 
     def _checked(self, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
         columns = columns_of(f"row {index}", row)
         length, size = len(columns["input_ids"]), self.vocab_size
         if self.max_positions is not None and length > self.max_positions:
-            raise DataError(f"row {index} has {length} tokens; the model takes at most {self.max_positions}.")
+            raise DataError(
+                f"row {index} has {length} tokens, but the model takes at most {self.max_positions}; shorten it."
+            )
         labels = columns.get("labels", columns["input_ids"])
         for ids in (columns["input_ids"], labels[labels != IGNORED]):
             low, high = (int(x) for x in torch.aminmax(ids)) if len(ids) else (0, 0)
@@ -317,7 +321,7 @@ def columns_of(where: str, row: Mapping[str, Any]) -> dict[str, Tensor]:
         raise DataError(f"{where}: `input_ids` must be one flat list of integers.")
     for name in PER_TOKEN:
         if row.get(name) is not None and length_of(row[name]) != length:
-            raise DataError(f"{where}: `{name}` does not have one number for each of its {length} tokens.")
+            raise DataError(f"{where}: `{name}` does not have one number for each of the {length} tokens.")
     return {name: _tensor(value) for name, value in row.items() if length_of(value) == length}
 
 

@@ -52,8 +52,8 @@ class LabelCount(TrainerCallback):
     def _say(self, rows: str) -> None:
         self._said = self._without
         warn(
-            f"{self._without} of {rows} rows have no label to train on (every one is {IGNORED}, or there is one token "
-            "only): they add nothing to the loss; shorten prompts, or leave such rows out"
+            f"{self._without} of {rows} rows have no label to train on (all labels are {IGNORED}, or there is only one "
+            "token): they add nothing to the loss; shorten prompts, or leave such rows out"
         )
 
     def _look_further(self) -> None:
@@ -91,7 +91,7 @@ class LabelCount(TrainerCallback):
 
 def _nothing(looked: int) -> DataError:
     return DataError(
-        f"none of the {looked} rows that were looked at has a label to train on: every one is {IGNORED}, or there is "
-        "one token only. Check the labels that the dataset or the collator makes; if prompts fill the rows, shorten "
+        f"none of the first {looked} rows has a label to train on: all labels are {IGNORED}, or there is only one "
+        "token. Check the labels that the dataset or the collator makes; if prompts fill the rows, shorten "
         "them."
     )

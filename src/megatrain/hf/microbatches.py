@@ -88,7 +88,7 @@ class MicroBatches(Optimizing):
         reason = self._subclass.why_in_turn
         if reason is not None and not self._said_in_order:
             announce(
-                f"micro-batches run one after the other, so weights travel for each of them: {reason}, which may "
+                f"micro-batches run one after the other, so weights are fetched for each of them: {reason}, which may "
                 f"depend on earlier micro-batches; if it does not, set {DECLARATION} = True in the Trainer's class"
             )
             self._said_in_order = True
@@ -120,8 +120,9 @@ class MicroBatches(Optimizing):
                 losses += self.engine.window(tasks[len(losses) : done], full_step=size == len(tasks))
         if in_order and self.engine.revisits and not self._looked:
             announce(
-                "micro-batches pass blocks more than once (two forwards or backwards in one training step): "
-                "they run one after the other, so that gradients are added in order"
+                "training steps run blocks more than once (two forwards or backwards), so micro-batches run one after "
+                "the "
+                "other and gradients are added in order"
             )
         self._looked = True
         return losses

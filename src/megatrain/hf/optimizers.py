@@ -82,7 +82,7 @@ class Optimizing(Part):
             found = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             return of_class(found, self.args.weight_decay, "get_optimizer_cls_and_kwargs")
         if self._optim not in NAMES:
-            raise SettingsError(f"optim={self._optim!r} is not supported; these are: {', '.join(NAMES)}.")
+            raise SettingsError(f"optim={self._optim!r} is not supported; use one of {', '.join(NAMES)}.")
         kind, width = NAMES[self._optim]
         try:
             given = _parse_optim_args(self.args.optim_args)
@@ -126,7 +126,7 @@ class Optimizing(Part):
         # Whoever made it: a subclass may have one of torch's in `create_optimizer`.
         own = self._own_optimizer()
         if own is not self._from_arguments and own.max_grad_norm is None and self.args.max_grad_norm:
-            announce(f"max_grad_norm={self.args.max_grad_norm:g} of TrainingArguments applies to the optimizer given")
+            announce(f"max_grad_norm={self.args.max_grad_norm:g} of TrainingArguments applies to the given optimizer")
         return prepared
 
     def _own_optimizer(self) -> Optimizer:

@@ -80,8 +80,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
             with suppress(NotEnoughMemory):
                 return known(head_chunk=0)
             announce(
-                "if this Trainer's loss looks at logits, they are computed whole and do not fit: the plan is for one "
-                "that does not"
+                "the plan assumes that this Trainer's loss does not read logits: computed whole, they would not fit"
             )
         return known(head_chunk=0 if whole else settings.head_chunk)
     except NotEnoughMemory as refusal:
@@ -103,8 +102,8 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
         if length is not None:
             return size, length, may_pad
         announce(
-            "nothing is planned: the dataset is a stream, so its lengths are not known; megatrain.init(length=...) "
-            "says how long sequences are at the most"
+            "no plan is made: the dataset is a stream, so its lengths are unknown; set the longest with "
+            "megatrain.init(length=...)"
         )
         return None
     try:
@@ -113,14 +112,14 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
     except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
         if length is not None:
             return size, length, may_pad
-        announce(f"nothing is planned: no batch could be made of the dataset to look at ({error!r:.200})")
+        announce(f"no plan is made: the first batch of the dataset could not be built ({error!r:.200})")
         return None
     if length is not None:
         # Collators may make one row of all.
         joined = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] < size
         return (ids.shape[0], size * length // ids.shape[0], padded) if joined else (size, length, padded)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        announce("nothing is planned: batches of this dataset have no `input_ids` of rows and columns")
+        announce("no plan is made: batches of this dataset have no two-dimensional `input_ids`")
         return None
     return ids.shape[0], ids.shape[1], padded
 

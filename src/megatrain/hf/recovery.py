@@ -59,8 +59,8 @@ def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callabl
     drawn.restore()
     _free(engine)
     warn(
-        f"{said}: the step was taken back and is done again with less kept on the GPU, which changes no bit of "
-        "the result but takes longer; use fewer tokens at a time if this goes on"
+        f"{said}: the step was undone and is repeated with less kept on the GPU, which is slower and gives the "
+        "same bits; use fewer tokens per micro-batch if this continues"
     )
     with engine.memory_limit.with_less_memory():
         return work(), True
@@ -77,7 +77,7 @@ def grad_norm_with_retry(engine: Engine) -> float:
         engine.quiesce()
         said = str(error).split(". ")[0]
     _free(engine)
-    warn(f"{said}: the norm of the gradients is taken once more, after memory that was kept for later was given back")
+    warn(f"{said}: the gradient norm is computed again, after cached memory was freed")
     engine.memory_limit.apply(False)
     try:
         return engine.grad_norm()
@@ -127,11 +127,11 @@ class RamStop(TrainerCallback):
             return
         if self.sealed is None:
             raise OutOfRam(
-                f"{reason}, so the run was ended; nothing was saved that can be resumed, since this Trainer saves in a "
-                "way of its own. Weights and optimizer states are whole: save them, then free memory."
+                f"{reason}, so the run was stopped; no checkpoint was saved, since this Trainer overrides saving. "
+                "Weights and optimizer states are intact: save them, then free memory."
             )
         step, folder = self.sealed
         raise OutOfRam(
-            f"{reason}, so the run was ended after step {step} and saved in {folder}; free memory, then "
+            f"{reason}, so the run was stopped after step {step} and saved in {folder}; free memory, then "
             f"train(resume_from_checkpoint={folder!r})."
         )

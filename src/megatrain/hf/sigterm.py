@@ -79,7 +79,7 @@ class Termination(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.requested:
-            warn(f"SIGTERM: saving a checkpoint after step {state.global_step}, then the run ends")
+            warn(f"SIGTERM: saving a checkpoint after step {state.global_step}, then the run stops")
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 

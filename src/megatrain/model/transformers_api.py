@@ -49,7 +49,8 @@ class TransformersApi:
         in_use = any(cache.get_seq_length() > 0 for cache in caches)
         if in_use or (kwargs.get("use_cache") and not training):
             raise UnsupportedCall(
-                "a key/value cache was asked for while gradients are on, but streamed blocks are recomputed in the "
+                "a key/value cache was requested while gradients are enabled, but streamed blocks are recomputed in "
+                "the "
                 "backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
             )
 

@@ -130,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _finished(self) -> Outcome:
         if self._outcome is None:
-            raise SettingsError("no step has been taken yet.")
+            raise SettingsError("no step has been taken yet; call step() first.")
         self._outcome.ticket.wait()
         return self._outcome
 
@@ -197,11 +197,13 @@ class Optimizer(torch.optim.Optimizer):
             for name, harmless in UNSUPPORTED_OPTIONS.items():
                 if group.get(name, harmless) != harmless:
                     raise CheckpointError(
-                        f"the optimizer state was written with {name}={group[name]!r}, which {self.kind} has not."
+                        f"the optimizer state was written with {name}={group[name]!r}, an option that "
+                        f"{self.kind} does not have; use the optimizer that it was saved from."
                     )
             if missing := sorted(set(self.rule.defaults) - set(group)):
                 raise CheckpointError(
-                    f"the optimizer state has no {missing[0]} in its groups: it is not of {self.kind}."
+                    f"the optimizer state has no {missing[0]} in its groups, so {self.kind} did not save it; "
+                    "use the optimizer that it was saved from."
                 )
             _rule_of(self.rule, group, f"parameter group {number} of the stored state")
 
@@ -211,10 +213,14 @@ class Optimizer(torch.optim.Optimizer):
         if unknown := sorted(roles - set(self.rule.moments)):
             raise CheckpointError(
                 f"the state of parameter {number} has {unknown[0]}, which {self.kind} does not keep (it keeps "
-                f"{', '.join(self.rule.moments)}): this state is of another optimizer."
+                f"{', '.join(self.rule.moments)}); use the optimizer that it was saved from."
             )
         if roles and (missing := sorted(set(self.rule.moments) - roles)):
-            raise CheckpointError(f"the state of parameter {number} has no {missing[0]}, which {self.kind} needs.")
+            raise CheckpointError(
+                f"the state of parameter {number} has no {missing[0]}, which {self.kind} needs; use the optimizer that "
+                "it "
+                "was saved from."
+            )
 
     def __repr__(self) -> str:
         return f"megatrain.{super().__repr__()}"
@@ -251,8 +257,8 @@ def _rule_of(rule: type[Rule], group: Mapping[str, Any], where: str) -> Rule:
             wanted = "in [0, 1)" if betas else "finite and not negative"
         if wanted:
             raise SettingsError(
-                f"{where} has {name}={value!r}, which must be {wanted}; no update was started with it. Check what sets "
-                "it (a scheduler, a callback, a loaded state), then write a valid value into the group."
+                f"{where} has {name}={value!r}, which must be {wanted}; no update used it. Check what sets it "
+                "(a scheduler, a callback, a loaded state), then write a valid value into the group."
             )
         values[name] = tuple(floats) if betas else floats[0]
     found = rule.of(values)
@@ -278,4 +284,4 @@ def _float(value: Any) -> float | None:
 
 def _check_norm(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None and (_float(max_grad_norm) is None or not float(max_grad_norm) > 0.0):
-        raise SettingsError(f"max_grad_norm must be positive or None, and is {max_grad_norm!r}.")
+        raise SettingsError(f"max_grad_norm must be positive or None, not {max_grad_norm!r}.")

@@ -130,7 +130,7 @@ class Updates:
         if gradient.index in self._early.started:
             raise UnsupportedCall(
                 f"{gradient.name} got another gradient after its update had started: inside `final_backward()` the "
-                "backward must be the last of the step, and pass every block as often as the forward did."
+                "backward must be the last of the step, and run every block as often as the forward did."
             )
 
     def abandon(self) -> None:
@@ -142,8 +142,8 @@ class Updates:
                     # Used up: a later step must not apply it again.
                     slab.grad.clear()
             warn(
-                f"a step was given up after the updates of {len(early.started)} of {len(self.slabs)} parts of the "
-                f"model had started ({_listed(early.started.values())}): those have moved, the others have not"
+                f"a step was abandoned after the updates of {len(early.started)} of {len(self.slabs)} parts of the "
+                f"model had started ({_listed(early.started.values())}): these are updated, the others are not"
             )
 
     # ---- a step
@@ -219,7 +219,7 @@ class Updates:
             count, self._skipped_in_a_row = self._skipped_in_a_row, 0
             raise NonFiniteGradients(
                 f"{count} steps in a row had a non-finite gradient norm (the last was {self._last.norm}); every one "
-                "was skipped and weights are as they were before them: lower the learning rate, check the data, or "
+                "was skipped and the weights are unchanged: lower the learning rate, check the data, or "
                 "resume from a checkpoint."
             )
 
@@ -300,14 +300,14 @@ class Updates:
         if early.updated:
             self._partial_step = NonFiniteGradients(
                 f"the gradient norm is {outcome.norm}, found after {len(early.updated)} parts of the model had been "
-                f"updated in the backward ({_listed(early.updated)}); the rest was left as it was. Resume from the "
+                f"updated in the backward ({_listed(early.updated)}); the others are unchanged. Resume from the "
                 "last checkpoint; with max_grad_norm set, such a step is skipped as a whole."
             )
             return
         warn(
-            f"the gradient norm is {outcome.norm}: step skipped, nothing was changed "
-            f"({self.counters.skipped_steps} skipped so far, {self._skipped_in_a_row} in a row, {MAX_SKIPPED_IN_A_ROW} "
-            "stop the run)"
+            f"the gradient norm is {outcome.norm}: the step was skipped and nothing changed "
+            f"({self.counters.skipped_steps} skipped so far, {self._skipped_in_a_row} in a row; the run stops at "
+            f"{MAX_SKIPPED_IN_A_ROW})"
         )
 
 

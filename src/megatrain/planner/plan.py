@@ -130,7 +130,7 @@ class Plan:
         data = read_object(text, "the plan")
         format = data.pop("format", None) if isinstance(data, dict) else None
         if format not in (1, FORMAT):
-            raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again.")
+            raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again with megatrain.plan.")
         data = _with_current_lanes(_from_format1(data) if format == 1 else data)
         try:
             values = dict(fields_of(cls, data, "it"))
@@ -269,20 +269,20 @@ def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
 def _check(plan: Plan) -> None:
     """Raise `SettingsError` unless every field has a value that the planner could have produced."""
     for name in ("model", "machine"):
-        require(isinstance(getattr(plan, name), str), name, "must be a text")
+        require(isinstance(getattr(plan, name), str), name, "must be a string")
     for name in ("parameters", "matmul_parameters"):
-        require(is_count(getattr(plan, name)), name, "must be a whole number, not negative")
+        require(is_count(getattr(plan, name)), name, "must be a non-negative integer")
     for name in ("blocks", "slots", "grad_slots", "threads"):
-        require(is_count(getattr(plan, name), 1), name, "must be a whole number of at least 1")
+        require(is_count(getattr(plan, name), 1), name, "must be an integer of at least 1")
     good = isinstance(plan.windows, tuple) and all(is_count(size, 1) for size in plan.windows)
-    require(good and len(plan.windows) > 0, "windows", "must be whole numbers of at least 1")
+    require(good and len(plan.windows) > 0, "windows", "must be integers of at least 1")
     for name in (*BLOCK_LISTS, "lossy", "notes"):
         value = getattr(plan, name)
-        require(isinstance(value, tuple) and all(isinstance(text, str) for text in value), name, "must be texts")
+        require(isinstance(value, tuple) and all(isinstance(text, str) for text in value), name, "must be strings")
     for name in BLOCK_LISTS:
         placed = getattr(plan, name)
         unique = len(set(placed)) == len(placed) <= plan.blocks
-        require(unique, name, f"must name each of {plan.blocks} blocks once at the most")
+        require(unique, name, f"must name each of {plan.blocks} blocks at most once")
         require(name == "resident" or not set(placed) & set(plan.resident), name, "must not name a resident block")
     policy, run, step = plan.policy, plan.run, plan.step
     good = isinstance(policy, dict) and "*" in policy and all(chosen in POLICIES for chosen in policy.values())
@@ -292,8 +292,8 @@ def _check(plan: Plan) -> None:
     require(_maps(plan.capacity, TIERS, is_count), "capacity", f"must have bytes of {', '.join(TIERS)}")
     require(isinstance(run, Run), "run", "must be a Run")
     for name in ("micro_batch", "length", "accumulation", "evaluation"):
-        require(is_count(getattr(run, name)), f"run.{name}", "must be a whole number, not negative")
-    require(run.attention is None or isinstance(run.attention, str), "run.attention", "must be a text or null")
+        require(is_count(getattr(run, name)), f"run.{name}", "must be a non-negative integer")
+    require(run.attention is None or isinstance(run.attention, str), "run.attention", "must be a string or null")
     require(sum(plan.windows) == run.accumulation, "windows", "must have every micro-batch of a step once")
     require(isinstance(step, StepEstimate), "step", "must be a StepEstimate")
     require(is_rate(step.seconds) and step.seconds > 0, "step.seconds", "must be a finite number above 0")

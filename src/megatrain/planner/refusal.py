@@ -67,12 +67,12 @@ def refusal(search: Search) -> Refusal:
     short, has = missing / GIB, search.capacity[tier] / GIB
     suggestions = tuple(itertools.islice(_suggestions(search, tier), MAX_SUGGESTIONS))
     others = (search.changed(available=None).capacity[tier] - search.capacity[tier]) / GIB
-    in_use = f" ({others:.1f} less than it could: something else is using it)" if others > 0.05 else ""
+    in_use = f" ({others:.1f} more are used by something else)" if others > 0.05 else ""
     enough = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
     message = (
         f"{search.shape.name} ({format_parameters(search.shape.parameters)} parameters) does not fit on "
         f"{search.machine.name}: "
-        f"of {tier} it needs at least {has + short:.1f} GiB and may take {has:.1f}{in_use}, short by "
+        f"it needs at least {has + short:.1f} GiB of {tier} and may use {has:.1f}{in_use}, short by "
         f"{short:.1f} GiB; {enough if suggestions else _larger_machine(search)}."
     )
     return Refusal(message, tier, short, suggestions)
@@ -88,13 +88,13 @@ def _larger_machine(search: Search) -> str:
             f"{_round_up((need - had[tier]) / GIB)} GiB more of {tier}"
             for tier, need in _grow_until_it_fits(beside).items()
         ]
-        return f"no setting makes it fit beside what else is running: {' and '.join(more)} must be free"
+        return f"no setting makes it fit while other programs use the machine: {' and '.join(more)} must be free"
     # A plan may take its share of a machine's memory, and all free space of a disk.
     shares = {"vram": USABLE_SHARE, "ram": USABLE_SHARE, "disk": 1}
     needed = [
         f"{_round_up(need / shares[tier] / GIB)} GiB of {tier}" for tier, need in _grow_until_it_fits(alone).items()
     ]
-    return f"no setting makes it fit: it takes a machine with {' and '.join(needed)}"
+    return f"no setting makes it fit: it needs a machine with {' and '.join(needed)}"
 
 
 def _grow_until_it_fits(search: Search) -> dict[str, int]:

@@ -113,7 +113,7 @@ def test_what_the_user_allows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_gpu_that_is_full_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch, free=GIB)
     memory_limit, _ = memory_limit_of()
-    with pytest.raises(NotEnoughMemory, match=r"but only 1\.00 GiB are free; end what else"):
+    with pytest.raises(NotEnoughMemory, match=r"but only 1\.00 GiB are free; stop other processes"):
         memory_limit.reserve(allocator.quiet)
     memory_limit.after_step(WARMUP_STEPS, allocator.quiet)
 

@@ -81,7 +81,7 @@ def test_a_plan_does_not_change_bits() -> None:
 def test_what_cannot_be_followed_is_refused() -> None:
     with pytest.raises(SettingsError, match="plan must be a Plan"):
         engine_of(small.llama(), plan={"resident": ()})
-    with pytest.raises(SettingsError, match="disk tier is not in this version"):
+    with pytest.raises(SettingsError, match="offload_dir is not implemented yet"):
         engine_of(small.llama(), plan=dataclasses.replace(planned(), resident=(), on_disk=("model.layers.0",)))
 
 

@@ -48,7 +48,7 @@ def test_low_is_said_once_until_it_is_high_again(said: pytest.LogCaptureFixture)
 
 def test_critical_is_an_error_unless_trimming_helps() -> None:
     left = [GIB // 8]
-    with pytest.raises(OutOfRam, match=r"0\.12 GiB are left of 100\.0.*Weights and optimizer states are whole"):
+    with pytest.raises(OutOfRam, match=r"0\.12 GiB are left of 100\.0.*Weights and optimizer states are intact"):
         made(left).check()
     looking = RamMonitor(
         held=lambda: 0, trim=lambda: left.__setitem__(0, 50 * GIB), left=lambda: left[0], limit=100 * GIB
@@ -98,7 +98,7 @@ def test_a_batch_that_will_not_fit_is_refused_before_it_begins() -> None:
     looking = made(left, trimmed=trimmed)
     looking.require(GIB // 2, GIB // 8, "a batch")
     assert not trimmed
-    with pytest.raises(OutOfRam, match=r"and a batch takes about 0\.80; stopped before it began"):
+    with pytest.raises(OutOfRam, match=r"and a batch takes about 0\.80; stopped before starting it"):
         looking.require(int(0.8 * GIB), GIB // 4, "a batch")
     assert trimmed
     # A block may take a quarter of a GiB between two looks.

@@ -160,7 +160,7 @@ def test_messages(model: Any, tokenizer: Any) -> None:
     prepared, _ = prepare(datasets.Dataset.from_list([{"messages": chat}]), model, tokenizer)
     assert prepared[0]["input_ids"].tolist() == list(b"u:hi\na:yo\n")
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="row 0 holds messages and the tokenizer no chat template"):
+    with pytest.raises(DataError, match="row 0 has messages, but the tokenizer has no chat template"):
         prepare([{"messages": chat}], model, tokenizer)[0][0]
 
 
@@ -364,10 +364,10 @@ def test_a_pad_token_added_without_resizing_the_model(tokenizer: Any) -> None:
         ([], "the dataset is empty"),
         (
             [{"id": 3, "content": "abc"}],
-            r"row 0 has no usable column: found `id`, `content`; understood are `input_ids`",
+            r"row 0 has no usable column: found `id`, `content`; MegaTrain reads `input_ids`",
         ),
-        ([{"prompt": "a"}], "found `prompt`; understood"),
-        ([{}], "found none; understood"),
+        ([{"prompt": "a"}], "found `prompt`; MegaTrain reads"),
+        ([{}], "found none; MegaTrain reads"),
         (["just a string"], "row 0 is a str, not a dict"),
         ([torch.zeros(3)], "row 0 is a Tensor, not a dict"),
         ([{"input_ids": [1]}, (1, 2)], "row 1 is a tuple, not a dict"),
@@ -375,7 +375,7 @@ def test_a_pad_token_added_without_resizing_the_model(tokenizer: Any) -> None:
         ([{"text": "a"}, {"text": None}], "row 1 has no usable column: found `text`"),
         ([{"messages": "hi"}], "row 0: messages must be a list of dicts, not a str"),
         ([{"prompt": "a", "completion": []}], "row 0: `prompt` and `completion` are str and list"),
-        ([{"input_ids": [1]}, {"input_ids": [1] * 33}], "row 1 has 33 tokens; the model takes at most 32"),
+        ([{"input_ids": [1]}, {"input_ids": [1] * 33}], "row 1 has 33 tokens, but the model takes at most 32"),
         (
             [{"input_ids": [1]}, {"input_ids": [1, 259]}],
             r"row 1: token id 259 is outside .* \(vocab_size 259\)",
@@ -384,7 +384,7 @@ def test_a_pad_token_added_without_resizing_the_model(tokenizer: Any) -> None:
         ([{"input_ids": [1, 2], "labels": [-100, 300]}], "row 0: token id 300 is outside the vocabulary"),
         (
             [{"input_ids": [1, 2], "labels": [1]}],
-            "row 0: `labels` does not have one number for each of its 2 tokens",
+            "row 0: `labels` does not have one number for each of the 2 tokens",
         ),
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "row 0: `attention_mask` does not have one number"),
         (

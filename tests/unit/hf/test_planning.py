@@ -130,11 +130,11 @@ def test_losses_that_look_at_logits_are_planned_for(tmp_path: Path, said: pytest
     assert chunk(label_smoothing_factor=0.1) == 0
     assert chunk(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean()) == 0
     assert chunk(kind=OwnLoss) == 0
-    assert not any("looks at logits" in line for line in said.messages)
+    assert not any("does not read logits" in line for line in said.messages)
     # 2 GiB of logits in FP32; the loss does not look at them, so that the run would be refused for nothing.
     wide = small.llama(vocab_size=1 << 14, max_position_embeddings=1 << 14)
     assert chunk(kind=OwnLoss, model=wide, settings={"length": 1 << 14, "max_vram_gb": 6.0}) is None
-    assert any("looks at logits" in line for line in said.messages)
+    assert any("does not read logits" in line for line in said.messages)
 
 
 def test_of_many_rows_some_are_looked_at(tmp_path: Path) -> None:

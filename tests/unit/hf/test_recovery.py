@@ -77,7 +77,7 @@ def test_a_step_that_ran_out_of_memory_is_done_again_bit_for_bit(
     call = accumulation + (where == "backward" and policy == "recompute")
     found = trained(tmp_path / "b", lambda model: failing.append(Fails(model, {call}, where)) or failing[0], **changes)
     assert failing[0].seen > call
-    assert any("the step was taken back" in line for line in said.messages)
+    assert any("the step was undone" in line for line in said.messages)
     assert small.losses(found) == small.losses(expected)
     assert small.same(small.snapshot(found.model), small.snapshot(expected.model))
 
@@ -223,7 +223,7 @@ def test_a_norm_that_ran_out_of_memory_is_taken_once_more(
     monkeypatch.setattr(mt.Engine, "grad_norm", failing)
     found = trained(tmp_path / "b", **changes)
     assert len(calls) == 3 + 1
-    assert any("the norm of the gradients is taken once more" in line for line in said.messages)
+    assert any("the gradient norm is computed again" in line for line in said.messages)
     assert small.losses(found) == small.losses(expected)
     assert small.same(small.snapshot(found.model), small.snapshot(expected.model))
 

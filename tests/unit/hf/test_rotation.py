@@ -154,7 +154,7 @@ def test_it_is_marked_and_passed_over(
     # Named, it is loaded as it is, with a warning.
     again = made(tmp_path, bf16=bf16, seed=1)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert any("since it was named" in line for line in said.messages)
+    assert any("as requested" in line for line in said.messages)
 
 
 @pytest.mark.parametrize("width", ["bf16", "8bit", "4bit"])
@@ -234,15 +234,15 @@ def test_messages_say_what_is_there(tmp_path: Path) -> None:
     small.llama().save_pretrained(tmp_path / "model")
     trainer = made(tmp_path, seed=1)
     before = small.snapshot(trainer.model)
-    with pytest.raises(CheckpointError, match="holds weights only"):
+    with pytest.raises(CheckpointError, match="has weights but no optimizer state"):
         trainer.engine.load(tmp_path / "checkpoint-2", trainer.create_optimizer())
     cases = {
         "nowhere": "does not exist",
         "file": "it is a file, not a directory",
         "empty": "it is empty",
         "notes": "it holds a.txt",
-        "model": "it is a saved model, or a checkpoint that was not written to its end",
-        "checkpoint-2": "was saved with save_only_model=True: it holds weights only",
+        "model": "it is a saved model, or an incomplete checkpoint",
+        "checkpoint-2": "was saved with save_only_model=True: it has weights but no optimizer state",
     }
     for name, message in cases.items():
         with pytest.raises(CheckpointError, match=message):
@@ -254,7 +254,7 @@ def test_messages_say_what_is_there(tmp_path: Path) -> None:
 
 def test_a_stock_trainers_weights_only(tmp_path: Path) -> None:
     made(tmp_path, transformers.Trainer, max_steps=1, save_only_model=True).train()
-    with pytest.raises(CheckpointError, match="it holds weights only"):
+    with pytest.raises(CheckpointError, match="it has weights but no optimizer state"):
         made(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -272,7 +272,7 @@ def test_a_best_model_that_is_gone(tmp_path: Path, said: pytest.LogCaptureFixtur
 
     trainer.add_callback(Deletes())
     trainer.train()
-    assert any("which is gone" in line for line in said.messages)
+    assert any("which no longer exists" in line for line in said.messages)
 
 
 def test_the_state_of_another_run_is_not_taken_over(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def refusal(shape, asked):
 
 def named_machine(machine, text):
     """The machine that a refusal says it takes."""
-    said = re.findall(r"([\d.]+) GiB of (v?ram)", text.partition("it takes a machine with ")[2])
+    said = re.findall(r"([\d.]+) GiB of (v?ram)", text.partition("it needs a machine with ")[2])
     return dataclasses.replace(machine, **{f"{tier}_bytes": int(float(size) * GIB) for size, tier in said})
 
 
@@ -63,7 +63,7 @@ def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, a
         assert refusal(shape, asked | least) is not None
         assert refusal(shape, asked | least | {"compile": True}) is not None
         assert "no setting makes it fit" in str(refused)
-    if "it takes a machine with" in str(refused):
+    if "it needs a machine with" in str(refused):
         plan(shape, **(asked | uncapped | {"available": None, "machine": named_machine(machine, str(refused))}))
 
 
@@ -170,7 +170,7 @@ def test_a_refusal_can_be_sent_to_another_process():
 def test_what_something_else_holds_is_named_and_no_cap_is_raised_in_vain():
     long = {"machine": "h100-512gb", "length": 65536}
     refused = refusal(shape_of("qwen2.5-7b"), long | {"max_vram_gb": 12, "available": AvailableMemory(vram=6 * GIB)})
-    assert "may take 6.0 (6.0 less than it could: something else is using it)" in str(refused)
+    assert "may use 6.0 (6.0 more are used by something else)" in str(refused)
     assert not any("max_vram_gb" in suggestion.changes for suggestion in refused.suggestions)
     # Two of the 12 are held: what is needed is asked for beside them.
     raised = [
@@ -182,7 +182,7 @@ def test_what_something_else_holds_is_named_and_no_cap_is_raised_in_vain():
 
 def test_nothing_but_free_memory_helps():
     full = AvailableMemory(vram=GIB)
-    with pytest.raises(Refusal, match=r"no setting makes it fit beside what else is running: .* GiB more of vram must"):
+    with pytest.raises(Refusal, match=r"while other programs use the machine: .* GiB more of vram must"):
         plan(dense_shape(16, 8), machine="h100-512gb", available=full)
     shape, short = dense_shape(16, 8), AvailableMemory(vram=GIB, ram=2 * GIB)
     text = str(refusal(shape, {"machine": "h100-512gb", "available": short, "max_ram_gb": 1}))
