@@ -1,4 +1,4 @@
-"""Every code block and command of README.md and docs/ is run, or is known to be run elsewhere."""
+"""Every code block and command of README.md, CONTRIBUTING.md and docs/ is run, or is known to be run elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from megatrain.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_CONVERTED: set[str] = set()
 """Pages whose blocks are not run yet."""
 CONVERTED = [page for page in PAGES if page.name not in NOT_CONVERTED]
