@@ -1,9 +1,9 @@
 """One step of a trace as an SVG picture: a row per lane, seconds to the right.
 
-    PYTHONPATH=src python -m benchmarks.timeline TRACE.json docs/timeline.svg [--title TEXT] [--start S] [--end S]
+    PYTHONPATH=src python -m benchmarks.timeline TRACE.json docs/timeline.svg [--title TEXT] [--step N]
 
-TRACE.json is a Chrome trace: what `engine.trace()` saves, and what `--trace` of `benchmarks.step` and
-`benchmarks.accuracy` and the command `megatrain trace` write.
+TRACE.json is a Chrome trace: what `engine.trace()` saves, what `--trace` of `benchmarks.step` and `benchmarks.accuracy`
+writes, or what `megatrain trace` makes of a recorded run (the 3rd, 30th, 300th... step of it can be drawn).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ ORDER = ("compute", "h2d", "refresh", "d2h", "sums_out", "states_in", "gpu_updat
 COLOURS = {"forward": "#0072b2", "backward": "#d55e00", "head": "#cc79a7", "h2d": "#56b4e9", "refresh": "#56b4e9",
            "d2h": "#e69f00", "sums_out": "#e69f00", "update": "#009e73", "gpu_update": "#009e73"}  # fmt: skip
 OTHER = "#999999"
+NOT_DRAWN = ("steps", "saves")
+"""Rows of a recorded run that are not lanes."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +104,27 @@ def tick(seconds: float) -> float:
         step *= 10
 
 
+def bounds(trace: dict[str, Any], step: int) -> tuple[float, float]:
+    """When a step of a recorded run began and ended."""
+    found = [(start, end) for lane, label, start, end in spans_of(trace) if (lane, label) == ("steps", f"step {step}")]
+    if not found:
+        raise SystemExit(f"the trace has no step {step}.")
+    return found[0]
+
+
 def draw(trace: dict[str, Any], title: str, start: float | None = None, end: float | None = None) -> str:
     """The picture as SVG text."""
-    spans = spans_of(trace)
+    spans = [span for span in spans_of(trace) if span[0] not in NOT_DRAWN]
     if not spans:
-        raise SystemExit("the trace has no spans.")
+        raise SystemExit("the trace has no spans of lanes.")
     begin = spans[0][2] if start is None else start
     finish = max(span[3] for span in spans) if end is None else end
     if finish <= begin:
         raise SystemExit(f"--end {finish:.3f} must be after --start {begin:.3f}.")
     scale = (WIDTH - LEFT - RIGHT) / (finish - begin)
     drawn = bars(spans, begin, finish, scale)
+    if not drawn:
+        raise SystemExit(f"no lane was busy between {begin:.3f} and {finish:.3f} s.")
     present = {bar.lane for bar in drawn}
     lanes = [lane for lane in ORDER if lane in present] + sorted(present - set(ORDER))
     bottom = TOP + ROW * len(lanes)
@@ -174,10 +186,13 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--title", default="One step")
+    parser.add_argument("--step", type=int, help="of a recorded run: the step to draw")
     parser.add_argument("--start", type=float, help="seconds into the trace; its first span if left out")
     parser.add_argument("--end", type=float, help="the same; its last span if left out")
     args = parser.parse_args()
-    args.picture.write_text(draw(json.loads(args.trace.read_text()), args.title, args.start, args.end))
+    trace = json.loads(args.trace.read_text())
+    start, end = (args.start, args.end) if args.step is None else bounds(trace, args.step)
+    args.picture.write_text(draw(trace, args.title, start, end))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "architecture.md").read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
-README_LINES, SCREEN = 150, 30
+README_LINES, SCREEN = 150, 32
 PARAGRAPH = 6 * 128
 """Characters of the longest paragraph: six lines."""
 GENERATED = ("architectures.md", "plans.md")
