@@ -171,17 +171,19 @@ class Plan:
         step = self.step
         busy = [f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005]
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
+        slots = f"slots for {self.slots} fetched weights and {self.grad_slots} gradients"
+        days = f"{self.days_for(tokens):.1f} days for {tokens / 1e9:g}B tokens"
         policies = [f"{count} {POLICY_WORDS[policy]}" for policy, count in self.policies.items()]
         rows = [
             *self._placement_rows(),
             ["policy", f"of {self.blocks} blocks: {', '.join(policies)}"],
-            ["windows", f"{_run_lengths(self.windows)} micro-batches"],
-            ["slots", f"{self.slots} for fetched weights, {self.grad_slots} for gradients"],
+            ["windows", f"{_run_lengths(self.windows)} micro-batches; {slots}"],
             ["lanes", ", ".join(busy)],
-            ["waits", f"compute waits {', '.join(waits)}" if waits else "none"],
-            ["step", f"{step.seconds:.2f} s, bound by {step.bottleneck}"],
-            ["speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.tflops:.0f} TFLOP/s"],
-            ["time", f"{self.days_for(tokens):.1f} days for {tokens / 1e9:g}B tokens"],
+            [
+                "step",
+                f"{step.seconds:.2f} s, bound by {step.bottleneck}" + (f"; waits {', '.join(waits)}" if waits else ""),
+            ],
+            ["speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.tflops:.0f} TFLOP/s, {days}"],
             ["lossy", "; ".join(self.lossy) or "nothing"],
             *[["note", note] for note in self.notes],
         ]
