@@ -153,11 +153,11 @@ def page(listed: list[Row], unlisted: list[Row]) -> str:
         blocks, loss, gradient = row.numbers()
         traits = ", ".join(trait.replace("_", " ") for trait in row.traits)
         parts.append(f"| {row.name} | {row.kind} | {blocks} | {traits} | {loss} | {gradient} |")
-    parts += ["\nThe words:\n", *_legend()]
+    parts += ["\nCharacteristics:\n", *_legend()]
     parts += [
         "\n## Built from default configurations\n",
-        "The other model classes that transformers lists, shrunk without knowing them: sizes by the names of their "
-        "fields (tests/parity/generic.py). Vision-language models get text alone here.\n",
+        "The other model classes that transformers lists, made small by setting the size fields of their default "
+        "configs (`tests/parity/generic.py`). Vision-language models get text only here.\n",
         SHORT,
     ]
     for row in filter(lambda row: row.agrees, unlisted):
@@ -168,8 +168,8 @@ def page(listed: list[Row], unlisted: list[Row]) -> str:
     parts += ["\n## Refused\n", *(refused or ["None."]), "\n## Different\n", *(differ or ["None."])]
     parts += [
         "\n## Not compared\n",
-        "Their defaults do not tell how to make them small, or they do not run in plain PyTorch on tokens and labels "
-        "alone:\n",
+        "These could not be made small from their defaults, or do not run in plain PyTorch with only tokens and "
+        "labels:\n",
         ", ".join(f"{row.name} ({row.kind})" for row in unknown) + ".",
     ]
     return "\n".join(parts) + "\n"
