@@ -171,7 +171,7 @@ class Plan:
         step = self.step
         busy = [f"{lane} {step.busy[lane]:.2f} s" for lane in LANES if step.busy[lane] >= 0.005]
         waits = [f"{step.waited[lane]:.2f} s for {lane}" for lane in LANES if step.waited[lane] >= 0.005]
-        slots = f"slots for {self.slots} fetched weights and {self.grad_slots} gradients"
+        slots = f"slots: {self.slots} for weights, {self.grad_slots} for gradients"
         days = f"{self.days_for(tokens):.1f} days for {tokens / 1e9:g}B tokens"
         policies = [f"{count} {POLICY_WORDS[policy]}" for policy, count in self.policies.items()]
         rows = [

@@ -65,7 +65,7 @@ def test_json_is_the_plan(folder: Path) -> None:
 
 
 def test_every_option_of_a_plan_can_be_given() -> None:
-    assert set(command.OPTIONS) == set(OPTIONS) - {"reach", "trainer"}  # what is free now, and who runs the steps
+    assert set(command.OPTIONS) == set(OPTIONS) - {"available", "trainer"}  # what is free now, and who runs the steps
     assert set(command.OPTIONS) < set(inspect.signature(command.plan).parameters)
 
 
