@@ -1,4 +1,4 @@
-"""Kernels of our own on the GPU, where Triton works."""
+"""Loading Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatrain.telemetry.notices import announce
 
 
 def triton_kernel(module: str, name: str, try_out: Callable[[Any], object], slower: str) -> Any | None:
-    """A function of a module that imports Triton, tried out once; None, announced, where it does not work."""
+    """Import a function from a module that needs Triton and try it once; announce and return None if it fails."""
     try:
         kernel = getattr(importlib.import_module(module), name)
         try_out(kernel)
     except torch.OutOfMemoryError:
-        raise  # that says nothing of Triton
+        raise  # not a fault of Triton
     except Exception as reason:
         announce(f"Triton is not usable ({type(reason).__name__}), so {slower} on the GPU")
         return None

@@ -1,8 +1,7 @@
-"""Find libmegatrain, load it once at first use, and call it.
+"""Finds, loads and calls libmegatrain.
 
-The library is looked for in three places, and the first file that exists is the one used:
-the path in MEGATRAIN_NATIVE, if set (then nowhere else); this folder, where a wheel puts it; `build/` of
-the source tree. A library of another ABI version is an error, never a reason to look further.
+If MEGATRAIN_NATIVE is set, it names the file. Otherwise it is the file in this folder, where a wheel puts it, or in
+`build/` of the source tree. A library of another ABI version is an error; the search does not continue.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ _HOW_TO_BUILD = (
 
 
 def touch(address: int, nbytes: int, threads: int) -> None:
-    """Fault in every page of a range for writing, in parallel, leaving its contents as they are.
+    """Fault in every page of a range for writing, in parallel, without changing its contents.
 
-    Nobody else may write to the range meanwhile. `threads` is capped by the CPUs this process may use.
+    The range must not be written meanwhile. `threads` is capped by the usable CPUs.
     """
     check(load().mt_touch(address, _size(nbytes), threads), f"touching {nbytes} bytes")
 
 
 def trim() -> None:
-    """Give freed memory that the C library keeps back to the system, where it can (glibc)."""
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)
+    """Return freed memory that the C library keeps to the operating system (glibc only)."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def prepare_protect() -> None:
-    """Look up what `protect` calls: right after a fork the loader's locks may be held by threads that are gone."""
+    """Resolve what `protect` calls: in a forked child, threads that no longer exist may hold the loader's locks."""
     _mprotect()
 
 
 def protect(address: int, nbytes: int) -> None:
-    """Make whole pages of this process's memory read-only; a write to them is a segmentation fault."""
+    """Make pages of this process's memory read-only; writing to them is a segmentation fault."""
     if _mprotect()(address, _size(nbytes), mmap.PROT_READ) != 0:
         check(ctypes.get_errno(), f"protecting {nbytes} bytes")
 
@@ -69,7 +68,7 @@ def _mprotect() -> Any:
 
 
 def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> None:
-    """Let two names change places in one step. OSError where the kernel or the file system cannot do that."""
+    """Atomically exchange two file names. OSError if the kernel or the file system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         raise OSError(errno.ENOSYS, "the C library has no renameat2", os.fspath(first))
@@ -80,12 +79,12 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> N
 
 
 def copy(dst: int, src: int, nbytes: int, threads: int) -> None:
-    """Copy between two ranges of host memory that do not overlap, in parallel."""
+    """Copy between non-overlapping ranges of host memory, in parallel."""
     check(load().mt_copy(dst, src, _size(nbytes), threads), f"copying {nbytes} bytes")
 
 
 def cpu_quota(root: str = "") -> int:
-    """CPUs that this process's cgroup quota pays for, rounded up; 0: no quota. `root` is put before /proc and /sys."""
+    """The cgroup's CPU quota in CPUs, rounded up; 0: no quota. `root` is prepended to /proc and /sys."""
     return int(load().mt_cpu_quota(root.encode()))
 
 
@@ -125,7 +124,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "mt_lossless_encode": [_ADDRESS, _SIZE, _NUMBER, _ADDRESS, _SIZE, _SIZE_OUT, _NUMBER],
     "mt_lossless_decode": [_ADDRESS, _SIZE, _ADDRESS, _SIZE, _NUMBER, _NUMBER, _SIZE_OUT],
 }
-"""Of csrc/megatrain.h and csrc/lossless.h."""
+"""Signatures of csrc/megatrain.h and csrc/lossless.h."""
 
 
 def update(
@@ -146,7 +145,7 @@ def update(
 ) -> None:
     """One optimizer step on flat tensors in host memory, in one pass. See `mt_update` in csrc/megatrain.h.
 
-    Without `arithmetic` all streams are read and written back as they were: what an update could reach at best.
+    Without `arithmetic`, streams are only read and written back, which measures the memory bandwidth limit.
     """
     weight_kind = 0 if weight.dtype == torch.float32 else (2 if residual is None else 1)
     gradient_kind = 1 if gradient.dtype == torch.bfloat16 else (2 if rounded else 0)
@@ -171,9 +170,9 @@ def update(
 
 
 def square_sums(values: torch.Tensor, partials: torch.Tensor, *, chunk: int, rounded: bool, threads: int) -> None:
-    """Sums of squares of every `chunk` elements in host memory, into the first of `partials`: one FP64 tree for each.
+    """Write the sum of squares of every `chunk` elements in host memory to `partials`, each by one FP64 tree.
 
-    `rounded` counts FP32 values as rounded to BF16. See `mt_square_sums` in csrc/megatrain.h.
+    `rounded`: FP32 values are rounded to BF16 first. See `mt_square_sums` in csrc/megatrain.h.
     """
     for tensor, dtypes in ((values, (torch.float32, torch.bfloat16)), (partials, (torch.float64,))):
         if tensor.dtype not in dtypes or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -190,19 +189,19 @@ def square_sums(values: torch.Tensor, partials: torch.Tensor, *, chunk: int, rou
 
 
 def isas() -> list[str]:
-    """Instruction sets that the update was compiled for and this CPU has, the best last: the one in use by default."""
+    """Instruction sets that were compiled in and that this CPU supports, best last; the best is the default."""
     library = load()
     return [library.mt_isa_name(number).decode() for number in range(library.mt_isa_count())]
 
 
 def use_isa(name: str) -> None:
-    """Make later updates use one of `isas()`. All of them give the same bits; for tests and benchmarks."""
+    """Use one of `isas()` for later updates, in tests and benchmarks. All give the same bits."""
     check(load().mt_isa_use(isas().index(name)), f"choosing {name}")
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library with its signatures declared; calls into it release the GIL."""
+    """The library, with signatures declared. Calls release the GIL."""
     path = find()
     try:
         library = ctypes.CDLL(str(path))
@@ -223,7 +222,7 @@ def load() -> ctypes.CDLL:
 
 
 def find() -> Path:
-    """The library file that `load` would open."""
+    """The library file that `load` opens."""
     candidates = search_paths()
     for path in candidates:
         if path.is_file():
@@ -233,7 +232,7 @@ def find() -> Path:
 
 
 def search_paths() -> list[Path]:
-    """Where the library may be, in the order it is looked for."""
+    """Candidate files, in search order."""
     if explicit := os.environ.get(PATH_VARIABLE):
         return [Path(explicit)]
     here = Path(__file__).resolve().parent
@@ -245,13 +244,13 @@ def search_paths() -> list[Path]:
 
 
 def _size(nbytes: int) -> int:
-    # ctypes would wrap a negative number around to almost 2**64.
+    # ctypes would wrap a negative number around.
     if nbytes < 0:
         raise ValueError(f"a size cannot be negative, and this one is {nbytes}")
     return nbytes
 
 
 def check(code: int, doing: str) -> None:
-    """Raise the OSError of an error code; 0 is none."""
+    """Raise OSError for an error code other than 0."""
     if code != 0:
         raise OSError(code, f"{os.strerror(code)} while {doing}")

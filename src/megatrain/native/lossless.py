@@ -1,6 +1,6 @@
-"""FP32 and BF16 states without their redundancy: smaller, and the same to the bit when decoded.
+"""Lossless compression of FP32 and BF16 states.
 
-The bytes do not depend on the number of threads. csrc/lossless.cpp describes them.
+The bytes do not depend on the number of threads. csrc/lossless.cpp documents the format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatrain.errors import CheckpointError
 from megatrain.native import library
 
 CHUNK = 1 << 16
-"""Elements that are coded, checked and reported together; equal to kChunk in csrc/lossless.cpp."""
+"""Elements that are encoded and checked together; equal to kChunk in csrc/lossless.cpp."""
 
 _DTYPES = {torch.float32: 1, torch.bfloat16: 2}
 """The values of mt_lossless_dtype in csrc/lossless.h."""
@@ -24,10 +24,9 @@ _ENCODING = "an encoding is a flat uint8 tensor in host memory"
 
 
 def encode(source: torch.Tensor, threads: int, room: torch.Tensor | None = None) -> torch.Tensor:
-    """The encoding of a flat tensor in host memory: the front of `room`, a flat uint8 tensor of `bound` bytes.
+    """Encode a flat tensor in host memory; returns the used front of `room`, a flat uint8 tensor of `bound` bytes.
 
-    Without a room there is a new one, whose pages have to be faulted in as they are written; its pages behind the
-    encoding are never touched. A `clone` of the result has a storage of its own size.
+    Without `room`, a new tensor is allocated; its unused pages are never touched. `clone()` the result to free them.
     """
     _check_flat(source, _DTYPES, _CODABLE)
     if room is None:
@@ -48,16 +47,16 @@ def encode(source: torch.Tensor, threads: int, room: torch.Tensor | None = None)
 
 
 def decode(encoded: torch.Tensor, out: torch.Tensor, threads: int) -> None:
-    """Fill a flat tensor in host memory with what was encoded; it must have the same dtype and number of elements.
+    """Decode into a flat tensor in host memory that has the dtype and number of elements of the source.
 
-    Any bytes may be given: those that are no encoding, or a damaged one, are a CheckpointError. Then the chunks that
-    are sound have been decoded, and what the others hold in `out` is arbitrary.
+    Bytes that are damaged or not an encoding raise CheckpointError. Intact chunks have then been decoded; the content
+    of the others in `out` is arbitrary.
     """
     _check_flat(out, _DTYPES, _CODABLE)
     _check_flat(encoded, (torch.uint8,), _ENCODING)
     chunk = ctypes.c_size_t()
     code = library.load().mt_lossless_decode(
-        # An empty tensor has no address, but no bytes are what they are: too few.
+        # An empty tensor has a null address; pass any other, so that its length is what is reported.
         encoded.data_ptr() or ctypes.byref(chunk),
         encoded.numel(),
         out.data_ptr(),
@@ -77,7 +76,7 @@ def decode(encoded: torch.Tensor, out: torch.Tensor, threads: int) -> None:
 
 
 def bound(numel: int, itemsize: int) -> int:
-    """The most bytes that so many elements can take when encoded."""
+    """The maximum encoded size of `numel` elements, in bytes."""
     dtypes = {dtype.itemsize: code for dtype, code in _DTYPES.items()}
     if itemsize not in dtypes or numel < 0:
         raise ValueError(f"only elements of 2 or 4 bytes can be encoded, not {numel} elements of {itemsize} bytes")

@@ -1,1 +1,1 @@
-"""The optimizer users hold, its arithmetic, and when updates run."""
+"""The optimizer, its update rules, and the scheduling of updates."""

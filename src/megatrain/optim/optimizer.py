@@ -1,4 +1,4 @@
-"""The optimizer users hold: a `torch.optim.Optimizer` whose state lives in the store and whose updates are deferred."""
+"""The optimizer: a `torch.optim.Optimizer` whose state lives in the store and whose updates are deferred."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Stepper(Protocol):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """AdamW, Lion or SGD over the engine's parameters. Schedulers and parameter groups work as with torch's own.
+    """AdamW, Lion or SGD over the engine's parameters. Schedulers and parameter groups work as with torch's optimizers.
 
-    `step()` returns at once: updates run under the next forward, with the learning rates of the moment of the call.
+    `step()` only submits updates. They run during the next forward, with the learning rates at the time of the call.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Optimizer(torch.optim.Optimizer):
         self.rule = rule_named(kind)
         self.moments = tuple(self.rule.moments)
         self.moment_width = moment_width
-        """How moments are stored: fp32, bf16, 8bit or 4bit."""
+        """Storage of moments: fp32, bf16, 8bit or 4bit."""
         self.lossless = lossless
-        """Whether checkpoints code FP32 moments without loss."""
+        """Whether checkpoints compress FP32 moments losslessly."""
         self.max_grad_norm = max_grad_norm
         chosen = {**self.rule.defaults, **{key: value for key, value in options.items() if value is not None}}
         self._check(chosen, self.rule.defaults.keys())
@@ -68,8 +68,8 @@ class Optimizer(torch.optim.Optimizer):
         return self.moment_width
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        given = param_group["params"]
-        param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         for item in param_group["params"]:
             parameter = item[1] if isinstance(item, tuple) else item
             if not self._stepper.owns(parameter):
@@ -81,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             parameter.slab.allocate_states(self.rule.moments, self.moment_width)
-            # A second optimizer on the same model starts without the first one's moments; masters stay.
+            # A second optimizer on the same model starts with zero moments; master weights stay.
             parameter.slab.before_write()
             parameter.slab.steps[parameter.segment] = 0
             restore_states(parameter, {})
@@ -103,29 +103,29 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextmanager
     def final_backward(self) -> Iterator[None]:
-        """Promise that the backward inside is the last of this step: without clipping, updates then start in it.
+        """Declare that the backward inside is the last of this step; without clipping, updates then start during it.
 
-        `step()` must follow. With `max_grad_norm` the norm has to be known first, so nothing changes.
+        `step()` must follow. It has no effect with `max_grad_norm`, since updates need the norm first.
         """
         with self._stepper.final_backward(self._rules(), self) if self.max_grad_norm is None else nullcontext():
             yield
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients of the model that there are now; whoever reads them sees it."""
+        """Multiply all current gradients of the model."""
         self._stepper.scale_gradients(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. They are always dropped, never filled with zeros."""
+        """Drop all gradients; they are never filled with zeros."""
         self._stepper.zero_grad()
 
     @property
     def grad_norm(self) -> float:
-        """The norm of the gradients that the last step was given, before it clipped them; waits for it."""
+        """The gradient norm of the last step before clipping; waits for it."""
         return self._finished().norm
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because its norm was not finite; waits for it."""
+        """Whether the last step was skipped because of a non-finite norm; waits for it."""
         return self._finished().skipped
 
     def _finished(self) -> Outcome:
@@ -135,9 +135,9 @@ class Optimizer(torch.optim.Optimizer):
         return self._outcome
 
     def _rules(self) -> RuleTable:
-        """Rules by slab and segment, copied: a learning rate changed after `step()` must not leak in.
+        """Rules by slab and segment, copied, so that later changes of a learning rate do not affect this step.
 
-        Schedulers and users write into the groups, so they are checked each time, before anything is updated.
+        Schedulers and users modify the groups, so they are checked every time before anything is updated.
         """
         _check_norm(self.max_grad_norm)
         table: dict[int, dict[int, Rule]] = {}
@@ -147,7 +147,7 @@ class Optimizer(torch.optim.Optimizer):
                 table.setdefault(parameter.slab.index, {})[parameter.segment] = rule
         return table
 
-    # ---- state, in the form that torch's optimizers use, plus the residual of a split master; low-bit moments as codes
+    # ---- state, in torch's form, plus the residual of a split master; low-bit moments as codes
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, residuals and step counts as views of the store (not copies), and the parameter groups."""
@@ -160,39 +160,39 @@ class Optimizer(torch.optim.Optimizer):
         ]
         state = {}
         for parameter in parameters:
-            # A pending update also counts the step.
+            # A pending update increments the step count.
             parameter.slab.settle()
             if steps := parameter.slab.steps[parameter.segment]:
-                kept = states_of(parameter, self.rule.moments)
-                state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps)), **kept}
+                states = states_of(parameter, self.rule.moments)
+                state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps)), **states}
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy a state dict of this class, or of torch's of that name over the same groups, into the store."""
+        """Copy a state dict of this class, or of torch's optimizer of the same kind and groups, into the store."""
         groups = state_dict["param_groups"]
-        given, mine = ([len(group["params"]) for group in listed] for listed in (groups, self.param_groups))
-        if given != mine:
+        saved, own = ([len(group["params"]) for group in listed] for listed in (groups, self.param_groups))
+        if saved != own:
             raise CheckpointError(
-                f"the optimizer state has groups of {given} parameters, this optimizer of {mine}; build the same "
+                f"the optimizer state has groups of {saved} parameters, this optimizer of {own}; build the same "
                 "groups before loading."
             )
         self.check_groups(groups)
         for number, entry in state_dict["state"].items():
             self._check_entry(number, entry)
         rounded = 0
-        for group, theirs in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in theirs.items() if key != "params"})
-            for number, parameter in zip(theirs["params"], group["params"], strict=True):
+        for group, saved_group in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
+            for number, parameter in zip(saved_group["params"], group["params"], strict=True):
                 entry = state_dict["state"].get(number) or {}
                 parameter.slab.before_write()
                 parameter.slab.steps[parameter.segment] = int(entry.get("step", 1)) if entry else 0
-                held = {k: v for k, v in entry.items() if k != "step" and v is not None}
-                rounded += not restore_states(parameter, held)
+                states = {k: v for k, v in entry.items() if k != "step" and v is not None}
+                rounded += not restore_states(parameter, states)
         if rounded:
             announce(f"the moments of {rounded} parameters were rounded to {self.moment_width} on loading")
 
     def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raise unless these groups of a stored state can be taken over. Nothing is changed."""
+        """Raise unless these parameter groups of a saved state can be loaded. Changes nothing."""
         for number, group in enumerate(groups):
             for name, harmless in UNSUPPORTED_OPTIONS.items():
                 if group.get(name, harmless) != harmless:
@@ -208,7 +208,7 @@ class Optimizer(torch.optim.Optimizer):
             _rule_of(self.rule, group, f"parameter group {number} of the stored state")
 
     def _check_entry(self, number: Any, entry: Mapping[str, Any]) -> None:
-        """Moments of another rule, or under other names, would be dropped in silence and the step count kept."""
+        """Raise for moments of another rule: they would be dropped silently while the step count is kept."""
         roles = {key.split(".")[0] for key, value in entry.items() if value is not None} - {"step", "residual"}
         if unknown := sorted(roles - set(self.rule.moments)):
             raise CheckpointError(
@@ -233,15 +233,15 @@ def rule_named(kind: str) -> type[Rule]:
 
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
-"""What a group may hold beside the options of its rule."""
+"""Keys of a parameter group besides the options of its rule."""
 UNSUPPORTED_OPTIONS = {"nesterov": False, "dampening": 0, "maximize": False, "amsgrad": False}
-"""Options of torch's optimizers that change the update, and the value that leaves it as it is here."""
+"""Options of torch's optimizers that MegaTrain lacks → the value with which they have no effect."""
 
 
 def _rule_of(rule: type[Rule], group: Mapping[str, Any], where: str) -> Rule:
-    """The rule that a group asks for; SettingsError if one of its values would destroy weights or is no number.
+    """The rule with a group's options; SettingsError if a value is not a number or would destroy weights.
 
-    Values are read once: a learning rate that lives on a GPU is copied to the host.
+    Each value is read once, since a learning rate on a GPU is copied to the host.
     """
     values: dict[str, Any] = {}
     for name in rule.defaults:
@@ -261,17 +261,17 @@ def _rule_of(rule: type[Rule], group: Mapping[str, Any], where: str) -> Rule:
                 "(a scheduler, a callback, a loaded state), then write a valid value into the group."
             )
         values[name] = tuple(floats) if betas else floats[0]
-    found = rule.of(values)
+    built = rule.of(values)
     with np.errstate(over="ignore"):
         # Bias correction is largest in the first step.
-        scalars = found.scalars(1, 1.0)
+        scalars = built.scalars(1, 1.0)
     if not all(math.isfinite(scalar) for scalar in scalars):
         raise SettingsError(f"{where} has {values}, which overflow FP32 in the update; use smaller values.")
-    return found
+    return built
 
 
 def _float(value: Any) -> float | None:
-    """None if it is no number."""
+    """None if it is not a real number."""
     if isinstance(value, torch.Tensor):
         number = value.numel() == 1 and not value.is_complex()
     else:

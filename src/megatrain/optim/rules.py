@@ -1,9 +1,7 @@
-"""Update rules, the reference: each one written sequence of FP32 operations, correctly rounded, in fixed order, no FMA.
+"""The reference update rules: fixed sequences of correctly rounded FP32 operations without FMA.
 
-Scalars are computed in FP64 and rounded once. Native and GPU kernels give the same bits. `torch.sqrt` on the CPU is not
-correctly rounded everywhere; numpy's is, so the root is taken there.
-
-A rule is also the hyperparameters of one parameter group, as they were when `step()` was called.
+Scalars are computed in FP64 and rounded once. Native and GPU kernels give the same bits. A rule object holds the
+hyperparameters of one parameter group at the time of `step()`.
 """
 
 from __future__ import annotations
@@ -23,24 +21,24 @@ Scalars = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a step does to one parameter."""
+    """The update of one parameter."""
 
     code: ClassVar[int]
     """`enum mt_rule` in csrc/megatrain.h."""
     moments: ClassVar[Mapping[str, bool]]
-    """The averages it keeps, under torch's names, and whether they can be negative."""
+    """Moment → whether it can be negative; named as in torch."""
 
     defaults: ClassVar[Mapping[str, Any]]
-    """What a parameter group holds when nothing is said."""
+    """Default options of a parameter group."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Rule:
-        """From a parameter group, where both betas are one value."""
+        """From the options of a parameter group."""
         values = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))}
         return cls(*(float(values[field.name]) for field in fields(cls)))
 
     def scalars(self, step: int, clip: float) -> Scalars:
-        """What the sequence needs beside tensors, for the given step count (from 1) and clip factor."""
+        """The scalars of `update`, for a step count (from 1) and a clip factor."""
         raise NotImplementedError
 
     @staticmethod
@@ -132,7 +130,7 @@ RULES: dict[str, type[Rule]] = dict(zip(OPTIMIZER_MOMENTS, (AdamW, Lion, SGD), s
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded: numpy's on the CPU, where torch's is not; torch's on the GPU, where it is."""
+    """Correctly rounded square root: torch's is not on every CPU, numpy's is."""
     return values.sqrt() if values.is_cuda else torch.from_numpy(np.sqrt(values.numpy()))
 
 

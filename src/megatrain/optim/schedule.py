@@ -1,8 +1,8 @@
-"""When updates run: released together once the norm is known, in forward order, on the update lane.
+"""Schedules updates: after the norm is known, in forward order, on the update lanes.
 
-`step()` only submits. The next forward fetches a block when that block's update is done, so the optimizer runs under
-the forward that follows it. Without clipping nothing has to wait for the norm: in a backward that is known to be the
-step's last, a slab is updated as soon as its gradient is complete.
+`step()` only submits work. The next forward fetches a block once that block's update is done, so updates overlap with
+it. Without clipping, updates do not wait for the norm: in a backward that is declared the step's last, a slab is
+updated as soon as its gradient is complete.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatrain.telemetry.notices import warn
 RuleTable = Mapping[int, Mapping[int, Rule]]
 """Rules, with their hyperparameters, by slab and segment."""
 MAX_SKIPPED_IN_A_ROW = 10
-"""Steps in a row with a non-finite norm before the run is stopped."""
+"""Consecutive steps with a non-finite norm after which `check` raises."""
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied by; those of a norm that is not finite stay as they are."""
-    # torch.nn.utils.clip_grad_norm_ divides by the same sum.
+    """The factor for gradients of this norm; 1 if the norm is not finite."""
+    # As torch.nn.utils.clip_grad_norm_.
     return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
 
 @dataclass
 class Outcome:
-    """What became of one step; filled in on the update lane."""
+    """The result of one step; filled in on the update lane."""
 
     ticket: Ticket = DONE
     norm: float = math.nan
@@ -51,18 +51,18 @@ class Outcome:
 
 @dataclass
 class _EarlyStep:
-    """A step whose updates may start in its backward; without an owner, none."""
+    """A step whose updates may start during its backward; without an owner, they may not."""
 
     rules: RuleTable = field(default_factory=dict)
     owner: object = None
     outcome: Outcome = field(default_factory=Outcome)
     started: dict[int, str] = field(default_factory=dict)
-    """Slabs whose update has been submitted: index → name."""
+    """Slabs whose update was submitted: index → name."""
     updates: list[Ticket] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
-    """Names of those whose update has run."""
+    """Names of slabs whose update has run."""
     sums: dict[int, float] = field(default_factory=dict)
-    """Their gradients' sums of squares: the next step's gradients may land before the norm is taken."""
+    """Sums of squares of their gradients: the next step's gradients may arrive before the norm is computed."""
 
 
 @dataclass(eq=False)
@@ -83,10 +83,10 @@ class Updates:
         self._partial_step: NonFiniteGradients | None = None
         self._last = Outcome()
 
-    # ---- updates that start in the backward
+    # ---- updates that start during the backward
 
     def start_early(self, rules: RuleTable, owner: object) -> None:
-        """The backward that follows is the step's last, and nothing is clipped: update slabs as they complete."""
+        """The next backward is the step's last, without clipping: update slabs as their gradients complete."""
         self.check()
         if self.early_started:
             raise UnsupportedCall(
@@ -97,16 +97,16 @@ class Updates:
 
     @property
     def early(self) -> bool:
-        """Whether updates may start in the present backward."""
+        """Whether updates may start during the current backward."""
         return self._early.owner is not None
 
     @property
     def early_started(self) -> bool:
-        """Whether updates of a step that has not been taken yet have started."""
+        """Whether updates have started for a step that was not taken yet."""
         return bool(self._early.started)
 
     def gradient_complete(self, slab: Slab) -> None:
-        """All gradients of a slab have been given; its update may start now if early updates are allowed."""
+        """The slab's gradient is complete: submit its update if early updates are allowed."""
         early = self._early
         if slab.index in early.started or slab.index not in early.rules or not slab.grad.present:
             return
@@ -126,7 +126,7 @@ class Updates:
             self.states.send_weights()
 
     def refuse_late(self, gradient: Gradient) -> None:
-        """A gradient for a slab whose update is already under way would be lost."""
+        """Raise if the slab's update was already submitted: another gradient would be lost."""
         if gradient.index in self._early.started:
             raise UnsupportedCall(
                 f"{gradient.name} got another gradient after its update had started: inside `final_backward()` the "
@@ -134,12 +134,12 @@ class Updates:
             )
 
     def abandon(self) -> None:
-        """The step was not taken after all; what has been updated stays so."""
+        """Drop a step that is not taken. Updates that have started cannot be undone."""
         early, self._early = self._early, _EarlyStep()
         if early.started:
             for slab in self.slabs:
                 if slab.index in early.started:
-                    # Used up: a later step must not apply it again.
+                    # A later step must not apply it again.
                     slab.grad.clear()
             warn(
                 f"a step was abandoned after the updates of {len(early.started)} of {len(self.slabs)} parts of the "
@@ -149,7 +149,7 @@ class Updates:
     # ---- a step
 
     def norm(self) -> float:
-        """The global gradient norm now; waits for the backward to finish."""
+        """The current global gradient norm; waits for the gradients."""
         sums = []
         for slab in self.slabs:
             if slab.grad.present:
@@ -161,13 +161,13 @@ class Updates:
         return global_norm(sums)
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients that there are now; done where they are used, or before they are changed."""
+        """Multiply all current gradients, lazily: where they are used, or before they are changed."""
         for slab in self.slabs:
             if slab.grad.present:
                 slab.grad.scale *= factor
 
     def submit_step(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
-        """Submit one step: first the norm, then every slab that has a gradient, in the given order."""
+        """Submit the norm, then the update of every slab with a gradient, in the given order."""
         for slab in self.slabs:
             slab.require_owner()
         self.check()
@@ -178,7 +178,7 @@ class Updates:
                 self.states.allocate(slab)
         early = self._take_early(rules, owner)
         outcome = early.outcome
-        # What has started took its own sum, and says whether it moved anything.
+        # Early updates computed their own sum of squares, and record whether they changed anything.
         waits = [Wait("update", ticket) for ticket in early.updates]
         remaining = {s.index: s for s in self.slabs if s.index in gradients and s.index not in early.started}
         waits += self._measure([slab for slab in remaining.values() if slab.grad.on_device], gradients)
@@ -201,17 +201,17 @@ class Updates:
                         slab, gradients[slab.index], rules[slab.index], update_factor, Wait("norm", outcome.ticket)
                     )
         finally:
-            # Also of a step that fails: what was updated on the device is not what RAM has.
+            # Also if the step fails: weights updated on the device differ from those in RAM.
             self.states.send_weights()
         self._last = outcome
         return outcome
 
     def wait_for_outcome(self) -> None:
-        """Wait until it is known what became of the last step."""
+        """Wait until the last step's outcome is known."""
         self._last.ticket.wait()
 
     def check(self) -> None:
-        """Raise in the user's thread what the update lane found."""
+        """Raise, in the user's thread, errors that the update lane found."""
         partial_step, self._partial_step = self._partial_step, None
         if partial_step is not None:
             raise partial_step
@@ -224,7 +224,7 @@ class Updates:
             )
 
     def _take_early(self, rules: RuleTable, owner: object) -> _EarlyStep:
-        """What has started of this optimizer's step; another optimizer's stays until its own step."""
+        """The early updates of this optimizer's step; another optimizer's stay until its own step."""
         early = self._early
         if early.owner is not owner:
             return _EarlyStep(rules)
@@ -234,12 +234,12 @@ class Updates:
                 "updates had already started with the old one; change it before final_backward() or after step()."
             )
         self._early = _EarlyStep()
-        # Work that is under way refers to it, and must not keep an engine that nobody has any more.
+        # Submitted work refers to it and must not keep a dropped engine alive.
         early.owner = None
         return early
 
     def _measure(self, slabs: Sequence[Slab], gradients: dict[int, Snapshot]) -> list[Wait]:
-        """Norms of sums that lie on the device, taken there, all in one piece of work; what the norm waits for."""
+        """Compute sums of squares of device sums, in one piece of work; returns what the norm waits for."""
         if not slabs:
             return []
         chosen = [gradients[slab.index] for slab in slabs]
@@ -262,9 +262,8 @@ class Updates:
         update_factor: Callable[[Snapshot], float | None],
         *after: Wait,
     ) -> Ticket:
-        """An update, where the slab's states are or come to; `update_factor` says, when it runs, what gradients are
-        multiplied by, or that nothing is to be changed (None)."""
-        # The weights that compute or a copy may still be reading are written, so it comes after them.
+        """Submit an update in the tier of the slab's states, or on the device if they are streamed there. When it runs,
+        `update_factor` returns what to multiply gradients by, or None to change nothing."""
         staged = self.states.stage(slab)
         state = staged or slab.open(writes=("weight", "states"))
         tier = "vram" if staged is not None else slab.homes.states.tier

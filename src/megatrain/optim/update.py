@@ -1,8 +1,8 @@
-"""Updating a slab: its parameters in runs of equal rule, step count and format, by one of three kernels.
+"""Updates a slab: one kernel call per run of parameters with equal rule, step count and format.
 
 `native_kernel` (csrc/update.cpp) makes one pass over weight, residual, moments and gradient; `triton_kernel`
-(optim/update_triton.py) does the same for state in GPU memory; `reference_kernel` is the written sequence in PyTorch.
-They agree bit for bit.
+(optim/update_triton.py) does the same in GPU memory; `reference_kernel` uses PyTorch operations. All three give the
+same bits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatrain.store.slab import Span
 from megatrain.store.split import join, split
 
 PIECE_ELEMENTS = 1 << 20
-"""Elements that the reference handles at once, so that its temporaries stay small."""
+"""Elements that the reference updates at once, to bound temporaries."""
 RATE_ELEMENTS = 1 << 26
-"""Elements of which an update is measured: so many that nothing stays in a cache."""
+"""Elements for measuring update rates, more than fit any cache."""
 RATE_SECONDS = 0.4
-"""Seconds for each width."""
+"""Seconds of measuring per width."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Operands:
     """Low halves of a split master. None: FP32 weights are their own master, BF16 ones are rounded stochastically."""
     gradient: torch.Tensor
     gradient_dtype: torch.dtype
-    """What the gradient is rounded to before use; BF16 for an FP32 sum of BF16 gradients."""
+    """The gradient is rounded to this before use; BF16 for an FP32 sum of BF16 gradients."""
     moments: tuple[Piece, ...]
     seed: int
     first: int
-    """The number of the first element in its slab, a multiple of 256: random bits are drawn by it."""
+    """Index of the first element in its slab, a multiple of 256; selects the random bits."""
 
     @property
     def count(self) -> int:
@@ -59,7 +59,7 @@ Kernel = Callable[[Operands], None]
 
 
 def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip: float, kernel: Kernel) -> None:
-    """One step for the parameters that have a gradient and a group; the others are left untouched."""
+    """Update the parameters that have a gradient and a rule; others are unchanged."""
     slab, residual = state.slab, state.residual
     weight, segments = slab.owned.slice_flat(state.weight), slab.owned.segments
 
@@ -93,7 +93,7 @@ def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip
 
 
 def native_kernel(threads: int) -> Kernel:
-    """The native library's kernel, on this many threads."""
+    """The native library's kernel on `threads` threads."""
 
     def kernel(operands: Operands) -> None:
         native.update(
@@ -115,11 +115,11 @@ def native_kernel(threads: int) -> Kernel:
 
 
 def device_kernel() -> Kernel:
-    """For state in GPU memory: the fused kernel, or PyTorch's own operations where Triton does not work."""
+    """The kernel for GPU memory: the fused one, or the reference where Triton does not work."""
     module = "megatrain.optim.update_triton"
 
     def try_out(kernel: Kernel) -> None:
-        # One element, so that a compiler that does not work is found out before training.
+        # Compiles and runs it once, so that a broken compiler shows before training.
         kernel(_sample(1, FORMATS["fp32"], torch.device("cuda")))
 
     kernel: Kernel | None = triton_kernel(module, "triton_kernel", try_out, "updates take longer")
@@ -127,7 +127,7 @@ def device_kernel() -> Kernel:
 
 
 def _sample(count: int, formats: Iterable[Format], device: torch.device) -> Operands:
-    """AdamW on a split master with a BF16 gradient."""
+    """Operands of AdamW on a split master with a BF16 gradient."""
     return Operands(
         rule=AdamW,
         scalars=AdamW(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1).scalars(10, 1.0),
@@ -149,7 +149,7 @@ def _sample(count: int, formats: Iterable[Format], device: torch.device) -> Oper
 
 
 def update_rates(device: torch.device, threads: int) -> dict[str, float]:
-    """Width of the moments → parameters per second of AdamW on this machine: what the planner asks."""
+    """Moment width → parameters per second of AdamW on this machine, for the planner."""
     kernel = device_kernel() if device.type == "cuda" else native_kernel(threads)
     return {
         width: RATE_ELEMENTS / _seconds(kernel, _sample(RATE_ELEMENTS, formats, device))
@@ -158,7 +158,7 @@ def update_rates(device: torch.device, threads: int) -> dict[str, float]:
 
 
 def _seconds(kernel: Kernel, operands: Operands) -> float:
-    """Of one call, the median; the first one is left out."""
+    """The median time of a call, without the first."""
     times: list[float] = []
     while len(times) < 3 or sum(times[1:]) < RATE_SECONDS:
         start = time.perf_counter()
@@ -170,7 +170,7 @@ def _seconds(kernel: Kernel, operands: Operands) -> float:
 
 
 def reference_kernel(operands: Operands) -> None:
-    """The written sequence, in PyTorch."""
+    """The update in PyTorch operations; defines the bits."""
     for start in range(0, operands.count, PIECE_ELEMENTS):
         end = min(start + PIECE_ELEMENTS, operands.count)
         draws = Draws(operands.seed, operands.first + start, end - start, operands.weight.device)

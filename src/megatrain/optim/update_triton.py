@@ -1,12 +1,12 @@
-"""The update of one slab's state in GPU memory, in one pass. Same operations and order as the reference, same bits.
+"""The update of a slab in GPU memory, in one pass: the same operations in the same order as the reference.
 
-A program has ROWS rows of 2 x COLS elements, as a left and a right half. A row is one block of codes, or 256 elements
-where there are none: its largest magnitude is found inside a warp, and the two 4-bit codes of a byte belong to the same
-thread. Rows that are full need no mask, so that every access is as wide as the tile allows, whatever the length; the
-rest goes to a second launch of one program.
+A program handles ROWS rows of 2 x COLS elements, as a left and a right half. A row is one block of codes, or 256
+elements without codes: the largest magnitude is reduced within a warp, and both 4-bit codes of a byte belong to one
+thread. Full rows need no mask, so that every access is as wide as the tile allows; the rest goes to a second launch of
+one program.
 
-Exactness: nothing is contracted to an FMA, `div_rn` and `sqrt_rn` stand where Triton would approximate. The NaN that an
-operation makes differs between processors, so FP32 results that are NaN agree in being NaN, not in their bits.
+Nothing is contracted to an FMA, and `div_rn` and `sqrt_rn` replace approximations. Processors produce different NaN
+bits, so NaN results equal the reference in being NaN, not in their bits.
 """
 
 # mypy: ignore-errors
@@ -40,7 +40,7 @@ _NAN = tl.constexpr(0x7FC00000)
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What the kernel knows of a format. All of it is spelled out, for this is also the compiled kernel's cache key."""
+    """The constants of a format. Also the compiled kernel's cache key, so every value is a field."""
 
     bits: int
     mantissa: int
@@ -67,7 +67,7 @@ def _load(pointer, mask):
 
 @triton.jit
 def _load_float(pointer, mask):
-    """FP32, or BF16 seen as int16."""
+    """FP32, or BF16 viewed as int16."""
     value = _load(pointer, mask)
     if pointer.dtype.element_ty == tl.int16:
         value = _float(value.to(tl.int32) << 16)
@@ -76,7 +76,7 @@ def _load_float(pointer, mask):
 
 @triton.jit
 def _mix64(value):
-    """This and the next two: store/random.py."""
+    """As in store/random.py, like the next two functions."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)
@@ -84,7 +84,7 @@ def _mix64(value):
 
 @triton.jit
 def _draw(key, lane):
-    """From a key for the row and one for the column: their sum is the group's key and the lane."""
+    """Random bits of an element, from its row's key and its column's offset."""
     value = key + lane
     value = (value ^ (value >> 16)) * 0x85EBCA6B
     value = (value ^ (value >> 13)) * 0xC2B2AE35
@@ -93,9 +93,9 @@ def _draw(key, lane):
 
 @triton.jit
 def _keys(seed_low, seed_high, group, start):
-    """The 32-bit keys for moments and for weights, of elements that start `start` behind a group of 256.
+    """The 32-bit keys for moments and weights of the row that starts `start` elements after `group`.
 
-    Blocks of 128 lie two to a key; the second one's lanes start at 128, which is added here.
+    Two blocks of 128 share a key; the offset of the second is added here.
     """
     seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
     key = _mix64(seed + (group + start // _GROUP).to(tl.uint64) * _GOLDEN64)
@@ -134,7 +134,7 @@ def _round_to_bf16(value, draws):
 
 @triton.jit
 def _decode(codes, scale, CODES: tl.constexpr):
-    """As in store/formats.py. CODES are the numbers of a format; None stands for one without codes."""
+    """As in store/formats.py. CODES are the constants of a format; None for one without codes."""
     magnitude = codes & (CODES.levels - 1)
     value = _float((magnitude + CODES.base) << (23 - CODES.mantissa))
     if CODES.signed:
@@ -149,10 +149,10 @@ def _decode(codes, scale, CODES: tl.constexpr):
 def _encode(value, inverse, draws, CODES: tl.constexpr):
     SHIFT: tl.constexpr = 23 - CODES.mantissa
     share = tl.abs(value) * inverse
-    # At most level 1 plus less than a code's width, so there is no code to clamp above.
+    # At most 1 plus less than a code's width, so no upper clamp is needed.
     codes = ((tl.minimum(_bits(share), _ONE) + (draws << (SHIFT - 16))) >> SHIFT) - CODES.base
     if CODES.signed:
-        # Between zero and level 1. For integers d < trunc(x) is d + 1 <= x, which is false for a NaN as well.
+        # Between zero and level 1. For integers, d < trunc(x) equals d + 1 <= x, which is also false for NaN.
         small = share * CODES.below
         codes = tl.where(small >= 65536.0, codes, ((draws + 1).to(tl.float32) <= small).to(tl.int32))
         codes = codes | ((_bits(value) >> 31) & CODES.levels)
@@ -163,7 +163,7 @@ def _encode(value, inverse, draws, CODES: tl.constexpr):
 
 @triton.constexpr_function
 def _payload_length(numel, codes):
-    """In elements of the payload's type."""
+    """Elements of the payload's type."""
     return numel if codes is None else numel * codes.bits // 8
 
 
@@ -176,7 +176,7 @@ def _load_moment(payload, scales, tile, COLS: tl.constexpr, CODES: tl.constexpr)
     else:
         scale = _load(scales + rows, masks[2])
         if CODES.bits == 4:
-            # A row is COLS bytes: the left half in their low bits, the right one in the high bits.
+            # A row is COLS bytes: the left half in the low bits, the right half in the high bits.
             both = _load(payload + left - rows * COLS, masks[2]).to(tl.int32)
             codes = (both & 15, both >> 4)
         else:
@@ -203,10 +203,10 @@ def _store_codes(payload, scales, tile, values, draws, COLS: tl.constexpr, CODES
     rows, left, masks = tile
     left_value, right_value = values
     if masks[0] is not None:
-        # Past the end lies padding, and a block is stored whole: zeros, whose codes are zero too.
+        # A block is stored completely; padding past the end is zeros, whose codes are zero too.
         left_value = tl.where(masks[0], left_value, 0.0)
         right_value = tl.where(masks[1], right_value, 0.0)
-    # As integers, which puts infinity and NaN above every other magnitude.
+    # Compared as integers, infinity and NaN are the largest magnitudes.
     highest = tl.maximum(_bits(left_value) & 0x7FFFFFFF, _bits(right_value) & 0x7FFFFFFF)
     highest = tl.max(highest, axis=1, keep_dims=True)
     scale = _float(tl.minimum(tl.maximum(highest, _SMALLEST), _LARGEST))
@@ -223,11 +223,11 @@ def _store_codes(payload, scales, tile, values, draws, COLS: tl.constexpr, CODES
 
 @triton.jit
 def _divide(root, scalar):
-    """Correctly rounded, like `div_rn`, but without its branch, since the inverse is the same for all elements.
+    """Correctly rounded like `div_rn`, but without its branch, since all elements share the inverse.
 
-    The first correction leaves an error of at most one unit in the last place. From there the remainder is exact, and
-    with an inverse rounded to nearest the second correction gives the rounded quotient (Markstein's theorem). Roots lie
-    between 2^-75 and 2^64, so nothing underflows. Infinity (and a zero scalar) has no remainder.
+    The first correction leaves an error of at most one ulp. The remainder is then exact, and with an inverse rounded to
+    nearest the second correction gives the rounded quotient (Markstein's theorem). Roots are between 2^-75 and 2^64, so
+    nothing underflows. Infinity (and a zero scalar) has no remainder.
     """
     inverse = tl.div_rn(1.0, scalar)
     raw = root * inverse
@@ -238,7 +238,7 @@ def _divide(root, scalar):
 
 @triton.jit
 def _update(master, first, second, gradient, scalars, RULE: tl.constexpr):
-    """As in optim/rules.py. Rules with one moment pass the second one through."""
+    """As in optim/rules.py. Rules with one moment return the second unchanged."""
     clipped = gradient * scalars[0]
     if RULE == _ADAMW:
         _, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, decay, step_size = scalars
@@ -263,7 +263,7 @@ def _update(master, first, second, gradient, scalars, RULE: tl.constexpr):
 def _load_gradient(gradient, mask, ROUNDED: tl.constexpr):
     value = _load_float(gradient, mask)
     if ROUNDED and gradient.dtype.element_ty == tl.float32:
-        # To nearest even. In integers, since the conversion is a slow instruction.
+        # To nearest even, in integers: the conversion instruction is slow.
         bits = _bits(value)
         bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000
         value = tl.where(value != value, value, _float(bits))
@@ -286,7 +286,7 @@ def _kernel(
         masks = (left < count, left + COLS < count, rows * (2 * COLS) < count)
     tile = (rows, left, masks)
 
-    # Offsets in a tile fit 32 bits; where it starts may not.
+    # Offsets within a tile fit 32 bits; the start of a tile may not.
     program = tl.program_id(0).to(tl.int64)
     weight += program * TILE
     gradient += program * TILE
@@ -319,7 +319,7 @@ def _kernel(
     )
     _store_master(weight, residual, left, masks[0], left_master, weight_key, left_lane)
     _store_master(weight, residual, left + COLS, masks[1], right_master, weight_key, right_lane)
-    # Rounded by the low half of a state's draw, or its high half.
+    # The first moment uses the low half of a draw, the second the high half.
     left_draw = _draw(state_key, left_lane)
     right_draw = _draw(state_key, right_lane)
     draws = ((left_draw & 0xFFFF).to(tl.int32), (right_draw & 0xFFFF).to(tl.int32))
@@ -330,7 +330,7 @@ def _kernel(
 
 
 def triton_kernel(operands: Operands) -> None:
-    """`reference_kernel` for tensors on a GPU, on its current stream."""
+    """Equals `reference_kernel`, for tensors on a GPU; runs on its current stream."""
     rows, cols, warps = _shape(operands.moments[0].format)
     tile = 2 * rows * cols
     count, full = operands.count, operands.count // tile * tile
@@ -364,15 +364,15 @@ def triton_kernel(operands: Operands) -> None:
 
 
 def _shape(chosen: Format) -> tuple[int, int, int]:
-    """ROWS, COLS and warps: 4 neighbours per thread and half, which is 16 bytes of FP32."""
+    """ROWS, COLS and warps: 4 adjacent elements (16 bytes of FP32) per thread and half."""
     if chosen.block:
-        # One warp: with more, scales go through shared memory, and warps wait for each other.
+        # One warp: with more, scales go through shared memory and warps synchronise.
         return 256 // chosen.block, chosen.block // 2, 1
     return 4, GROUP // 2, 4
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
-    """BF16 as int16: its bits are handled as integers."""
+    """BF16 viewed as int16, since its bits are handled as integers."""
     return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
 
 
@@ -394,5 +394,5 @@ def _numbers(chosen: Format) -> _Numbers | None:
 
 
 def _int32(word: int) -> int:
-    """The low 32 bits, as Triton passes them without asking how large the number is."""
+    """The low 32 bits as a signed integer, so that Triton compiles one version."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
