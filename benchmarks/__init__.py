@@ -1,1 +1,1 @@
-"""One file per question. Run as modules from the source tree: `PYTHONPATH=src python -m benchmarks.step`."""
+"""Benchmarks, run as modules from the source tree: `PYTHONPATH=src python -m benchmarks.step`."""

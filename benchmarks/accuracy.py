@@ -1,13 +1,13 @@
-"""Is the plan right? Each row is planned and run as planned; seconds, VRAM (of the driver) and RAM are compared.
+"""Accuracy of the planner: each row is planned and run, and seconds, VRAM and RAM are compared with the plan.
 
     PYTHONPATH=src python -m benchmarks.accuracy --rows held,padded --resume rows.jsonl --budget 400
     PYTHONPATH=src python -m benchmarks.accuracy --shape qwen2.5-7b --max-vram-gb 48 [--compile] [--compression 8bit]
 
-The first form runs rows of the groups that are named, each in a process of its own. A finished row is appended to the
-file and skipped by the next call with the same file; a row that would not be done within the budget (seconds) is left
-for it. The second form runs one row. The machine is probed if it has not been, or with `--refresh`. VRAM is what the
-driver reports beside PyTorch's allocator (total minus free minus reserved, so nothing else may run there) and the most
-that this has reserved; RAM is RssAnon + RssShmem. TFLOP/s as in `Plan.tflops`.
+The first form runs the rows of the named groups, each in its own process. A finished row is appended to the file and
+skipped by the next call with that file. A row that would exceed the budget (seconds) is left for the next call. The
+second form runs one row. The machine is probed if there is no earlier probe, or with `--refresh`. VRAM is the peak that
+PyTorch's allocator reserved plus what the driver reports beyond it (total - free - reserved, so nothing else may run on
+the GPU). RAM is RssAnon + RssShmem. TFLOP/s as in `Plan.tflops`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-# What is reserved stays close to what is allocated; read when CUDA is first used.
+# Keeps reserved memory close to allocated memory; read when CUDA is first used.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-# Asking whether there is a GPU must not start CUDA in a process that forks.
+# Checking for a GPU must not initialise CUDA in a process that forks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -42,7 +42,7 @@ from benchmarks.step import GIB, driver_vram, resident_ram
 from megatrain.model.shapes import describe
 
 GROUPS: dict[str, list[list[str]]] = {
-    # The speed that is asked for: the Trainer's own plans, no cap, compiled.
+    # Speed targets: the Trainer's own plans, no cap, compiled.
     "held": [
         ["--shape", "qwen2.5-7b", "--micro", "4", "--compile", "--trainer"],
         ["--shape", "qwen2.5-7b", "--micro", "16", "--compile", "--trainer"],
@@ -97,10 +97,9 @@ GROUPS: dict[str, list[list[str]]] = {
     ],
 }  # fmt: skip
 WARM = 3
-"""Steps that are not timed: after the second one the engine waits for its lanes once, and the third starts with all
-updates done."""
+"""Untimed steps: after the second, the engine waits for its lanes once, so the third starts with all updates done."""
 STARTING, PER_PARAMETER, COMPILING = 25.0, 3e-9, 30.0
-"""Seconds of a row beside its steps: the process and the engine, weights that are made and moved, and compiling."""
+"""Seconds of a row besides its steps: process and engine, weights per parameter, and compiling."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     times = engine.step_times
     measured = sorted(seconds)[len(seconds) // 2]
     ram["end"] = resident_ram()
-    # The most that the driver saw: what is outside PyTorch's allocator, and the most that this reserved.
+    # Peak VRAM: what is outside PyTorch's allocator, plus its peak reservation.
     outside = driver_vram() - torch.cuda.memory_reserved() / GIB
     reserved = torch.cuda.max_memory_reserved() / GIB
     at_end = torch.cuda.memory_reserved() / GIB
@@ -162,7 +161,7 @@ def decision_of(plan: mt.Plan, layers: set[str]) -> dict[str, Any]:
 def with_own_loop(
     model: PreTrainedModel, machine: mt.Machine, args: argparse.Namespace, ram: dict[str, float]
 ) -> tuple[mt.Plan, mt.Engine, list[float], list[float]]:
-    """The plan, the engine, losses and seconds of steps that are written out here."""
+    """The plan, the engine, losses and seconds of steps of a training loop."""
     settings = {
         "compile": args.compile,
         "optimizer_compression": args.compression or False,
@@ -204,7 +203,7 @@ def with_own_loop(
 def with_trainer(
     model: PreTrainedModel, machine: mt.Machine, args: argparse.Namespace, ram: dict[str, float]
 ) -> tuple[mt.Plan, mt.Engine, list[float], list[float]]:
-    """The same of a run of `megatrain.Trainer`, which plans by itself with what the process can have."""
+    """The same for `megatrain.Trainer`, which makes its own plan."""
     ends: list[float] = []
     timelines: list[Any] = []
     traced = ExitStack()
@@ -276,7 +275,7 @@ def _collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _name(args: argparse.Namespace) -> str:
-    """The row in words: the shape, the cap, and what is not as in most rows."""
+    """The row in words: shape, cap, and non-default options."""
     words = [args.shape if args.layers is None else f"{args.layers} layers of {args.shape}"]
     words.append(f"{args.max_vram_gb or 'no'} cap")
     words.append(f"{args.micro} of {args.batch} x {args.length} tokens")
@@ -290,9 +289,9 @@ def _name(args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help=f"groups of rows, with commas between them: {', '.join(GROUPS)}")
-    parser.add_argument("--resume", type=Path, help="a file that finished rows are appended to, and skipped if in it")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in which all must be done")
+    parser.add_argument("--rows", help=f"comma-separated groups of rows: {', '.join(GROUPS)}")
+    parser.add_argument("--resume", type=Path, help="append finished rows to this file, and skip rows that are in it")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="total seconds")
     parser.add_argument("--trainer", action="store_true", help="let megatrain.Trainer plan and train")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -300,14 +299,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help=f"steps that are timed, after {WARM} that are not")
+    parser.add_argument("--steps", type=int, default=3, help=f"timed steps, after {WARM} untimed ones")
     parser.add_argument("--padded", action="store_true", help="rows differ in length")
     parser.add_argument("--max-vram-gb", type=float)
     parser.add_argument("--max-ram-gb", type=float)
     parser.add_argument("--compression")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--trace", type=Path, help="with --trainer: one more step, whose timeline is written here")
-    parser.add_argument("--refresh", action="store_true", help="measure the machine again")
+    parser.add_argument("--trace", type=Path, help="with --trainer: write the timeline of one more step here")
+    parser.add_argument("--refresh", action="store_true", help="probe the machine again")
     args = parser.parse_args()
     if args.rows is None:
         print(json.dumps(measure(args)))
@@ -318,45 +317,45 @@ def main() -> None:
 
 
 def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Namespace) -> None:
-    """Run the rows that the file does not have yet, as long as there is time for one more."""
+    """Run the rows that are not in the file, within the time budget."""
     began = time.perf_counter()
     for name in ("transformers.models.qwen2.modeling_qwen2", "megatrain.engine.session", "megatrain.engine.planning"):
         importlib.import_module(name)
     done = {}
     if args.resume is not None and args.resume.exists():
-        done = {found["row"]: found for found in map(json.loads, args.resume.read_text().splitlines())}
+        done = {result["row"]: result for result in map(json.loads, args.resume.read_text().splitlines())}
     print(
         "| row | placement, policy, windows | seconds: plan, measured | TFLOP/s | VRAM GiB: plan, driver | "
         "RAM GiB: plan, measured |\n|---|---|---|---|---|---|",
         flush=True,
     )
-    left: list[str] = []
+    remaining: list[str] = []
     refresh = args.refresh
     for row, options in rows:
         name = _name(options)
-        found = done.get(name)
-        if found is None:
+        result = done.get(name)
+        if result is None:
             started = time.perf_counter()
             if started - began + expected(options) > args.budget:
-                left.append(name)
+                remaining.append(name)
                 continue
-            # What an earlier probe found may be of another hour; all rows go by the same.
+            # An earlier probe may be outdated; all rows use the same one.
             options.refresh, refresh = refresh, False
-            found = in_child(lambda options=options: measure(options))  # type: ignore[misc]
-            if found is None:
+            result = in_child(lambda options=options: measure(options))  # type: ignore[misc]
+            if result is None:
                 print(f"| {name} | failed: {' '.join(row)} |", flush=True)
                 continue
-            found["wall_s"] = round(time.perf_counter() - started, 1)
+            result["wall_s"] = round(time.perf_counter() - started, 1)
             if args.resume is not None:
                 with args.resume.open("a") as file:
-                    print(json.dumps(found), file=file, flush=True)
-        print(line(found), flush=True)
-    if left:
-        print(f"\nLeft for the next call: {'; '.join(left)}.")
+                    print(json.dumps(result), file=file, flush=True)
+        print(line(result), flush=True)
+    if remaining:
+        print(f"\nLeft for the next call: {'; '.join(remaining)}.")
 
 
 def expected(options: argparse.Namespace) -> float:
-    """Seconds that a row takes, at 300 TFLOP/s: an estimate that most rows are below."""
+    """Estimated seconds of a row, at 300 TFLOP/s; most rows take less."""
     fields = SHAPES[options.shape] | ({} if options.layers is None else {"num_hidden_layers": options.layers})
     shape = describe(
         AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
@@ -378,7 +377,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """In a process of its own, forked before CUDA is used: modules are loaded once for all rows. None if it failed."""
+    """Run in a process forked before CUDA is used, so that modules are loaded once. None if it failed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -390,7 +389,7 @@ def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
             code = 0
         except BaseException:
             traceback.print_exc()
-        # Without the exit handlers of the parent.
+        # Skip the parent's exit handlers.
         sys.stderr.flush()
         os._exit(code)
     os.close(writer)

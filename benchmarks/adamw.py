@@ -1,10 +1,10 @@
-"""How fast is the optimizer step on the CPU, and how far is it from what memory allows?
+"""Speed of the optimizer step on the CPU, relative to memory bandwidth.
 
     PYTHONPATH=src python -m benchmarks.adamw --threads 16
 
-Per way to keep weights and moments: the native update, and a loop that reads and writes the same streams with the same
-threads and chunks but without arithmetic. Beside them torch's fused AdamW on FP32. GB/s counts every byte that is read
-or written.
+For each storage of weights and moments: the native update, and a loop that reads and writes the same data with the same
+threads and chunks but without arithmetic. For comparison, torch's fused AdamW on FP32. GB/s counts bytes read and
+written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WEIGHTS = {
     "fp32": ("FP32, FP32 gradient", torch.float32, False, torch.float32),
     "bf16": ("BF16 alone, BF16 gradient", torch.bfloat16, False, torch.bfloat16),
 }
-"""By name: what it is, the weight's dtype, whether there is a residual, the gradient's dtype."""
+"""Name → description, the weight's dtype, whether there is a residual, the gradient's dtype."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Measured:
     gparam_s: float
     gb_s: float
     of_loop: float | None
-    """The loop's time over the update's: 1 is as fast as memory."""
+    """The loop's time over the update's: 1 means bound by memory bandwidth."""
 
 
 def filled(memory: HostMemory, numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Normal numbers; a short run of them again and again, since drawing takes longer than all the rest."""
+    """Normal numbers, repeated from a short pattern, since drawing them is slow."""
     tensor = memory.allocate(numel * dtype.itemsize, transferred=False).view(dtype)
     pattern = (torch.randn(min(numel, 1 << 20)) * scale).to(dtype)
     for start in range(0, numel, pattern.numel()):
@@ -67,7 +67,7 @@ def filled(memory: HostMemory, numel: int, dtype: torch.dtype, scale: float) -> 
 
 
 def median(repeat: int, *works: Callable[[], None]) -> list[float]:
-    """Seconds of each; they take turns, so that a change of the machine's mood meets all of them."""
+    """Median seconds of each, interleaved, so that changes of the machine's speed affect all of them."""
     times: list[list[float]] = [[] for _ in works]
     for number in range(repeat + 1):
         for work, taken in zip(works, times, strict=True):
@@ -79,7 +79,7 @@ def median(repeat: int, *works: Callable[[], None]) -> list[float]:
 
 
 def native(weights: str, width: str, numel: int, threads: int, repeat: int) -> Measured:
-    """One way to keep weights and moments, on the instruction set in use."""
+    """Measure one storage of weights and moments on the current instruction set."""
     memory = HostMemory(pin=False, threads=threads)
     what, dtype, split, gradient_dtype = WEIGHTS[weights]
     moments, scales, touched = [], [], 2 * dtype.itemsize + gradient_dtype.itemsize + (4 if split else 0)
@@ -114,7 +114,7 @@ def native(weights: str, width: str, numel: int, threads: int, repeat: int) -> M
 
 
 def fused(numel: int, threads: int, repeat: int) -> Measured:
-    """torch's own, in one pass over FP32 weight, gradient and moments."""
+    """Measure torch's fused AdamW on FP32 weight, gradient and moments."""
     torch.set_num_threads(threads)
     memory = HostMemory(pin=False, threads=threads)
     parameter = torch.nn.Parameter(filled(memory, numel, torch.float32, 0.02))

@@ -1,10 +1,10 @@
-"""How fast is an AdamW step on state in GPU memory?
+"""Speed of an AdamW step in GPU memory, relative to memory bandwidth.
 
     PYTHONPATH=src python -m benchmarks.adamw_gpu
 
-Per width of the moments: our kernel (split weights, BF16 gradient), beside a kernel that reads and writes as many bytes
-in place and does nothing else. Then torch's fused AdamW, where weights, gradient and moments are FP32. GB/s counts
-every byte once when it is read and once when it is written. Medians, by CUDA events.
+For each moment width: MegaTrain's kernel (split weights, BF16 gradient), and a kernel that only reads and writes as
+many bytes in place. Then torch's fused AdamW on FP32 weights, gradient and moments. GB/s counts bytes read and written.
+Medians, measured with CUDA events.
 """
 
 # mypy: ignore-errors
@@ -56,7 +56,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def moment(chosen: Format, numel: int) -> Piece:
-    """Random codes; values as small as moments are."""
+    """A moment with random codes and realistically small values."""
     if not chosen.block:
         values = torch.rand(numel, device="cuda") * 1e-4
         return Piece(chosen, values.to(torch.float32 if chosen.bits == 32 else torch.bfloat16).view(torch.uint8), None)
@@ -64,7 +64,7 @@ def moment(chosen: Format, numel: int) -> Piece:
     return Piece(chosen, payload, torch.rand(numel // chosen.block, device="cuda") * 1e-4)
 
 
-def operands(width: str, numel: int) -> Operands:
+def make_operands(width: str, numel: int) -> Operands:
     weight, residual = split(torch.randn(numel, device="cuda") * 0.02)
     return Operands(
         rule=AdamW,
@@ -79,13 +79,13 @@ def operands(width: str, numel: int) -> Operands:
     )
 
 
-def transferred(given: Operands) -> int:
+def transferred(operands: Operands) -> int:
     """Bytes read and written by one update."""
-    assert given.residual is not None
-    states = [given.weight, given.residual]
-    for piece in given.moments:
+    assert operands.residual is not None
+    states = [operands.weight, operands.residual]
+    for piece in operands.moments:
         states += [piece.payload] if piece.scales is None else [piece.payload, piece.scales]
-    return given.gradient.nbytes + 2 * sum(tensor.nbytes for tensor in states)
+    return operands.gradient.nbytes + 2 * sum(tensor.nbytes for tensor in states)
 
 
 def torch_adamw(numel: int) -> Callable[[], object]:
@@ -111,9 +111,9 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {options.numel:,}")
     print(f"{'moments':12} {'byte / param':>12} {'ms':>8} {'Gparam / s':>10} {'GB / s':>8} {'in-place GB/s':>13}")
     for width in FORMATS:
-        given = operands(width, options.numel)
-        report(width, options.numel, transferred(given), options.repeats, partial(triton_kernel, given))
-        del given
+        operands = make_operands(width, options.numel)
+        report(width, options.numel, transferred(operands), options.repeats, partial(triton_kernel, operands))
+        del operands
     report("torch fp32", options.numel, 28 * options.numel, options.repeats, torch_adamw(options.numel))
 
 

@@ -1,11 +1,10 @@
-"""What low-bit states and stochastic rounding cost: a small transformer on real text, several seeds, one picture.
+"""Convergence with low-bit states and stochastic rounding: a small transformer on real text, several seeds.
 
     PYTHONPATH=src python -m benchmarks.convergence --steps 1000 --seeds 3 --lr 1e-3 --picture docs/convergence.svg
 
-Every run is the same model, data order and schedule; only the optimizer's storage differs. Reported per format: the
-final training loss (mean over the last tenth of the steps) and the loss on held-out text, each as a ratio to FP32
-states of the same seed. `--lr` sweeps are done on FP32 states alone. "2bit" is a trial that is not shipped: second
-moments in 2 bits, first moments in 4.
+All runs have the same model, data order and schedule; only the optimizer's storage differs. Reported per format: the
+final training loss (mean over the last tenth of the steps) and the loss on held-out text, each relative to FP32 states
+with the same seed. "2bit" is an experiment that is not shipped: second moments in 2 bits, first moments in 4.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class TwoBit(Format):
-    """Trial: levels 1, 1/16, 1/256, 1/4096 of the block's largest, rounded stochastically. Stored a byte each."""
+    """Experiment: levels 1, 1/16, 1/256, 1/4096 of the block's largest, rounded stochastically; stored as bytes."""
 
     def decode(self, payload: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
         assert scales is not None
@@ -69,17 +68,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16-sr": {"precision": "bf16-sr"},
     "bf16-sr, 8bit": {"precision": "bf16-sr", "optimizer_compression": "8bit"},
 }
-"""Against "fp32", but for those with BF16 weights, which stand against "bf16 weights" (an exact FP32 master)."""
+"""Compared with "fp32"; those in `BASE` are compared with "bf16 weights" (an exact FP32 master)."""
 BASE = {"bf16-sr": "bf16 weights", "bf16-sr, 8bit": "bf16 weights"}
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to train on, and bytes held out: every tenth stretch of a thousand."""
+    """Training bytes and held-out bytes (every tenth piece of a thousand)."""
     raw = resources.files("megatrain.cli").joinpath("text/us-founding.txt").read_bytes()
     pieces = torch.tensor(list(raw)).split(1000)
     every = round(1 / HELD_OUT)
-    kept = torch.cat([piece for number, piece in enumerate(pieces) if number % every])
-    return kept, torch.cat([piece for number, piece in enumerate(pieces) if number % every == 0])
+    training = torch.cat([piece for number, piece in enumerate(pieces) if number % every])
+    return training, torch.cat([piece for number, piece in enumerate(pieces) if number % every == 0])
 
 
 def model_of(seed: int) -> LlamaForCausalLM:
@@ -94,7 +93,7 @@ def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> tor
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Warm-up over a twentieth, then a cosine to a tenth."""
+    """Warm-up over 5% of the steps, then a cosine to a tenth of the peak."""
     warm = min(1.0, (step + 1) / max(1, steps // 20))
     return peak * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
@@ -128,7 +127,7 @@ def run(name: str, seed: int, steps: int, lr: float) -> dict[str, Any]:
 
 
 def picture(path: Path, results: dict[str, list[dict[str, Any]]]) -> None:
-    """Training loss, mean over seeds, smoothed over a twentieth of the run."""
+    """Training loss, mean over seeds, smoothed over 5% of the run."""
     curves = {}
     for name, entries in results.items():
         mean = [statistics.mean(values) for values in zip(*(entry["losses"] for entry in entries), strict=True)]
@@ -143,7 +142,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--load", type=Path, nargs="*", default=[], help="runs that --out has written before")
+    parser.add_argument("--load", type=Path, nargs="*", default=[], help="results written by --out")
     parser.add_argument("--out", type=Path, help="write all losses here, as JSON")
     parser.add_argument("--picture", type=Path, help="write the curves here, as SVG")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What does one layer take? Bytes its graph keeps, its peak, its seconds: what the planner's coefficients come from.
+"""Memory and time of one layer: the source of the planner's coefficients.
 
     PYTHONPATH=src python -m benchmarks.layers [--shapes qwen2.5-7b ...] [--batch 4] [--length 2048]
 
-One line per shape, eager and compiled: what was measured on this GPU, and what megatrain.planner says of it.
+One line per shape, eager and compiled: measured on this GPU, and predicted by megatrain.planner.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def measure(name: str, batch: int, length: int, compiled: bool) -> dict[str, obj
     grads = torch.autograd.grad(output, leaves, towards)
     peak = torch.cuda.max_memory_allocated() - before - kept
     del output, grads
-    there = triton.testing.do_bench(forward, warmup=100, rep=300, return_mode="median") / 1e3
-    whole = triton.testing.do_bench(
+    forward_s = triton.testing.do_bench(forward, warmup=100, rep=300, return_mode="median") / 1e3
+    both_ms = triton.testing.do_bench(
         lambda: torch.autograd.grad(forward(), leaves, towards), warmup=100, rep=400, return_mode="median"
     )
     machine = mt.probe()
@@ -77,16 +77,16 @@ def measure(name: str, batch: int, length: int, compiled: bool) -> dict[str, obj
     run = Run(micro_batch=batch, length=length, compile=compiled)
     costs = Costs(shape, machine, run)
     piece = costs.pieces[shape.blocks.index(block)]
-    # The gradient that is handed over is the engine's work, not the layer's.
-    handed = block.trainable * 4 * run.itemsize / machine.hbm
+    # Collecting the gradient is the engine's work, not the layer's.
+    collected = block.trainable * 4 * run.itemsize / machine.hbm
     return {
         "layer": f"{name}{', compiled' if compiled else ''}",
         "tokens": batch * length,
         "graph_gib": [kept / GIB, graph_bytes(block, run, shape.attention) / GIB],
         "graph_bytes_per_token": kept / batch / length,
         "peak_above_graph_gib": [peak / GIB, layer_bytes(block, run, shape.attention, True) / GIB],
-        "forward_ms": [there * 1e3, piece.forward * 1e3],
-        "backward_ms": [whole - there * 1e3, (piece.backward - handed) * 1e3],
+        "forward_ms": [forward_s * 1e3, piece.forward * 1e3],
+        "backward_ms": [both_ms - forward_s * 1e3, (piece.backward - collected) * 1e3],
     }
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         for compiled in (False, True):
             try:
                 print(json.dumps(measure(name, args.batch, args.length, compiled)), flush=True)
-            except Exception as error:  # one shape that fails must not hide the others
+            except Exception as error:  # report the other shapes
                 print(json.dumps({"layer": name, "compiled": compiled, "error": repr(error)[:300]}), flush=True)
             torch._dynamo.reset()
             gc.collect()

@@ -1,10 +1,10 @@
-"""How much smaller do real optimizer states get without loss, and how fast?
+"""Ratio and speed of the lossless compression of real optimizer states.
 
     PYTHONPATH=src python -m benchmarks.lossless --threads 1
 
-The states are those of a small transformer after some hundred steps of AdamW on the demo's text, in plain PyTorch.
-They are repeated to `--elements`, which changes no ratio: a chunk is coded on its own. GB/s are bytes of the tensor
-(not of its encoding) by the best of several runs, into memory that was used before.
+The states are those of a small transformer after some hundred steps of AdamW on the demo's text, in plain PyTorch. They
+are repeated to `--elements`, which does not change the ratio, since chunks are encoded independently. GB/s counts
+uncompressed bytes, in the best of several runs, into memory that is already faulted in.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Embedding(256, WIDTH)
-        self.place = nn.Embedding(LENGTH, WIDTH)
+        self.position = nn.Embedding(LENGTH, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        hidden = self.token(tokens) + self.place(torch.arange(tokens.shape[1]))
+        hidden = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
         return self.head(self.layers(hidden, mask=mask, is_causal=True))
 
 
 def trained(steps: int) -> tuple[dict[str, torch.Tensor], float]:
-    """The weights and moments after some steps, each as one flat tensor, and the last loss."""
+    """Weights and moments after training, each as one flat tensor, and the last loss."""
     torch.manual_seed(0)
     text = torch.tensor(list(TEXT.read_bytes()))
     model = Small()

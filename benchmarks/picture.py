@@ -13,16 +13,16 @@ COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
     """The mean of the last `span` values, from the first full one on."""
-    total, found = 0.0, []
+    total, means = 0.0, []
     for index, value in enumerate(values):
         total += value - (values[index - span] if index >= span else 0.0)
         if index >= span - 1:
-            found.append(total / span)
-    return found
+            means.append(total / span)
+    return means
 
 
 def draw(path: Path, curves: Mapping[str, Sequence[float]], first: int, labels: tuple[str, str]) -> None:
-    """One line per curve; point k stands at step `first + k`. The vertical axis is logarithmic."""
+    """One line per curve; point k is at step `first + k`. The vertical axis is logarithmic."""
     last = first + max(len(curve) for curve in curves.values()) - 1
     values = [value for curve in curves.values() for value in curve]
     low, high = math.log(min(values)), math.log(max(values))

@@ -1,12 +1,12 @@
-"""Pieces that the planner's constants come from, each by itself: one line per measurement.
+"""Measurements behind the planner's constants, one line each.
 
     PYTHONPATH=src python -m benchmarks.pieces threads attention fp32 head     # on a GPU
     PYTHONPATH=src python -m benchmarks.pieces sums turns                 # on the CPU
 
-threads: GPU memory that a thread takes outside PyTorch's allocator (`hardware/machine.py`); attention: its rate by
-length and head dimension (`planner/cost.py`); fp32: what an FP32 layer keeps and needs (`planner/activations.py`);
-head: a chunked head with its loss and gradients (`planner/cost.py`); sums: BF16 gradients added to an FP32 sum at once
-and in pieces (`store/slab.py`); turns: what a micro-batch's turn in a window takes (`compute/window.py`).
+threads: GPU memory per thread outside PyTorch's allocator (`hardware/machine.py`); attention: its rate by length and
+head dimension (`planner/cost.py`); fp32: memory of an FP32 layer (`planner/activations.py`); head: a chunked head with
+its loss and gradients (`planner/cost.py`); sums: BF16 gradients added to an FP32 sum at once and in pieces
+(`store/gradient.py`); turns: the cost of a micro-batch's turn in a window (`compute/window.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 def outside() -> float:
-    """MiB that the driver reports beside what PyTorch's allocator has reserved."""
+    """MiB on the GPU outside PyTorch's allocator."""
     free, total = torch.cuda.mem_get_info()
     return (total - free - torch.cuda.memory_reserved()) / MIB
 
@@ -155,7 +155,7 @@ def sums() -> None:
 
 
 def turns() -> None:
-    """Time above that of the work alone, per turn; the work is small."""
+    """Time per turn beyond that of the work itself, which is small."""
     torch.set_num_threads(1)
     values = torch.randn(256, 256)
 
@@ -178,12 +178,12 @@ def turns() -> None:
 
 def _best(work: Callable[[], object]) -> float:
     work()
-    found = []
+    seconds = []
     for _ in range(5):
         began = time.perf_counter()
         work()
-        found.append(time.perf_counter() - began)
-    return min(found)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 PIECES = {piece.__name__: piece for piece in (threads, attention, fp32, head, sums, turns)}

@@ -1,11 +1,10 @@
-"""RAM that the kernel and the driver take beside pinned memory: where the planner's reserve comes from.
+"""RAM that the kernel and the driver need for pinned memory: the source of the planner's reserve.
 
     PYTHONPATH=src python -m benchmarks.pinned 20 60 100     # GiB; on a GPU machine
 
-For each size, memory is allocated as the store does it, in slabs of 1 GiB: first touched and not pinned, then pinned,
-then freed. Each line shows what this process holds, what the limits say is gone since the start, and the difference:
-memory that is nobody's and yet not available (page tables, the driver's lists of pages). At the end a line is fitted
-through the sizes: a constant and bytes per byte, of touching alone and of touching and pinning.
+For each size, memory is allocated as by the store, in buffers of 1 GiB: first faulted in without pinning, then pinned.
+Each line shows the growth of this process, the drop in available memory, and the difference, which is overhead of the
+kernel and the driver (page tables, lists of pages). At the end, a constant and a slope are fitted for each case.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from megatrain.store.ram import HostBuffer, HostMemory
 
 GIB = 1 << 30
 KERNEL = ("Slab", "PageTables", "SecPageTables", "VmallocUsed", "Percpu", "KernelStack")
-"""Fields of /proc/meminfo that are the kernel's own."""
+"""Kernel memory in /proc/meminfo."""
 
 
 def main(sizes: list[int]) -> None:
     torch.zeros(1, device="cuda")
-    # A first registration loads what the driver needs for it.
+    # The first registration initialises the driver.
     warm = HostMemory(pin=True, threads=inventory.cores())
     warm.free(warm.allocate(64 << 20, transferred=True))
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {inventory.cores()} cores, "
           f"{cgroups.usable_ram() / GIB:.1f} GiB of RAM, limit {_limit()}")  # fmt: skip
     found: dict[str, list[tuple[float, float]]] = {"touched": [], "pinned": []}
     for size in sizes:
-        for way in ("touched", "pinned"):
-            found[way].append((size, measure(size, pin=way == "pinned")))
-    for way, points in found.items():
+        for kind in ("touched", "pinned"):
+            found[kind].append((size, measure(size, pin=kind == "pinned")))
+    for kind, points in found.items():
         constant, slope = fit(points)
-        print(f"{way}: {constant:+.3f} GiB + {slope * 1024:.2f} MiB for each GiB")
+        print(f"{kind}: {constant:+.3f} GiB + {slope * 1024:.2f} MiB for each GiB")
 
 
 def measure(size: int, pin: bool) -> float:
-    """GiB gone beside what the process holds, while so many GiB are touched (and pinned)."""
+    """Overhead in GiB while `size` GiB are faulted in (and pinned)."""
     start = _now()
     memory = HostMemory(pin=pin, threads=inventory.cores())
     began = time.perf_counter()
@@ -91,7 +90,7 @@ def _now() -> dict[str, int]:
 
 
 def _cgroup_kernel() -> int:
-    """Kernel memory that counts toward this process's cgroup (v2); 0 where it is not told."""
+    """Kernel memory of this process's cgroup (v2); 0 if it is not reported."""
     for folder in cgroups.folders("memory", cgroups._CGROUPS, cgroups._MEMBERSHIP):
         fields = cgroups.words(folder / "memory.stat")
         stat = dict(zip(fields[::2], fields[1::2], strict=False))

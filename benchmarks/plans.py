@@ -1,4 +1,4 @@
-"""Plans of models from 7B to 120B on the shipped machines, as Markdown; nothing is downloaded or run.
+"""Plans of models from 7B to 120B on the shipped machines, as Markdown. Downloads and runs nothing.
 
 PYTHONPATH=src python -m benchmarks.plans > docs/plans.md
 """
@@ -68,7 +68,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def cell(shape: ModelShape, machine: str, **settings: Any) -> str:
-    """One plan, or why there is none, in a line."""
+    """One plan in a line, or its shortfall."""
     try:
         found = plan(shape, machine=machine, **{**RUN, **settings})
     except Refusal as refused:
@@ -94,17 +94,17 @@ def explained(found: Plan, tokens: float = 1e9) -> list[str]:
 
 def hundred(shape: ModelShape) -> list[str]:
     """A model loaded in FP32 under a cap, and the same model in BF16."""
-    asked: dict[str, Any] = {"machine": "h200-1.5tb", "max_vram_gb": 80, "batch": 1, "accumulation": 128}
-    kept: dict[str, Any] = {**asked, "optimizer_compression": True, "offload_dir": "/mnt/nvme/cache"}
+    limits: dict[str, Any] = {"machine": "h200-1.5tb", "max_vram_gb": 80, "batch": 1, "accumulation": 128}
+    offloaded: dict[str, Any] = {**limits, "optimizer_compression": True, "offload_dir": "/mnt/nvme/cache"}
     lines = ["## 100B parameters under `max_vram_gb=80`", "", "In FP32, with 4-bit states and `offload_dir`:", ""]
-    lines += explained(plan(shape, **kept, precision="fp32"))
+    lines += explained(plan(shape, **offloaded, precision="fp32"))
     lines += ["", "The same with `bf16=True`: BF16 compute, with the exact FP32 master:", ""]
-    lines += explained(plan(shape, **kept, precision="bf16"))
+    lines += explained(plan(shape, **offloaded, precision="bf16"))
     lines += ["", "With FP32 states, compiled, 16 micro-batches of 2 × 2048 tokens, nothing lossy:", ""]
-    lines += explained(plan(shape, **{**asked, "batch": 2, "accumulation": 16, "compile": True}))
+    lines += explained(plan(shape, **{**limits, "batch": 2, "accumulation": 16, "compile": True}))
     lines += ["", "The refusal on a machine that is too small:", "", "```text"]
     try:
-        plan(shape, **{**asked, "machine": "h100-512gb", "accumulation": 16})
+        plan(shape, **{**limits, "machine": "h100-512gb", "accumulation": 16})
     except Refusal as refused:
         lines.append(str(refused).replace("; ", ";\n"))
     return [*lines, "```"]

@@ -1,4 +1,4 @@
-"""Models of the true shape with random weights: what a benchmark needs of a 7B model without downloading one."""
+"""Models of real shapes with random weights, without downloads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def random_model(shape: str, dtype: torch.dtype, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A model of the given shape, on the CPU, weights drawn N(0, 0.02) on the GPU if there is one."""
+    """A model of the given shape on the CPU, with weights from N(0, 0.02), drawn on the GPU if there is one."""
     fields = SHAPES[shape] | overrides
     config = AutoConfig.for_model(str(fields["model_type"]), **{k: v for k, v in fields.items() if k != "model_type"})
     with init_empty_weights(include_buffers=False):
@@ -75,7 +75,7 @@ def random_model(shape: str, dtype: torch.dtype, seed: int = 0, **overrides: obj
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
-    """Parameters that take part in matrix products for every token: all but the embedding, the head once."""
+    """Parameters in matrix products of every token: all but the embedding, the head once."""
     embedding = model.get_input_embeddings().weight.numel()
     tied = model.config.tie_word_embeddings
     return sum(p.numel() for p in model.parameters()) - (0 if tied else embedding)

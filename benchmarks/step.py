@@ -1,4 +1,4 @@
-"""How long does a streamed step take, in how much memory, and how much of the copying is exposed?
+"""Time and memory of a streamed step, and how much of the copying is exposed.
 
     PYTHONPATH=src python -m benchmarks.step --shape qwen2.5-7b --batch 4 --length 2048 --micro 4
 
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-# What is reserved stays close to what is allocated; read when CUDA is first used.
+# Keeps reserved memory close to allocated memory; read when CUDA is first used.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
@@ -33,10 +33,10 @@ class Measured:
     shape: str
     tokens: int
     seconds: list[float]
-    """Whole steps, after the first."""
+    """Steps after the first."""
     tflops: float
     peak_vram_gib: float
-    """Highest allocation of PyTorch in a step."""
+    """Peak allocation of PyTorch in a step."""
     reserved_vram_gib: float
     losses: list[float]
     compute_s: float
@@ -47,19 +47,19 @@ class Measured:
     update_s: float
     update_exposed_s: float
     vram_update_s: float
-    """Seconds of sums and updates of resident blocks, on the GPU."""
+    """Seconds of norms, merges and updates on the GPU."""
     waited: dict[str, float]
     """Seconds that compute waited for each lane, in the last untraced step."""
     naive_update_wait_s: float
-    """What a step costs in waiting if nothing runs before all updates are done (measured in one extra step)."""
+    """Seconds to wait for all updates of a step if nothing overlaps with them, measured in one extra step."""
     driver_vram_gib: float
-    """What the driver says is taken on the GPU, at the end."""
+    """GPU memory in use according to the driver, at the end."""
     ram_gib: float
     """RssAnon + RssShmem at the end."""
     fetches_per_step: int
     attach_s: float
     layer_tflops: float
-    """Ceiling: one layer alone, resident, forward and then forward + backward (what recompute does), same settings."""
+    """Upper limit: one resident layer alone, forward, then forward + backward, as with policy `recompute`."""
 
 
 def measure(
@@ -124,7 +124,7 @@ def measure(
     naive = time.perf_counter() - began
     before = engine.counters.fetches
     with engine.trace() as timeline:
-        # Two steps: the updates of the first run under the forward of the second.
+        # Two steps: the updates of the first overlap with the forward of the second.
         losses += [step(), step()]
     fetches = (engine.counters.fetches - before) // 2
     if trace is not None:
@@ -171,7 +171,7 @@ def resident_ram() -> float:
 
 
 def layer_ceiling(model: PreTrainedModel, batch: int, length: int, compiled: bool) -> float:
-    """TFLOP/s of the model's first kind of layer, recomputed, with its weights on the GPU."""
+    """TFLOP/s of the model's first layer, recomputed, with its weights on the GPU."""
     torch.cuda.empty_cache()
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
@@ -206,17 +206,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro", type=int, default=1, help="micro-batches per step")
-    parser.add_argument("--no-window", action="store_true", help="one micro-batch after the other")
+    parser.add_argument("--no-window", action="store_true", help="run micro-batches one after another")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--policy", default="recompute")
     parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--resident", nargs="*", default=[], help="patterns of blocks that stay in GPU memory")
-    parser.add_argument("--held-weights", nargs="*", default=[], help="patterns of blocks whose weights stay there")
-    parser.add_argument("--held-gradients", nargs="*", default=[], help="the same of gradient sums")
+    parser.add_argument("--resident", nargs="*", default=[], help="name patterns of resident blocks")
+    parser.add_argument("--held-weights", nargs="*", default=[], help="name patterns of blocks with held weights")
+    parser.add_argument(
+        "--held-gradients", nargs="*", default=[], help="name patterns of blocks with held gradient sums"
+    )
     parser.add_argument("--compression", default="false", help="moments: false, bf16, 8bit, 4bit")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--no-clip", action="store_true", help="updates start in the backward")
+    parser.add_argument("--no-clip", action="store_true", help="no clipping: updates start during the backward")
     parser.add_argument("--trace", type=Path, help="write the last step's timeline here")
     args = parser.parse_args()
     result = measure(
