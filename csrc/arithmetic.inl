@@ -1,4 +1,4 @@
-// What happens to one element. Part of kernels.inl; the order of operations is the definition.
+// The arithmetic of one element. Part of kernels.inl; the order of operations defines the bits.
 
 // ---- bits
 
@@ -15,12 +15,12 @@ inline uint64_t mix64(uint64_t value) {
     return value ^ (value >> 31);
 }
 
-// The key of a group: its low half is for the moments, its high half for the weight.
+// The key of a group: the low half is for moments, the high half for the weight.
 inline uint64_t key_of(uint64_t seed, uint64_t group) { return mix64(seed + (group + 1) * 0x9e3779b97f4a7c15u); }
 
-// An element's place is its group's key and its lane; loops count it up by `kStride`, which spares a product.
+// An element's counter is its group's key plus its index times kStride; loops increment it by kStride.
 constexpr uint32_t kStride = 0x9e3779b9u;
-inline uint32_t place_of(uint32_t key, int lane) { return key + static_cast<uint32_t>(lane) * kStride; }
+inline uint32_t counter_of(uint32_t key, int lane) { return key + static_cast<uint32_t>(lane) * kStride; }
 
 inline uint32_t drawn(uint32_t value) {
     value = (value ^ (value >> 16)) * 0x85ebca6bu;
@@ -38,7 +38,7 @@ inline float rounded_to_nearest(float value) {
     return as_float(is_nan(bits) ? 0x7fc00000u : rounded);
 }
 
-// Up with the probability of the bits that are cut off; `draw` is 16 random bits.
+// Stochastic rounding; `draw` has 16 random bits.
 inline uint16_t rounded_at_random(float value, uint32_t draw) {
     const uint32_t bits = as_bits(value);
     const bool special = (bits & 0x7f800000u) == 0x7f800000u;
@@ -61,7 +61,7 @@ inline float decoded(uint32_t code, float scale) {
     return as_float(as_bits(level * scale) | sign);
 }
 
-// No upper clamp is needed: a share is at most one, whose bits have nothing for a draw to carry out of.
+// No upper clamp is needed: a share is at most 1, and a draw cannot carry beyond it.
 template <class Format>
 inline uint32_t encoded(float value, float inverse, uint32_t draw) {
     constexpr uint32_t kOne = 0x3f800000u;
@@ -71,15 +71,15 @@ inline uint32_t encoded(float value, float inverse, uint32_t draw) {
     const uint32_t level = (bounded + (draw << (Format::kShift - 16))) >> Format::kShift;
     const int32_t code = static_cast<int32_t>(level) - Format::kBase;
     if (!Format::kSigned) return static_cast<uint32_t>(code > 0 ? code : 0);
-    // Between zero and level 1. `draw < trunc(small)` in integers is `draw + 1 <= small` in floats, both exact; NaN is
-    // zero, as in the reference.
+    // Between zero and level 1. `draw < trunc(small)` in integers equals `draw + 1 <= small` in floats, both exact; NaN
+    // becomes zero, as in the reference.
     const float small = share * Format::kBelow;
     const uint32_t first = static_cast<float>(static_cast<int32_t>(draw + 1)) <= small ? 1u : 0u;
     const uint32_t magnitude = small >= 65536.0f ? static_cast<uint32_t>(code) : first;
     return magnitude | ((bits >> (32 - Format::kBits)) & Format::kLevels);
 }
 
-// The scale of a block, between the smallest normal number and the largest, so that its inverse is finite.
+// The scale of a block, clamped to normal numbers, so that its inverse is finite.
 template <int block>
 inline float largest(const float* values) {
     int32_t most = 0x00800000;
@@ -90,7 +90,7 @@ inline float largest(const float* values) {
     return as_float(static_cast<uint32_t>(most < 0x7f7fffff ? most : 0x7f7fffff));
 }
 
-// ---- rules (optim/rules.py), with their scalars in its order
+// ---- rules (optim/rules.py), with scalars in the same order
 
 template <int rule>
 struct Scalars;

@@ -1,7 +1,7 @@
-// A container is often limited by a quota of CPU time while it sees every CPU of the machine. Threads beyond the quota
-// are stopped for the rest of each period, all of them, in the middle of what they do.
+// The CPUs that this process may use. A container often has a quota of CPU time while it sees every CPU of the machine;
+// once the quota is used up, all of its threads are stopped for the rest of the period.
 //
-// Files are read with C's functions: nothing here depends on which C++ library the process has.
+// Files are read with C functions, so that nothing here depends on the process's C++ library.
 #include "pool.h"
 
 #include <sched.h>
@@ -17,13 +17,13 @@ namespace {
 
 constexpr int kPath = 4096;
 
-// CPU time over wall time, or 0 if the group has no limit. `group` is the folder of a cgroup.
+// CPU time over wall time, or 0 without a limit. `group` is the directory of a cgroup.
 double limit_v2(const char* group) {
     char path[kPath], text[128];
     if (std::snprintf(path, sizeof path, "%s/cpu.max", group) >= kPath) return 0.0;
     std::FILE* file = std::fopen(path, "re");
     if (file == nullptr) return 0.0;
-    double quota = 0.0, period = 0.0;  // the quota may also be "max", which is no number
+    double quota = 0.0, period = 0.0;  // the quota may also be "max"
     const bool found = std::fgets(text, sizeof text, file) && std::sscanf(text, "%lf %lf", &quota, &period) == 2;
     std::fclose(file);
     return found && quota > 0.0 && period > 0.0 ? quota / period : 0.0;
@@ -45,8 +45,8 @@ double limit_v1(const char* group) {
     return quota > 0.0 && period > 0.0 ? quota / period : 0.0;  // no limit is written as -1
 }
 
-// The tightest limit of a group and those above it. A container may see its own group as the root of the mount and read
-// a path of the host: the folders of that path are missing, and the root is still looked at.
+// The tightest limit of a group and its ancestors. A container may see its own group as the root of the mount but read
+// a path of the host: the directories of that path are then missing, and only the root has a limit.
 double tightest(const char* mount, const char* group, double (*limit)(const char*)) {
     char path[kPath];
     if (std::snprintf(path, sizeof path, "%s%s", mount, group) >= kPath) return 0.0;
@@ -84,9 +84,9 @@ double quota_under(const char* root) {
         const bool unified = *controllers == '\0';
         if (!unified && !lists(controllers, "cpu")) continue;
         if (std::strcmp(group, "/") == 0) ++group;
-        // The usual places; the combined name of v1 is a link beside them where it is not the folder itself.
-        for (const char* place : {unified ? "" : "/cpu", unified ? "/unified" : "/cpu,cpuacct"}) {
-            if (std::snprintf(mount, sizeof mount, "%s/sys/fs/cgroup%s", root, place) >= kPath) continue;
+        // The usual mount points; v1 combines controllers in one directory, and links to it.
+        for (const char* mounted : {unified ? "" : "/cpu", unified ? "/unified" : "/cpu,cpuacct"}) {
+            if (std::snprintf(mount, sizeof mount, "%s/sys/fs/cgroup%s", root, mounted) >= kPath) continue;
             const double here = tightest(mount, group, unified ? limit_v2 : limit_v1);
             if (here > 0.0 && (lowest == 0.0 || here < lowest)) lowest = here;
         }
@@ -107,7 +107,7 @@ int usable_cpus() noexcept {
     CPU_ZERO_S(sizeof masks, masks);
     if (sched_getaffinity(0, sizeof masks, masks) != 0) return 1;
     const int allowed = std::max(1, CPU_COUNT_S(sizeof masks, masks));
-    static const int paid = mt_cpu_quota("");  // files: too slow to read for every update
+    static const int paid = mt_cpu_quota("");  // read once: too slow for every update
     return paid > 0 ? std::min(allowed, paid) : allowed;
 }
 

@@ -1,13 +1,12 @@
-// Block-wise codes of 8 and 4 bits, as src/megatrain/store/formats.py defines them: small floating-point numbers
-// relative to the block's largest magnitude. Only compile-time constants: the kernels are compiled once per instruction
-// set, and nothing in here may become a function that the linker could share between them.
+// Block-wise codes of 8 and 4 bits, as src/megatrain/store/formats.py defines them. Compile-time constants only: the
+// kernels are compiled once per instruction set, and the linker must not share functions between them.
 #pragma once
 
 #include <stdint.h>
 
 namespace megatrain {
 
-// Elements that share a key for random bits (store/random.py); blocks of codes divide it.
+// Elements that share a key for random bits (store/random.py); a multiple of the block sizes.
 constexpr int kGroup = 256;
 
 template <int kBitsOfCode, int kBlockOfScale, int kMantissaBits, bool kHasSign>

@@ -1,4 +1,4 @@
-// The kernels, once per instruction set. Each kernels_*.cpp compiles kernels.inl into its own namespace.
+// The kernels, per instruction set. Each kernels_*.cpp compiles kernels.inl into its own namespace.
 #pragma once
 
 #include <stddef.h>
@@ -9,12 +9,12 @@ namespace megatrain {
 
 using Update = struct ::mt_update;  // a function has the same name
 
-// Groups of 256 elements [begin, end) of an update; the last group of all may be partial.
+// Updates the groups of 256 elements [begin, end); the last group of an update may be partial.
 using Work = void (*)(const Update& what, size_t begin, size_t end);
 
 // The sum of squares of a chunk of a gradient that has `count` elements (mt_square_sums in megatrain.h).
 using Sum = double (*)(const void* values, int count, int chunk);
-constexpr int kMostSummed = 1 << 16;
+constexpr int kMaxChunk = 1 << 16;
 
 struct Kernels {
     const char* name;

@@ -1,13 +1,12 @@
-// The update of groups of 256 elements: bit for bit what src/megatrain/optim/update.py defines.
-// Sums of squares are at the end.
+// The update of groups of 256 elements, bitwise as src/megatrain/optim/update.py defines it, and sums of squares.
 //
-// One loop reads every stream of a group, widens it to FP32, applies the rule, and writes back what needs no more than
-// its own element. Codes need the largest magnitude of their block first, so their moments wait on the stack for a
-// second loop. Every operation is a correctly rounded IEEE one on one element and there are no sums over elements, so
-// every instruction set gives the same bits. Loops have a constant length and no branches: compilers vectorise them.
+// One loop reads every stream of a group, widens it to FP32, applies the rule, and writes the results. Codes need the
+// largest magnitude of their block first, so their moments stay on the stack for a second loop. Every operation is a
+// correctly rounded IEEE operation on one element, so every instruction set gives the same bits. Loops have a constant
+// length and no branches, so that compilers vectorise them.
 //
-// This file is compiled once per instruction set. It may not call anything of the C++ library, nor define anything with
-// external linkage but `kernels`: the linker keeps one copy of an inline function, and it could be the AVX-512 one.
+// This file is compiled once per instruction set. It must not use the C++ library or define anything with external
+// linkage but `kernels`: the linker keeps one copy of an inline function, which could be the AVX-512 one.
 #include <stdint.h>
 
 #include <utility>
@@ -28,7 +27,7 @@ namespace {
 
 // ---- one group
 
-// The streams of an update: where a group's begin, and its bytes there. Null and 0: there is no such stream.
+// The streams of an update: the address of a group in each, and its bytes. Null and 0 if a stream does not exist.
 enum { kWeight, kResidual, kGradient, kMoments, kScales = kMoments + 2, kStreams = kScales + 2 };
 
 struct Streams {
@@ -55,20 +54,20 @@ inline float load_weight(const Streams& here, int i) {
 }
 
 template <int kind>
-inline void store_weight(const Streams& here, int i, float value, uint32_t place) {
+inline void store_weight(const Streams& here, int i, float value, uint32_t counter) {
     if (kind == MT_WEIGHT_FP32) {
         reinterpret_cast<float*>(here.at[kWeight])[i] = value;
     } else if (kind == MT_WEIGHT_SPLIT) {
         const uint32_t bits = without_nan(as_bits(value));
         reinterpret_cast<uint16_t*>(here.at[kWeight])[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-        // The bits less the high half as it was rounded, modulo 2^16.
+        // The bits minus the rounded high half, modulo 2^16.
         reinterpret_cast<int16_t*>(here.at[kResidual])[i] = static_cast<int16_t>(bits);
     } else {
-        reinterpret_cast<uint16_t*>(here.at[kWeight])[i] = rounded_at_random(value, drawn(place) & 0xffffu);
+        reinterpret_cast<uint16_t*>(here.at[kWeight])[i] = rounded_at_random(value, drawn(counter) & 0xffffu);
     }
 }
 
-// Element i of a run in which the scale is one number and so is the place of a code in its byte.
+// Element i of a run that has one scale and one nibble.
 template <int kind, class Eight, class Four>
 inline float load_moment(const uint8_t* from, int i, int nibble, float scale) {
     switch (kind) {
@@ -95,13 +94,13 @@ inline void apply(const Streams& here, uint64_t key, const Scalars<rule>& scalar
     constexpr bool kTwo = rule == MT_RULE_ADAMW, kFour = state == MT_STATE_4BIT, kScaled = state >= MT_STATE_8BIT;
     constexpr int kRun = kFour ? Signed4::kBlock / 2 : state == MT_STATE_8BIT ? Signed8::kBlock : kGroup;
     for (int run = 0; run < kGroup / kRun; ++run) {
-        // Two runs of 4-bit codes, one after the other, lie in the lower and upper halves of the same bytes.
+        // Two consecutive runs of 4-bit codes share bytes: the first in the low halves, the second in the high ones.
         const int block = kFour ? run / 2 : run, nibble = run % 2 * 4;
         const int back = kFour ? (run - block) * kRun : 0;
         const float scale0 = kScaled ? reinterpret_cast<const float*>(here.at[kScales])[block] : 0.0f;
         const float scale1 = kScaled && kTwo ? reinterpret_cast<const float*>(here.at[kScales + 1])[block] : 0.0f;
-        uint32_t place = place_of(static_cast<uint32_t>(key), run * kRun);
-        uint32_t weight_place = place_of(static_cast<uint32_t>(key >> 32), run * kRun);
+        uint32_t counter = counter_of(static_cast<uint32_t>(key), run * kRun);
+        uint32_t weight_counter = counter_of(static_cast<uint32_t>(key >> 32), run * kRun);
         MT_INDEPENDENT
         for (int i = run * kRun; i < (run + 1) * kRun; ++i) {
             const float g = load_gradient<gradient>(here.at[kGradient], i);
@@ -109,17 +108,17 @@ inline void apply(const Streams& here, uint64_t key, const Scalars<rule>& scalar
             float m = load_moment<state, Signed8, Signed4>(here.at[kMoments], i - back, nibble, scale0);
             if (kTwo) v = load_moment<state, Positive8, Positive4>(here.at[kMoments + 1], i - back, nibble, scale1);
             scalars.apply(w, m, v, g);
-            store_weight<weight>(here, i, w, weight_place);
-            const uint32_t draws = state == MT_STATE_BF16 ? drawn(place) : 0u;
+            store_weight<weight>(here, i, w, weight_counter);
+            const uint32_t draws = state == MT_STATE_BF16 ? drawn(counter) : 0u;
             store_moment<state>(here.at[kMoments], first, i, m, draws & 0xffffu);
             if (kTwo) store_moment<state>(here.at[kMoments + 1], second, i, v, draws >> 16);
-            place += kStride;
-            weight_place += kStride;
+            counter += kStride;
+            weight_counter += kStride;
         }
     }
 }
 
-// Not inline: it is the same whatever the weights and gradients are.
+// Not inline: it does not depend on the kinds of weights and gradients.
 template <class First, class Second, bool two>
 __attribute__((noinline)) void encode(const float* first, const float* second, uint32_t key, const Streams& here) {
     constexpr int kBlock = First::kBlock, kBytes = kBlock * First::kBits / 8;
@@ -132,20 +131,20 @@ __attribute__((noinline)) void encode(const float* first, const float* second, u
         const float inverse0 = 1.0f / scale0, inverse1 = 1.0f / scale1;
         uint8_t* codes0 = here.at[kMoments] + block * kBytes;
         uint8_t* codes1 = two ? here.at[kMoments + 1] + block * kBytes : nullptr;
-        uint32_t place = place_of(key, block * kBlock);
+        uint32_t counter = counter_of(key, block * kBlock);
         MT_INDEPENDENT
         for (int i = 0; i < kBytes; ++i) {
-            uint32_t draws = drawn(place);
+            uint32_t draws = drawn(counter);
             uint32_t code0 = encoded<First>(m[i], inverse0, draws & 0xffffu);
             uint32_t code1 = two ? encoded<Second>(v[i], inverse1, draws >> 16) : 0u;
             if (First::kBits == 4) {
-                draws = drawn(place + kBytes * kStride);
+                draws = drawn(counter + kBytes * kStride);
                 code0 |= encoded<First>(m[i + kBytes], inverse0, draws & 0xffffu) << 4;
                 if (two) code1 |= encoded<Second>(v[i + kBytes], inverse1, draws >> 16) << 4;
             }
             codes0[i] = static_cast<uint8_t>(code0);
             if (two) codes1[i] = static_cast<uint8_t>(code1);
-            place += kStride;
+            counter += kStride;
         }
     }
 }
@@ -156,7 +155,7 @@ void update_group(const Streams& here, uint64_t key, const float* numbers, int c
     alignas(64) float first[kGroup], second[kGroup];
     apply<rule, weight, gradient, state>(here, key, Scalars<rule>(numbers), first, second);
     if (state < MT_STATE_8BIT) return;
-    // What lies past the end is not state: its codes stay zero and it has no say in the scale.
+    // Elements past the end: their codes stay zero, and they do not affect the scale.
     for (int i = count; i < kGroup; ++i) first[i] = second[i] = 0.0f;
     if (state == MT_STATE_8BIT) encode<Signed8, Positive8, kTwo>(first, second, static_cast<uint32_t>(key), here);
     if (state == MT_STATE_4BIT) encode<Signed4, Positive4, kTwo>(first, second, static_cast<uint32_t>(key), here);
@@ -166,7 +165,7 @@ void update_group(const Streams& here, uint64_t key, const float* numbers, int c
 
 using Group = void (*)(const Streams&, uint64_t key, const float* scalars, int count);
 
-// A loop for every combination of kinds: 3 rules, 3 weights, 3 gradients, 4 states.
+// One loop per combination of 3 rules, 3 weights, 3 gradients and 4 states.
 template <int... number>
 Group loop_of(const Update& what, std::integer_sequence<int, number...>) {
     static constexpr Group loops[] = {update_group<number / 36, number / 12 % 3, number / 4 % 3, number % 4>...};
@@ -193,12 +192,12 @@ Streams streams_of(const Update& what, const Widths& widths, size_t group) {
     return here;
 }
 
-// A partial group is worked on in a whole one, of which only its own part is copied back.
+// A partial group is updated in a copy of full length, and only its own part is copied back.
 void update_part(const Update& what, const Widths& widths, const Streams& here, Group loop, uint64_t key, int count) {
     alignas(64) uint8_t rooms[kStreams][4 * kGroup] = {};
     Streams inside;
     size_t bytes[kStreams];
-    // Codes and scales exist for whole blocks.
+    // Codes and scales exist for complete blocks.
     const int block = what.state_kind == MT_STATE_8BIT ? Signed8::kBlock : Signed4::kBlock;
     const size_t whole = what.state_kind >= MT_STATE_8BIT ? (count + block - 1) / block * block : count;
     for (int i = 0; i < kStreams; ++i) {
@@ -230,7 +229,7 @@ void update(const Update& what, size_t begin, size_t end) {
 // The same loads and stores, without arithmetic.
 void touch(const Update& what, size_t begin, size_t end) {
     const Widths widths = widths_of(what);
-    volatile uint8_t nothing = 0;  // or the compiler would know that nothing changes
+    volatile uint8_t nothing = 0;  // keeps the compiler from removing the loop
     const uint8_t zero = nothing;
     uint8_t seen = 0;
     for (size_t group = begin; group < end && (group + 1) * kGroup <= what.count; ++group) {
@@ -249,13 +248,13 @@ void touch(const Update& what, size_t begin, size_t end) {
     nothing = seen;
 }
 
-// ---- sums of squares: bit for bit what `reference_square_sum` in src/megatrain/stream/norm.py gives
+// ---- sums of squares, bitwise as `reference_square_sum` in src/megatrain/stream/norm.py
 //
-// A chunk is one tree: its second half is added to its first until one number is left. Seen as eight rows, the first
-// three halvings add rows to rows, so one loop goes from the gradient to one row of sums; the others halve that row in
-// the cache. Squares are exact in FP64, and a chunk is never cut, so neither threads nor instruction sets matter.
+// A chunk is one tree: its second half is added to its first until one number is left. Viewed as eight rows, the first
+// three halvings add rows to rows, so one loop reduces the gradient to one row of sums; the rest halve that row in the
+// cache. Squares are exact in FP64 and chunks are never split, so threads and instruction sets do not matter.
 
-// Eight rows of squares into one of sums, in the order of three halvings; elements from `count` on are zeros.
+// Adds eight rows of squares into one, in the order of three halvings; elements from `count` on are zeros.
 template <int kind, bool whole>
 inline void add_rows(const uint8_t* from, int count, int row, double* __restrict sums) {
     for (int i = 0; i < row; ++i) {
@@ -270,8 +269,8 @@ inline void add_rows(const uint8_t* from, int count, int row, double* __restrict
 template <int kind>
 double square_sum_of(const void* values, int count, int chunk) {
     constexpr int kRows = 8;
-    alignas(64) double sums[kMostSummed / kRows];
-    // Chunks of fewer than eight are as good with zeros behind them: the halvings that meet those change nothing.
+    alignas(64) double sums[kMaxChunk / kRows];
+    // Chunks of fewer than eight elements are padded with zeros, which do not change the sum.
     const int row = chunk < kRows ? 1 : chunk / kRows;
     (count == row * kRows ? add_rows<kind, true> : add_rows<kind, false>)(
         static_cast<const uint8_t*>(values), count, row, sums);

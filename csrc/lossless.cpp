@@ -1,8 +1,7 @@
-// Floating-point states without their redundancy: byte planes, the predictable ones entropy-coded, exact to the bit.
+// Lossless compression of floating-point states: byte planes, with entropy coding of the predictable ones.
 //
-// Only the exponents of weights and moments (and the sign of a second moment) are far from random; mantissa bits are
-// noise that no coder shortens. So the exponent gets a plane of bytes of its own, and a plane that would not shrink
-// is stored as it is and costs a copy.
+// Only the exponents of weights and moments (and the sign of a second moment) are predictable; mantissa bits are noise.
+// So the exponent has a plane of bytes of its own, and a plane that would not shrink is stored uncompressed.
 //
 // The format. Integers are little-endian; offsets are in bytes from the start of the encoding.
 //
@@ -20,7 +19,7 @@
 // FP32 has two more, the next 8 bits of the mantissa and the lowest 8. A plane of n bytes is
 //
 //   u32         payload bytes, with the mode in the top 8 bits
-//   mode 0      payload: the one byte that is everywhere
+//   mode 0      payload: one byte, equal in all n positions
 //   mode 1      payload: the n bytes
 //   mode 2      payload: a Huffman code, and the n bytes in it
 //                 u8       first symbol that occurs
@@ -40,8 +39,8 @@
 // third), fourth), and the checksum is (x xor (x >> 32)) * 0x9e3779b97f4a7c15. That of the header is
 // mix(checksum of its 32 bytes, checksum of the directory).
 //
-// Chunks are independent, so threads share them out; a damaged one harms no other. The lanes of a plane are
-// independent too, so that one core decodes the four at once instead of waiting for one.
+// Chunks are independent, so threads process them in parallel, and damage to one does not affect others. The lanes of a
+// plane are independent too, so that one core decodes all four at once.
 #include "lossless.h"
 
 #include <algorithm>
@@ -53,13 +52,13 @@
 
 #include "parallel.h"
 
-#if defined(__x86_64__) && !defined(__clang__)  // which does not clone templates
+#if defined(__x86_64__) && !defined(__clang__)  // clang does not clone templates
 #define MT_EVERY_ISA __attribute__((target_clones("default", "arch=x86-64-v3")))
 #else
 #define MT_EVERY_ISA
 #endif
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is read and written as it lies in memory");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is read and written in memory order");
 
 namespace {
 
@@ -92,8 +91,8 @@ constexpr uint64_t kMix = 0x9e3779b97f4a7c15u;
 
 inline uint64_t mix(uint64_t sum, uint64_t word) { return rotate((sum ^ word) * kMix, 29); }
 
-// Every step maps sums one to one, so a single wrong word always shows. Four sums, because a multiplication takes
-// longer to finish than to start.
+// Every step is a bijection of the sum, so a single wrong word is always detected. Four sums hide the latency of the
+// multiplication.
 uint64_t checksum(const uint8_t* bytes, size_t size) {
     uint64_t a = size, b = 1, c = 2, d = 3;
     size_t at = 0;
@@ -114,7 +113,7 @@ uint64_t checksum(const uint8_t* bytes, size_t size) {
 
 // ---- Elements and planes ----
 
-// Elements are integers of 4 or 2 bytes; they have as many planes. The top half of an FP32 number is a BF16 number.
+// Elements are integers of 4 or 2 bytes, with as many planes. The top half of an FP32 number is a BF16 number.
 template <typename Element>
 constexpr int kTop = 8 * sizeof(Element) - 16;
 
@@ -160,8 +159,8 @@ inline size_t lane_begin(size_t count, int lane) { return std::min(count, lane *
 
 inline size_t lane_size(size_t count, int lane) { return lane_begin(count, lane + 1) - lane_begin(count, lane); }
 
-// One element of every lane at a time: neighbours often have the same exponent, and counting it in one table would
-// wait for the count before to be stored.
+// One element of every lane at a time: adjacent elements often have the same exponent, and counting them in one table
+// would serialise on the store.
 template <int kPlane, typename Element>
 void count_plane(const Element* elements, size_t count, size_t stride, uint32_t counts[kLanes][256]) {
     std::memset(counts, 0, sizeof(uint32_t) * kLanes * 256);
@@ -178,7 +177,7 @@ void count_plane(const Element* elements, size_t count, size_t stride, uint32_t 
 
 // ---- Huffman codes ----
 
-// Lengths of the best code with none longer than kCodeBits (package-merge), for at least two symbols.
+// Lengths of the optimal code of at most kCodeBits bits per symbol (package-merge), for at least two symbols.
 void code_lengths(const uint32_t total[256], uint8_t lengths[256]) {
     uint8_t symbols[256];
     size_t n = 0;
@@ -186,12 +185,12 @@ void code_lengths(const uint32_t total[256], uint8_t lengths[256]) {
         lengths[s] = 0;
         if (total[s] != 0) symbols[n++] = static_cast<uint8_t>(s);
     }
-    // Ties by symbol: the code must be the same everywhere.
+    // Ties are broken by symbol, so that the code is the same on every machine.
     std::sort(symbols, symbols + n, [&](uint8_t a, uint8_t b) {
         return total[a] != total[b] ? total[a] < total[b] : a < b;
     });
 
-    // Each row merges the symbols with pairs of the row before, by weight; is_symbol remembers which was which.
+    // Each row merges the symbols with pairs of the previous row, by weight; is_symbol records which is which.
     bool is_symbol[kCodeBits][512];
     uint64_t rows[2][512];
     size_t before = 0;
@@ -209,7 +208,7 @@ void code_lengths(const uint32_t total[256], uint8_t lengths[256]) {
         }
         before = size;
     }
-    // The cheapest 2n - 2 of the last row make the code: a symbol's length is the number of rows that take it.
+    // The first 2n - 2 entries of the last row form the code: a symbol's length is the number of rows that include it.
     for (size_t bit = kCodeBits, taken = 2 * n - 2; bit-- > 0;) {
         size_t leaves = 0;
         for (size_t at = 0; at < taken; ++at) leaves += is_symbol[bit][at];
@@ -218,7 +217,7 @@ void code_lengths(const uint32_t total[256], uint8_t lengths[256]) {
     }
 }
 
-// The code of every symbol as it is written: bits reversed. False if the lengths are not those of a complete code.
+// The code of every symbol, with bits reversed as written. False if the lengths do not form a complete code.
 bool assign_codes(const uint8_t lengths[256], uint16_t codes[256]) {
     uint32_t of_length[kCodeBits + 1] = {}, next[kCodeBits + 1] = {};
     for (int s = 0; s < 256; ++s) ++of_length[lengths[s]];
@@ -264,8 +263,8 @@ struct Totals {
         }
     }
 
-    // No code spends less per symbol than -log2 of the sum of squared frequencies: true if that is above 63/64 of
-    // 8 bits. In integers, so that every machine decides alike. (1.090 is 2 to the power of an eighth.)
+    // No code needs fewer bits per symbol than -log2 of the sum of squared frequencies: true if that is above 63/64 of
+    // 8 bits. In integers, so that every machine decides the same. (1.090 is 2 to the power of an eighth.)
     bool flat() const { return squares * 256 * 1000 < all * all * 1090; }
 };
 
@@ -278,8 +277,8 @@ PlanePlan plan_plane(const Element* elements, size_t count, Element differing) {
     }
     plan.mode = kRaw, plan.payload = static_cast<uint32_t>(count);
     uint32_t counts[kLanes][256];
-    // Most planes are noise, and a seventh of one shows it. (No power of two: rows have such lengths.) Being small, a
-    // sample looks less even than the whole, so a plane that a code would shrink is hardly passed over.
+    // Most planes are noise, and a seventh of the elements shows it. (Not a power of two, as row lengths are.) A sample
+    // looks less even than the plane, so a compressible plane is rarely missed.
     if (kPlane != 0) {
         count_plane<kPlane>(elements, count, 7, counts);
         if (Totals(counts).flat()) return plan;
@@ -299,21 +298,21 @@ PlanePlan plan_plane(const Element* elements, size_t count, Element differing) {
         plan.lane_bytes[lane] = static_cast<uint32_t>((bits + 7) / 8);
         payload += plan.lane_bytes[lane];
     }
-    // A code has to save a 64th of the plane, or decoding it is not worth the time.
+    // A code must save a 64th of the plane to be worth the time to decode it.
     if (payload < count - count / 64) plan.mode = kHuffman, plan.payload = static_cast<uint32_t>(payload);
     return plan;
 }
 
-// Writes one lane, exactly to its end: what lies behind may be another thread's. Elements that somebody changed since
-// their codes were planned may need more; the lane is then wrong, which its checksum shows, but not longer.
+// Writes one lane, never beyond its end, which may be another thread's memory. If the elements were changed after the
+// codes were planned, they may need more bits; the lane is then wrong, which the checksum shows, but not longer.
 MT_EVERY_ISA void encode_lane(const uint8_t* __restrict symbols, size_t count, const uint32_t* __restrict codes,
                               uint8_t* __restrict out, uint8_t* end) {
     uint64_t bits = 0;
     unsigned held = 0;
     size_t i = 0;
-    // Five codes fit behind 7 bits of an unfinished byte. They are joined before they are shifted into place, so that
-    // only the last step waits for the five before. Lengths are in the low 6 bits, where even five do not overflow;
-    // a shift looks at no others, so whole entries are added up, and the mask is free.
+    // Five codes fit after 7 bits of an unfinished byte. They are joined before they are shifted into position, so that
+    // only the last step depends on the previous five. Lengths are in the low 6 bits, where the sum of five does not
+    // overflow; a shift uses only those bits, so entries are added as they are.
     for (; i + 5 <= count && end - out >= 8; i += 5) {
         const uint32_t a = codes[symbols[i]], b = codes[symbols[i + 1]], c = codes[symbols[i + 2]];
         const uint32_t d = codes[symbols[i + 3]], e = codes[symbols[i + 4]];
@@ -360,8 +359,8 @@ void encode_huffman(const uint8_t* symbols, size_t count, const PlanePlan& plan,
 
 // ---- Decoding ----
 
-// What the next kCodeBits bits mean. `one`: the first symbol, and above it the bits it takes. `many`: all symbols that
-// are complete in them, at most six; from the low byte up: the bits they take, the symbols, their number.
+// Tables indexed by the next kCodeBits bits. `one`: the first symbol, and above it its length in bits. `many`: up to
+// six complete symbols; from the low byte up: their total length in bits, the symbols, their number.
 struct Decoder {
     uint16_t one[kTable];
     uint64_t many[kTable];
@@ -391,8 +390,8 @@ bool build_decoder(const uint8_t lengths[256], Decoder& decoder) {
     return true;
 }
 
-// Bits are consumed from the low end; a one put on top when they were loaded tells, by how far it has come down, how
-// many are gone.
+// Bits are consumed from the low end. A one is set on top when they are loaded; its position tells how many have been
+// consumed.
 struct Lane {
     const uint8_t* in;
     const uint8_t* in_end;
@@ -400,8 +399,8 @@ struct Lane {
     uint8_t* out_end;
     uint64_t bits;
 
-    // One turn takes at most 62 bits and writes at most 5 × 6 bytes, the last of them as a word of 8. For so many
-    // turns both stay within the lane, whatever the bits are.
+    // A turn consumes at most 62 bits and writes at most 5 × 6 bytes, the last as a word of 8. For this many turns,
+    // input and output stay within the lane for any bits.
     size_t safe_turns() const {
         const size_t input = in_end - in;
         return input < 8 ? 0 : std::min<size_t>((input - 8) / 7, (out_end - out) / 32);
@@ -409,7 +408,7 @@ struct Lane {
 };
 
 constexpr uint64_t kMark = uint64_t{1} << 63;
-constexpr int kLookups = 5;  // 7 bits of a byte already begun, the mark, and 5 codes of 11 bits fit in 64
+constexpr int kLookups = 5;  // 7 bits of a partial byte, the mark, and 5 codes of 11 bits fit in 64
 
 inline __attribute__((always_inline)) void refill(Lane& lane) {
     const int gone = __builtin_clzll(lane.bits);
@@ -424,7 +423,7 @@ inline __attribute__((always_inline)) void look_up(Lane& lane, const uint64_t* _
     lane.out += entry >> 56;
 }
 
-// The lanes at once, as long as all have so much left.
+// Decodes all lanes at once while each has enough input left.
 template <int kCount>
 MT_EVERY_ISA void decode_lanes(Lane* given, const uint64_t* many) {
     Lane lanes[kCount];
@@ -443,7 +442,7 @@ MT_EVERY_ISA void decode_lanes(Lane* given, const uint64_t* many) {
     std::copy(lanes, lanes + kCount, given);
 }
 
-// The last symbols of a lane, one by one. False unless they end in the last byte of the lane, and zeros fill it.
+// Decodes the last symbols of a lane one at a time. False unless they end in its last byte, padded with zeros.
 bool decode_rest(const Lane& lane, const uint16_t* one) {
     const size_t size = lane.in_end - lane.in;
     size_t gone = __builtin_clzll(lane.bits);
@@ -472,7 +471,7 @@ bool decode_huffman(const uint8_t* payload, size_t size, uint8_t* out, size_t co
         lengths[s] = payload[2 + from_first / 2] >> (from_first % 2 * 4) & 15;
         if (lengths[s] > kCodeBits) return false;
     }
-    // One encoding per plane: bits that meant nothing could change unseen.
+    // Unused bits must be zero, so that no change goes unnoticed.
     const bool half_left = (last - first) % 2 == 0;
     if (lengths[first] == 0 || lengths[last] == 0 || (half_left && payload[1 + packed] >> 4 != 0)) return false;
     if (!build_decoder(lengths, decoder)) return false;
@@ -522,11 +521,11 @@ int lay_out(size_t count, int dtype, Layout& layout) {
 // Calls work(chunk, elements in it, scratch) for every chunk.
 template <typename Work>
 int for_each_chunk(const Layout& layout, size_t count, int threads, Work work) noexcept {
-    // Ranges are in bytes of elements, so that a small tensor is not cut; an origin that is a multiple of the grain
-    // makes every cut fall between chunks.
+    // Ranges are in bytes of elements, so that a small tensor is not split; an origin that is a multiple of the grain
+    // puts every split between chunks.
     const size_t grain = layout.bytes_per_chunk;
     return megatrain::in_parallel(grain, count * layout.planes, grain, threads, [=](size_t begin, size_t end) {
-        const std::unique_ptr<Scratch> scratch(new Scratch);  // not zeroed, unlike what make_unique makes
+        const std::unique_ptr<Scratch> scratch(new Scratch);  // not zeroed, unlike make_unique
         for (size_t chunk = begin / grain; chunk * grain < end; ++chunk) {
             work(chunk, std::min(kChunk, count - chunk * kChunk), *scratch);
         }
@@ -612,7 +611,7 @@ int mt_lossless_encode(const void* elements, size_t count, int dtype, void* enco
     const auto* const from = static_cast<const uint8_t*>(elements);
     auto* const out = static_cast<uint8_t*>(encoded);
 
-    // First the size of every chunk, then every chunk at its place: nothing is moved, and no two threads meet.
+    // First the size of every chunk, then every chunk at its final offset: nothing is moved or shared.
     const std::unique_ptr<ChunkPlan[]> plans(new (std::nothrow) ChunkPlan[layout.chunks]);
     if (!plans) return ENOMEM;
     ChunkPlan* const plan = plans.get();
@@ -660,7 +659,7 @@ int mt_lossless_decode(const void* encoded, size_t bytes, void* elements, size_t
         load<uint64_t>(in + 24) != kChunk) {
         return EBADMSG;
     }
-    // Which of the two it is, damage or another tensor, is told by the checksum of as long a head as it asks for.
+    // The header's checksum distinguishes damage from an encoding of another tensor.
     const uint64_t its_count = load<uint64_t>(in + 16);
     const uint64_t its_chunks = its_count / kChunk + (its_count % kChunk != 0);
     if (its_chunks > (bytes - kHeader) / kEntry) return EBADMSG;
@@ -672,7 +671,7 @@ int mt_lossless_decode(const void* encoded, size_t bytes, void* elements, size_t
     const auto decode_any = dtype == MT_LOSSLESS_FP32 ? decode_chunk<uint32_t> : decode_chunk<uint16_t>;
     const auto decode_one = [=, &first_bad](size_t chunk, size_t size, Scratch& scratch) {
         const uint64_t begin = chunk == 0 ? layout.head : end_of(chunk - 1), end = end_of(chunk);
-        // The end of the last chunk is the end of everything, so that nothing can be lost or added unnoticed.
+        // The last chunk must end at the end of the encoding, so that truncated or extra bytes are noticed.
         const bool placed = layout.head <= begin && begin <= end && end <= bytes &&
                             (chunk + 1 < layout.chunks || end == bytes);
         const uint64_t sum = load<uint64_t>(in + kHeader + chunk * kEntry + 8);

@@ -1,7 +1,7 @@
 // The C ABI of the lossless codec. Python declares the same signatures in src/megatrain/native/lossless.py.
 //
-// As in megatrain.h: every function returns 0 or an errno value, nothing throws, and `threads` is at least 1 and
-// changes no bit of any result. Elements are aligned to their size. The byte format is described in lossless.cpp.
+// As in megatrain.h: every function returns 0 or an errno value, nothing throws, and `threads` is at least 1 and does
+// not affect the result. Elements are aligned to their size. lossless.cpp describes the byte format.
 #pragma once
 
 #include <stddef.h>
@@ -18,17 +18,17 @@ enum mt_lossless_dtype {
 extern "C" {
 #endif
 
-// The most bytes that `count` elements can take when encoded. EINVAL: an unknown dtype; EOVERFLOW: too many elements.
+// The maximum encoded size of `count` elements. EINVAL: unknown dtype; EOVERFLOW: too many elements.
 MT_API int mt_lossless_bound(size_t count, int dtype, size_t* bytes);
 
-// Encodes `count` elements into `encoded`. ENOSPC: they need more than `capacity` bytes; mt_lossless_bound bytes are
-// always enough. `used` is set to what the encoding takes.
+// Encodes `count` elements into `encoded` and sets `used` to the encoded size. ENOSPC: more than `capacity` bytes are
+// needed; mt_lossless_bound bytes are always enough.
 MT_API int mt_lossless_encode(const void* elements, size_t count, int dtype, void* encoded, size_t capacity,
                               size_t* used, int threads);
 
-// Decodes `bytes` bytes, which may come from anywhere, into `count` elements. EMSGSIZE: they are an encoding, but not
-// of that many elements of that dtype. EBADMSG: they are damaged; `bad_chunk` is the first chunk that is, and every
-// other chunk was still decoded, or it is SIZE_MAX if the header is damaged, and nothing was decoded.
+// Decodes untrusted bytes into `count` elements. EMSGSIZE: a valid encoding of another count or dtype. EBADMSG: damage;
+// `bad_chunk` is the first damaged chunk, and all intact chunks were decoded, or SIZE_MAX if the header is damaged and
+// nothing was decoded.
 MT_API int mt_lossless_decode(const void* encoded, size_t bytes, void* elements, size_t count, int dtype, int threads,
                               size_t* bad_chunk);
 

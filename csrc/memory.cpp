@@ -1,4 +1,4 @@
-// Moving and faulting in large ranges of host memory with more than one core.
+// Faulting in and copying large ranges of host memory with several threads.
 #include "megatrain.h"
 
 #include <unistd.h>
@@ -16,9 +16,8 @@ int mt_abi_version(void) { return MT_ABI_VERSION; }
 int mt_touch(void* base, size_t bytes, int threads) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const auto origin = reinterpret_cast<uintptr_t>(base);
-    // Reading a fresh anonymous page only maps the shared zero page, so each page needs a write. Writing
-    // back the byte that is there makes it harmless to memory already in use; volatile keeps the compiler
-    // from seeing that it changes nothing. Ranges start on page boundaries: one thread per page.
+    // Reading a new anonymous page only maps the shared zero page, so each page needs a write. Writing the same byte
+    // back preserves the contents; volatile keeps the compiler from removing it. Ranges start on page boundaries.
     return in_parallel(origin, bytes, page, threads, [=](size_t begin, size_t end) {
         auto* bytes_at = static_cast<volatile unsigned char*>(base);
         for (size_t at = begin; at < end; at += page - (origin + at) % page) bytes_at[at] = bytes_at[at];

@@ -1,4 +1,4 @@
-// Cutting a range of bytes among threads.
+// Splitting a range of bytes among threads.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@
 
 namespace megatrain {
 
-// Below this a thread costs more to wake than it saves.
+// Below this, waking a thread costs more than it saves.
 constexpr size_t kBytesPerPart = size_t{1} << 20;
-// Enough that whoever is done early finds more to do.
+// More parts than threads, so that threads that finish early find more work.
 constexpr size_t kPartsPerThread = 8;
 
-// Calls work(part) once for each part, on the calling thread and on the pool's. What it throws becomes an error code.
+// Calls work(part) for each part, on the calling thread and the pool's. Exceptions become error codes.
 template <typename Work>
 int in_parts(size_t parts, size_t threads, Work work) noexcept {
     const auto call = [](void* context, size_t part) noexcept -> int {
@@ -33,8 +33,8 @@ int in_parts(size_t parts, size_t threads, Work work) noexcept {
     return run_parts(parts, static_cast<int>(threads), call, &work);
 }
 
-// Cuts [0, bytes) into parts, each start a multiple of `grain` after the address `origin` is taken into account, and
-// calls work(begin, end) for each.
+// Splits [0, bytes) into parts at addresses `origin` + offset that are multiples of `grain`, and calls work(begin, end)
+// for each.
 template <typename Work>
 int in_parallel(uintptr_t origin, size_t bytes, size_t grain, int threads, Work work) noexcept {
     if (threads < 1) return EINVAL;

@@ -18,7 +18,7 @@
 namespace megatrain {
 namespace {
 
-// Updates come in bursts, and to wake a sleeper costs tens of microseconds.
+// Updates come in bursts, and waking a thread takes tens of microseconds.
 constexpr std::chrono::microseconds kSpin{30};
 
 inline void relax() {
@@ -41,18 +41,18 @@ bool spin_until(Condition condition) {
     return false;
 }
 
-// Lives on the stack of its caller, who takes it off the list and waits for `inside` to be 0 before it returns.
+// Lives on the caller's stack. The caller removes it from the list and waits until `inside` is 0 before it returns.
 struct Job {
     int (*work)(void*, size_t) noexcept = nullptr;
     void* context = nullptr;
     size_t parts = 0;
-    int helpers = 0;  // that may still join; guarded by the pool's mutex
+    int helpers = 0;  // threads that may still join; guarded by the pool's mutex
     Job* next = nullptr;
     std::atomic<size_t> taken{0};
-    std::atomic<int> inside{0};  // helpers at work; raised under the mutex
+    std::atomic<int> inside{0};  // threads at work; incremented under the mutex
     std::atomic<int> error{0};
 
-    // Parts are taken one by one, so that a slow core holds up no more than its last one.
+    // Parts are taken one at a time, so that a slow core delays only its last one.
     void help() noexcept {
         for (size_t part; (part = taken.fetch_add(1, std::memory_order_relaxed)) < parts;) {
             const int failure = work(context, part);
@@ -71,7 +71,7 @@ class Pool {
     int run(Job& job) noexcept {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
-            // A thread that cannot be made is no error: the caller does its share.
+            // Failing to start a thread is no error: the caller does its share.
             while (workers_ < job.helpers && start_worker()) {
             }
             *last_ = &job;
@@ -95,7 +95,7 @@ class Pool {
 
    private:
     bool start_worker() {
-        // Signals are for the threads of the program that loaded us.
+        // Workers must not receive the program's signals.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -124,8 +124,8 @@ class Pool {
                 lock.unlock();
                 job->help();
                 lock.lock();
-                // The last use of the job: at 0 its caller returns, and it is gone with the caller's stack. Under the
-                // mutex, or the caller could look at the count, find 1, and sleep through the notice.
+                // The last use of the job: at 0 its caller returns and its stack is gone. Under the mutex, so that the
+                // caller cannot read 1 and then miss the notification.
                 if (job->inside.fetch_sub(1, std::memory_order_release) == 1) left_.notify_all();
             }
             const unsigned seen = submitted_.load(std::memory_order_relaxed);
@@ -161,10 +161,10 @@ class Pool {
     int workers_ = 0, sleeping_ = 0;
 };
 
-// Never destroyed: its threads may be asleep in it while the process exits.
+// Never destroyed: its threads may sleep in it while the process exits.
 std::atomic<Pool*> current{nullptr};
 
-// Only the thread that forked lives on in a child, so the child starts without a pool; the old one is left as it is.
+// Only the forking thread exists in a child, so the child starts without a pool and abandons the old one.
 void forget_pool() { current.store(nullptr); }
 
 Pool* pool() noexcept {
@@ -175,7 +175,7 @@ Pool* pool() noexcept {
     Pool* made = new (std::nothrow) Pool;
     if (made == nullptr) return nullptr;
     if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return made;
-    delete made;  // another thread was first, and this one has started nothing
+    delete made;  // another thread was first; this pool has no threads yet
     return found;
 }
 
@@ -187,7 +187,7 @@ int run_parts(size_t parts, int threads, int (*work)(void*, size_t) noexcept, vo
     job.context = context;
     job.parts = parts;
     job.helpers = static_cast<int>(std::min<size_t>(std::max(threads, 1), std::max<size_t>(parts, 1))) - 1;
-    // One thread needs no pool, and no pool still leaves one thread.
+    // One thread needs no pool; without a pool, the calling thread does all the work.
     Pool* shared = job.helpers > 0 ? pool() : nullptr;
     if (shared != nullptr) return shared->run(job);
     job.help();

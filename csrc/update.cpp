@@ -1,4 +1,4 @@
-// One optimizer step over all streams of a slab, and the norm of a gradient: which kernels, on which threads.
+// Entry points of the optimizer step and of sums of squares: chooses kernels and splits work among threads.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -11,8 +11,8 @@
 namespace megatrain {
 namespace {
 
-// Round to nearest, gradual underflow, no traps: what the sequences are defined with, whatever the caller's thread has
-// set (torch.set_flush_denormal, say; new threads inherit it).
+// Round to nearest, gradual underflow, no traps: the results must not depend on what the caller's thread has set, such
+// as torch.set_flush_denormal (new threads inherit it).
 class PlainArithmetic {
    public:
     PlainArithmetic() {
@@ -73,7 +73,7 @@ int check(const Update* what, int threads) {
     return 0;
 }
 
-// A part is so long that the hardware's prefetching pays off, and so short that a slow core does not hold up the rest.
+// Parts are long enough for hardware prefetching and short enough that a slow core does not delay the rest.
 constexpr size_t kLeastGroups = 64, kMostGroups = 1024;
 
 int run(const Update* what, int threads, Work work) {
@@ -102,11 +102,11 @@ int mt_touch_streams(const struct mt_update* what, int threads) {
 int mt_square_sums(const void* values, int kind, size_t count, size_t chunk, double* partials, int threads) {
     using namespace megatrain;
     if (kind < MT_GRADIENT_FP32 || kind > MT_GRADIENT_FP32_TO_BF16) return EINVAL;
-    if (chunk == 0 || chunk > kMostSummed || (chunk & (chunk - 1)) != 0) return EINVAL;
+    if (chunk == 0 || chunk > kMaxChunk || (chunk & (chunk - 1)) != 0) return EINVAL;
     if (count != 0 && (values == nullptr || partials == nullptr)) return EFAULT;
     const Sum square_sum = in_use().square_sum[kind];
     const size_t item = kind == MT_GRADIENT_BF16 ? 2 : 4, grain = chunk * item;
-    // An origin that is a multiple of the grain makes every cut fall between chunks.
+    // An origin that is a multiple of the grain puts every split between chunks.
     return in_parallel(grain, count * item, grain, threads, [=](size_t begin, size_t end) {
         const PlainArithmetic plain;
         for (size_t at = begin; at < end; at += grain) {

@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(tmp_path: P
     other = engine_of(model_of(seed=1))
     lion = other.optimizer(kind="lion", lr=1e-3)
     before = roles(other)
-    with pytest.raises(CheckpointError, match=r"of adamw, this optimizer is lion"):
+    with pytest.raises(CheckpointError, match=r"saved by adamw, but this optimizer is lion"):
         other.load(tmp_path, lion)
     assert differences(before, roles(other)) == []
 
