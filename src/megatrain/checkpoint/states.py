@@ -23,6 +23,7 @@ from megatrain.files import AnyPath
 from megatrain.native import lossless
 from megatrain.store.parameter import StoreTensor, restore_states, states_of
 from megatrain.telemetry.notices import announce
+from megatrain.telemetry.progress import progress
 
 SHARDS = "optimizer-*.safetensors"
 SHARD_BYTES = 4 << 30
@@ -52,10 +53,13 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyP
     for parameter in parameters.values():
         parameter.slab.settle()
     gathered = list(_gathered(parameters, optimizer.moments, shard_bytes))
-    for number, shard in enumerate(_coded(gathered) if optimizer.lossless else gathered, start=1):
-        path = folder / f"optimizer-{number:05d}-of-{len(gathered):05d}.safetensors"
-        files.before("write", path)
-        save_file(shard, path, metadata={"format": "pt"})
+    nbytes = sum(tensor.nbytes for shard in gathered for tensor in shard.values())
+    with progress(nbytes, "B", "Writing optimizer states") as advance:
+        for number, shard in enumerate(_coded(gathered) if optimizer.lossless else gathered, start=1):
+            path = folder / f"optimizer-{number:05d}-of-{len(gathered):05d}.safetensors"
+            files.before("write", path)
+            save_file(shard, path, metadata={"format": "pt"})
+            advance(sum(tensor.nbytes for tensor in gathered[number - 1].values()))
 
 
 def seal(
@@ -119,10 +123,13 @@ def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyP
         parameter.slab.before_write()
         parameter.slab.steps[parameter.segment] = saved["steps"][name]
     rounded = 0
-    for path in _shard_files(Path(directory), saved):
-        # A parameter's roles are always in one shard.
-        for name, entry in shards.read(path, parameters).items():
-            rounded += not restore_states(parameters[name], entry)
+    found = _shard_files(Path(directory), saved)
+    with progress(len(found), "shard", "Loading optimizer states") as advance:
+        for path in found:
+            # A parameter's roles are always in one shard.
+            for name, entry in shards.read(path, parameters).items():
+                rounded += not restore_states(parameters[name], entry)
+            advance()
     if rounded:
         announce(
             f"the moments of {rounded} parameters in {directory} were rounded to {optimizer.moment_width} on loading"

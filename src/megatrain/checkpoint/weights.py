@@ -16,6 +16,7 @@ from megatrain.checkpoint import adapters
 from megatrain.errors import CheckpointError
 from megatrain.files import AnyPath
 from megatrain.store.parameter import StoreTensor
+from megatrain.telemetry.progress import progress
 
 INDEX = "model.safetensors.index.json"
 
@@ -65,8 +66,10 @@ def load_model(model: torch.nn.Module, directory: AnyPath) -> None:
         return
     for key, shape in shapes.items():
         _check_shape(key, own[key], shape)
-    for key, values in _tensors(files):
-        _put(own[key], values)
+    with progress(len(shapes), "tensor", "Loading weights") as advance:
+        for key, values in _tensors(files):
+            _put(own[key], values)
+            advance()
 
 
 def _load_by_model(model: torch.nn.Module, directory: Path) -> None:

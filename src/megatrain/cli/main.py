@@ -15,6 +15,7 @@ from megatrain._version import __version__
 from megatrain.cli.doctor import doctor
 from megatrain.cli.plan import plan
 from megatrain.cli.probe import probe
+from megatrain.cli.trace import trace
 from megatrain.errors import MegaTrainError, NotEnoughMemory, SettingsError
 
 FAILED, WRONG_USAGE, REFUSED = 1, 2, 3
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxes leave long options no room in a narrow terminal
 )
-for command in (plan, probe, doctor):
+for command in (plan, probe, doctor, trace):
     app.command()(command)
 
 

@@ -8,6 +8,7 @@ A forward that ran compiled is recomputed compiled: eager code would draw differ
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.func import functional_call
 from megatrain.errors import MegaTrainError
 from megatrain.process import compile_limits
 from megatrain.telemetry.notices import announce
+from megatrain.telemetry.progress import progress
 
 MAX_GRAPHS = 64
 """Compilations per call site before an error is raised. Dynamo would silently fall back to eager."""
@@ -36,6 +38,7 @@ class Compiled:
     def __init__(self) -> None:
         self._compiled: Any = torch.compile(_call)
         self._uncompilable: set[Hashable] = set()
+        self._called: set[str] = set()
 
     @staticmethod
     def graphs() -> int:
@@ -53,10 +56,17 @@ class Compiled:
             f"{name} blocks cannot be compiled here and run eagerly ({type(cause).__name__}: {_first_line(cause)})"
         )
 
+    def _bar(self, name: str) -> AbstractContextManager[Any]:
+        """For the first call of a class, which compiles."""
+        if name in self._called:
+            return nullcontext()
+        self._called.add(name)
+        return progress(None, "", f"Compiling {name}")
+
     def __call__(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
         before = self.graphs()
         try:
-            with compile_limits(MAX_GRAPHS):
+            with compile_limits(MAX_GRAPHS), self._bar(type(module.block).__name__):
                 result = self._compiled(module, state, args, kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as cause:
             raise MegaTrainError(

@@ -29,6 +29,7 @@ from megatrain.store.layout import lay_out
 from megatrain.store.parameter import GradientSink, StoreTensor, as_parameter
 from megatrain.store.slab import Slab
 from megatrain.telemetry.notices import announce
+from megatrain.telemetry.progress import progress
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
@@ -68,12 +69,15 @@ class Adoption:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((module, key))
-        for spec in specs:
-            self._move_to_store(spec, owners, add_gradient)
-            # Tensors of up to 32 MiB are on the heap, which does not shrink by itself.
-            self.placement.ram.trim()
-            if not spec.loose:
-                self._wrap_forward(spec, run, undo)
+        title = f"Moving weights to {'pinned ' if self.placement.ram.pinning else ''}RAM"
+        with progress(len(specs), "block", title) as advance:
+            for spec in specs:
+                self._move_to_store(spec, owners, add_gradient)
+                # Tensors of up to 32 MiB are on the heap, which does not shrink by itself.
+                self.placement.ram.trim()
+                if not spec.loose:
+                    self._wrap_forward(spec, run, undo)
+                advance()
         for module in self.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:

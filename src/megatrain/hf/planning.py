@@ -25,6 +25,7 @@ from megatrain.model.shapes import describe
 from megatrain.planner import Plan
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
+from megatrain.telemetry.progress import progress
 
 ROWS = 512
 """Rows that are looked at for the longest; all of a smaller dataset, else evenly spaced ones."""
@@ -185,7 +186,12 @@ def sampled(trainer: Any, most: int) -> Iterator[tuple[list[Any], Collate]]:
                 collate = trainer._get_collator_with_removed_columns(collate, description="training")
             count = len(dataset)
             most = min(most, count)
-            yield [dataset[i * count // most] for i in range(most)], collate
+            rows = []
+            with progress(most, "row", "Reading and tokenising rows") as advance:
+                for index in range(most):
+                    rows.append(dataset[index * count // most])
+                    advance()
+            yield rows, collate
     finally:
         for take_back in own:
             take_back()

@@ -39,6 +39,7 @@ from megatrain.model.blocks import layered_blocks
 from megatrain.optim.optimizer import Optimizer
 from megatrain.settings import CHANGE_RESULTS, Settings
 from megatrain.telemetry.notices import announce, warn
+from megatrain.telemetry.progress import hidden
 
 
 class MegaMixin(MicroBatches, Checkpoints):
@@ -53,7 +54,8 @@ class MegaMixin(MicroBatches, Checkpoints):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         inventory.refuse_distributed()
         super().__init__(*args, **kwargs)
-        self._attach_with_optimizer()
+        with hidden(self.args.disable_tqdm):
+            self._attach_with_optimizer()
         self._ram_stop = RamStop(lambda: self.engine)
         self._label_count = LabelCount(self)
         self._termination = Termination(lambda: self.is_in_train)
@@ -189,6 +191,7 @@ class MegaMixin(MicroBatches, Checkpoints):
         self._failure = None
         directory = self._get_output_dir(trial=trial)
         with self._termination.listening(), self.run_record.running(directory), ExitStack() as lasting:
+            lasting.enter_context(hidden(self.args.disable_tqdm))
             # A run that does not save may share its directory with others.
             if self.args.save_strategy != "no":
                 lasting.callback(lock.acquire(directory))

@@ -18,6 +18,7 @@ from megatrain.optim.rules import RULES, Rule
 from megatrain.optim.schedule import Outcome, RuleTable
 from megatrain.store.parameter import restore_states, states_of
 from megatrain.telemetry.notices import announce
+from megatrain.telemetry.progress import progress
 
 
 class Stepper(Protocol):
@@ -79,12 +80,15 @@ class Optimizer(torch.optim.Optimizer):
                 )
         self._check({**self.defaults, **param_group}, self.rule.defaults.keys() | GROUP_KEYS)
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            parameter.slab.allocate_states(self.rule.moments, self.moment_width)
-            # A second optimizer on the same model starts with zero moments; master weights stay.
-            parameter.slab.before_write()
-            parameter.slab.steps[parameter.segment] = 0
-            restore_states(parameter, {})
+        added = self.param_groups[-1]["params"]
+        with progress(len(added), "tensor", "Allocating optimizer states") as advance:
+            for parameter in added:
+                parameter.slab.allocate_states(self.rule.moments, self.moment_width)
+                # A second optimizer on the same model starts with zero moments; master weights stay.
+                parameter.slab.before_write()
+                parameter.slab.steps[parameter.segment] = 0
+                restore_states(parameter, {})
+                advance()
 
     def _check(self, options: Mapping[str, Any], known: AbstractSet[str]) -> None:
         if unknown := sorted(set(options) - known):

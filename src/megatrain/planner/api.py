@@ -8,6 +8,7 @@ from typing import Any
 
 from megatrain.errors import SettingsError
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape, describe
+from megatrain.planner.memory import GIB
 from megatrain.planner.plan import Plan, format_parameters
 from megatrain.planner.run import MachineLike, Run, resolve_machine, resolve_run
 from megatrain.planner.search import Search
@@ -16,12 +17,28 @@ SEARCH_LIMIT = 1 << 24
 """The largest batch, and the largest length in steps of 64, that is tried."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """The largest value, and the plan for it."""
 
     value: int
     plan: Plan
+    sought: str = "value"
+    """What it is the largest of: batch, context or model."""
+
+    def __str__(self) -> str:
+        plan, run = self.plan, self.plan.run
+        found = {
+            "batch": f"{self.value:,} sequences of {run.length:,} tokens",
+            "context": f"{self.value:,} tokens per sequence, {run.micro_batch} per micro-batch",
+            "model": f"{plan.model}, {format_parameters(self.value)} parameters",
+        }.get(self.sought, f"{self.value:,}")
+        tier = "vram" if plan.total("vram") else "ram"
+        of = f" of {plan.capacity[tier] / GIB:.1f}" if plan.capacity[tier] < 1 << 60 else ""
+        held = f"{plan.total(tier) / GIB:.1f}{of} GiB {tier.upper()}"
+        return f"largest {self.sought}: {found} (plan: {plan.step.seconds:.2f} s per step, {held})"
+
+    __repr__ = __str__
 
 
 def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -> Plan:
@@ -60,7 +77,7 @@ def largest_model(
     else:
         width = max(1, _largest_fitting(lambda width: fits(dense_shape(width, width)), 512))
         shape = dense_shape(width, max(1, _largest_fitting(lambda depth: fits(dense_shape(width, depth)), 4 * width)))
-    return Answer(shape.parameters, _search(shape, machine, run, options).plan())
+    return Answer(shape.parameters, _search(shape, machine, run, options).plan(), "model")
 
 
 def dense_shape(width: int, depth: int, vocabulary: int = 128256) -> ModelShape:
@@ -108,7 +125,7 @@ def _search(model_or_config: Any, machine: MachineLike, run: Run | None, options
 def _largest(search: Search, name: str, step: int = 1) -> Answer:
     """The largest multiple of `step` that fits as an option's value."""
     value = step * max(1, _largest_fitting(lambda steps: search.changed(**{name: step * steps}).fits(), SEARCH_LIMIT))
-    return Answer(value, search.changed(**{name: value}).plan())
+    return Answer(value, search.changed(**{name: value}).plan(), "context" if name == "length" else name)
 
 
 def _largest_fitting(fits: Callable[[int], bool], limit: int) -> int:

@@ -41,6 +41,8 @@ class StepTimes:
     waited: dict[str, float]
     """Seconds in which compute waited for each lane. Where a copy could not start because an update was not done, the
     wait counts for the update."""
+    ended: float = 0.0
+    """When it ended, in seconds since the epoch."""
 
 
 @dataclass
@@ -54,6 +56,7 @@ class _Page:
     waits: list[Span] = field(default_factory=list)
     pending: list[tuple[bool, str, str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     end: float = 0.0
+    ended: float = 0.0
 
     def add(self, waiting: bool, span: Span) -> None:
         (self.waits if waiting else self.spans).append(span)
@@ -81,7 +84,7 @@ class _Page:
                 blocked = _union(wait for wait in behind if wait.label == cause)
                 waited[cause] = waited.get(cause, 0.0) + _overlap(own, blocked)
             waited[lane] = waited.get(lane, 0.0) + _length(own) - _overlap(own, _union(behind))
-        return StepTimes(self.step, self.end - self.begin, busy, waited)
+        return StepTimes(self.step, self.end - self.begin, busy, waited, self.ended)
 
 
 UNREAD = 2
@@ -111,7 +114,7 @@ class Timeline:
 
     def cut(self) -> int:
         """A step has been submitted: later work belongs to the next. The number of the step."""
-        self._page.end = self._now()
+        self._page.end, self._page.ended = self._now(), time.time()
         self._closed.append(self._page)
         self._page = self._new_page(self._page.step + 1)
         if len(self._closed) > UNREAD:

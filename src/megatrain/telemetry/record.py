@@ -243,6 +243,7 @@ class Record:
         tokens = fields.get("tokens")
         measured: dict[str, Any] = {}
         if times is not None:
+            step.time = now(times.ended)
             measured["seconds"] = round(times.seconds, 6)
             if isinstance(tokens, int | float) and times.seconds > 0:
                 measured["tokens_per_second"] = round(tokens / times.seconds, 3)
@@ -256,9 +257,9 @@ class Record:
             self.write("spans", step=step.number, time=step.time, seconds=measured["seconds"], spans=shown)
 
 
-def now() -> str:
-    """ISO 8601, in UTC."""
-    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="microseconds")
+def now(seconds: float | None = None) -> str:
+    """ISO 8601, in UTC; `seconds`: since the epoch."""
+    return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="microseconds")
 
 
 def ending(error: BaseException | None) -> dict[str, str]:

@@ -89,11 +89,15 @@ def _process(number: int, lines: Sequence[Event], first: float) -> Iterator[Even
     began = lines[0]["time"]
     yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": f"run {number + 1}, started {began}"}}
     spans: list[Span] = []
+    last = 0.0
     for line in lines:
         at = _seconds(line) - first
         match line["event"]:
             case "step":
-                spans.append((STEPS, f"step {line['step']}", at - (line.get("seconds") or 0.0), at))
+                # Slices of one thread must not overlap, also not by what was rounded.
+                begin = max(last, at - (line.get("seconds") or 0.0))
+                spans.append((STEPS, f"step {line['step']}", min(begin, at), at))
+                last = at
                 yield from _counters(number, at, line)
             case "spans":
                 begin = at - line["seconds"]
