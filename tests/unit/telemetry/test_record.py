@@ -1,0 +1,307 @@
+"""`run.jsonl`: every step is there, exactly, and nothing that goes wrong with the file reaches the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import small
+from tests.tiny import differences, engine_of, roles
+
+import megatrain as mt
+from megatrain.errors import OutOfRam, SettingsError
+from megatrain.telemetry import notices
+from megatrain.telemetry.lines import LineFile
+from megatrain.telemetry.trace import read
+
+
+def lines(path: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """All of them, as strict JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [line for line in found if event in (None, line["event"])]
+
+
+def loop(path: Path | None, steps: int = 4, late: bool = False, **settings: Any) -> tuple[Any, list[float]]:
+    """An own loop with two micro-batches per step."""
+    engine = engine_of(small.llama(), **settings)
+    optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
+    record = None if path is None else engine.record(path)
+    losses = []
+    for step in range(steps):
+        both = []
+        for micro in range(2):
+            loss = engine.model(**small.batch(seed=2 * step + micro)).loss / 2
+            loss.backward()
+            both.append(loss.detach())
+        losses.append(float(sum(both)))
+        if record is not None and not late:
+            record.log(loss=sum(both))
+        optimizer.step()
+        if record is not None and late:
+            record.log(loss=sum(both))
+        optimizer.zero_grad()
+    return engine, losses
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("lanes", ["sync", "threads"])
+def test_steps_of_an_own_loop(tmp_path: Path, late: bool, lanes: str) -> None:
+    engine, losses = loop(tmp_path / "run.jsonl", late=late, lanes=lanes)
+    engine.close()
+    start, *_, end = lines(tmp_path / "run.jsonl")
+    assert (start["event"], start["format"], start["resumed_from_step"]) == ("start", 1, None)
+    assert start["model"] == {"class": "LlamaForCausalLM", "blocks": 6, "parameters": 25824, "trainable": 25824}
+    assert start["precision"] == {"compute": "fp32", "saved": "fp32"}
+    assert (start["optimizer"]["kind"], start["optimizer"]["moments"]) == ("adamw", "fp32")
+    assert (end["event"], end["reason"], end["step"]) == ("end", "finished", 4)
+    steps = lines(tmp_path / "run.jsonl", "step")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["loss"] for step in steps] == losses
+    assert all(step["tokens"] == 2 * 2 * small.LENGTH and step["learning_rate"] == 1e-2 for step in steps)
+    assert all(step["grad_norm"] > 0 and step["seconds"] > 0 and step["memory"]["ram"] > 0 for step in steps)
+    assert all(step["tokens_per_second"] == pytest.approx(32 / step["seconds"], abs=1) for step in steps)
+    assert all(step["busy"]["compute"] <= step["seconds"] for step in steps)
+    (spans,) = lines(tmp_path / "run.jsonl", "spans")
+    assert spans["step"] == 3
+    assert {"forward model.layers.0", "backward model.layers.0"} <= {label for _, label, *_ in spans["spans"]}
+
+
+def test_it_changes_no_bits(tmp_path: Path) -> None:
+    with_it, _ = loop(tmp_path / "run.jsonl")
+    without, _ = loop(None)
+    assert not differences(roles(with_it), roles(without))
+
+
+def test_a_directory_and_one_that_is_not_there_yet(tmp_path: Path) -> None:
+    engine, _ = loop(tmp_path, steps=1)
+    engine.record(tmp_path / "new" / "other.jsonl")
+    engine.close()
+    assert lines(tmp_path / "run.jsonl", "step")
+    assert [line["event"] for line in lines(tmp_path / "new" / "other.jsonl")] == ["start", "end"]
+
+
+def test_what_is_logged(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(small.llama())
+    optimizer = engine.optimizer()
+    with engine.record(tmp_path) as record:
+        loss = engine.model(**small.batch()).loss
+        record.log(loss=loss, name="first", table={"a": [1, torch.tensor(2)]})
+        record.log(name="second", tensor=torch.tensor(0.5, dtype=torch.bfloat16))
+        loss.backward()
+        optimizer.step()
+        notices.announce("something was decided")
+        with pytest.raises(SettingsError, match=r"rows is a tensor of shape \(2,\)"):
+            record.log(rows=torch.zeros(2))
+        with pytest.raises(SettingsError, match="seconds cannot be logged"):
+            record.log(seconds=1)
+        engine.save(tmp_path / "saved", optimizer)
+    record.log(loss=1.0)  # of a closed record: nothing
+    (step,) = lines(tmp_path / "run.jsonl", "step")
+    assert (step["loss"], step["name"], step["tensor"]) == (loss.item(), "second", 0.5)
+    assert step["table"] == {"a": [1, 2]}
+    assert {"event", "time", "text"} == set(lines(tmp_path / "run.jsonl", "notice")[0])
+    assert lines(tmp_path / "run.jsonl", "save")[0]["path"] == str(tmp_path / "saved")
+    assert not [listener for listener in notices.listeners if listener == record._heard]
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    engine = engine_of(small.llama())
+    optimizer = engine.optimizer(max_grad_norm=1.0)
+    record = engine.record(tmp_path)
+    (engine.model(**small.batch()).loss * float("nan")).backward()
+    record.log(loss=torch.tensor(float("nan")), rate=float("-inf"), listed=[1.0, float("inf")])
+    optimizer.step()
+    engine.close()
+    (step,) = lines(tmp_path / "run.jsonl", "step")
+    assert (step["loss"], step["rate"], step["listed"], step["grad_norm"]) == (None, None, [1.0, None], None)
+    assert step["not_finite"] == {"loss": "nan", "rate": "-inf", "listed.1": "inf", "grad_norm": "nan"}
+    assert step["skipped"] is True
+
+
+def test_tokens_without_padding_and_of_what_was_kept(tmp_path: Path) -> None:
+    engine = engine_of(small.llama())
+    optimizer = engine.optimizer()
+    engine.record(tmp_path)
+    batch = small.batch()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 3:] = 0
+    engine.model(**batch).loss.backward()
+    optimizer.zero_grad()  # dropped
+    with torch.no_grad():
+        engine.model(**batch)
+    engine.model(**batch, attention_mask=mask).loss.backward()
+    optimizer.step()
+    engine.close()
+    (step,) = lines(tmp_path / "run.jsonl", "step")
+    assert step["tokens"] == int(mask.sum())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(KeyboardInterrupt(), "interrupted"), (OutOfRam("none left"), "out_of_ram"), (ValueError("bad\nrow"), "failed")],
+)
+def test_why_it_ended(tmp_path: Path, error: BaseException, reason: str) -> None:
+    engine = engine_of(small.llama())
+    engine.record(tmp_path)
+
+    def run() -> None:
+        with engine:
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    end = lines(tmp_path / "run.jsonl", "end")[-1]
+    assert end["reason"] == reason
+    assert end["error"].startswith(type(error).__name__)
+    assert "\n" not in end["error"]
+
+
+def test_a_resumed_loop_appends_and_counts_on(tmp_path: Path) -> None:
+    engine = engine_of(small.llama())
+    optimizer = engine.optimizer()
+    engine.record(tmp_path)
+    for _ in range(2):
+        engine.model(**small.batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(tmp_path / "saved", optimizer)
+    engine.close()
+    for after in (False, True):
+        engine = engine_of(small.llama())
+        optimizer = engine.optimizer()
+        if after:
+            engine.record(tmp_path)
+        engine.load(tmp_path / "saved", optimizer)
+        if not after:
+            engine.record(tmp_path)
+        engine.model(**small.batch()).loss.backward()
+        optimizer.step()
+        engine.close()
+    found = lines(tmp_path / "run.jsonl")
+    assert [line["resumed_from_step"] for line in found if line["event"] == "start"] == [None, 2, None]
+    assert [line["step"] for line in found if line["event"] == "load"] == [2]
+    assert [line["step"] for line in found if line["event"] == "step"] == [1, 2, 3, 3]
+
+
+# ---- the file
+
+
+def test_part_of_a_line_is_ended_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b'{"event": "start", "time": "2026-01-01T00:00:00+00:00"}\n{"event": "st')
+    engine_of(small.llama()).record(path).close()
+    assert [line["event"] for line in read(path)] == ["start", "start", "end"]
+
+
+@pytest.mark.parametrize("fault", ["full", "directory", "no directory"])
+def test_a_file_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, fault: str, said: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.jsonl"
+    if fault == "full":
+        path.symlink_to("/dev/full")
+    elif fault == "directory":
+        path.mkdir()
+        (path / "run.jsonl").mkdir()
+    else:
+        (tmp_path / "file").touch()
+        path = tmp_path / "file" / "run.jsonl"
+    engine, _ = loop(path, steps=2)
+    engine.close()
+    assert sum("cannot be written" in line and "goes on" in line for line in said.messages) == 1
+
+
+def test_a_line_that_does_not_fit_is_not_there_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    file = LineFile(path)
+    file.append("one")
+    real, calls = os.write, []
+
+    def write(descriptor: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[:2])
+
+    monkeypatch.setattr(os, "write", write)
+    file.append("two")
+    file.append("three")
+    assert path.read_text() == "one\n"
+    assert len(calls) == 2, "nothing more was tried"
+
+
+def test_two_do_not_record_into_one_file(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    first = LineFile(tmp_path / "run.jsonl")
+    second = LineFile(tmp_path / "run.jsonl")
+    second.append("mine")
+    first.append("kept")
+    assert (tmp_path / "run.jsonl").read_text() == "kept\n"
+    assert any("another run is recorded in it" in line for line in said.messages)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    engine = engine_of(small.llama())
+    record = engine.record(tmp_path)
+    child = os.fork()
+    if child == 0:
+        try:
+            record.write("child")
+            notices.announce("in the child")
+            record.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    record.write("parent")
+    engine.close()
+    assert [line["event"] for line in lines(tmp_path / "run.jsonl")] == ["start", "parent", "end"]
+
+
+KILLED = """
+import os, sys
+import torch
+from tests import small
+import megatrain as mt
+engine = mt.Engine(small.llama(), device="cpu")
+optimizer = engine.optimizer()
+record = engine.record(sys.argv[1])
+while True:
+    loss = engine.model(**small.batch()).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    record.log(loss=loss)
+"""
+
+
+def test_kill_leaves_a_file_that_can_be_read(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    path = tmp_path / "run.jsonl"
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], env=environment, stderr=subprocess.DEVNULL)
+    while child.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 6):
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    found = [line for line in read(path) if line["event"] == "step"]
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    assert len(found) >= 4
+    engine_of(small.llama()).record(path).close()
+    assert [line["event"] for line in read(path)][-2:] == ["start", "end"]
+
+
+def test_a_setting_that_is_no_bool(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="record must be True or False"):
+        mt.init(record=str(tmp_path))

@@ -1,0 +1,79 @@
+"""`megatrain trace`: what a run recorded, as Perfetto reads it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import small
+from tests.tiny import engine_of
+from typer.testing import CliRunner
+
+from megatrain.cli.main import app
+
+
+def recorded(directory: Path, steps: int = 4) -> None:
+    engine = engine_of(small.llama())
+    optimizer = engine.optimizer()
+    with engine.record(directory) as record:
+        for _ in range(steps):
+            loss = engine.model(**small.batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            record.log(loss=loss)
+    engine.close()
+
+
+def traced(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["trace", *arguments])
+
+
+def test_a_run_and_its_resumption(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    recorded(tmp_path)
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write('{"event": "st')  # killed
+    assert traced(str(tmp_path)).exit_code == 0
+    assert traced(str(tmp_path / "run.jsonl"), "--out", str(tmp_path / "other.json")).exit_code == 0
+    text = (tmp_path / "trace.json").read_text()
+    assert text == (tmp_path / "other.json").read_text()
+    events = json.loads(text)["traceEvents"]
+    for run in (0, 1):
+        own = [event for event in events if event["pid"] == run]
+        named = {e["args"]["name"]: e["tid"] for e in own if e["name"] == "thread_name"}
+        assert {"steps", "compute", "h2d", "d2h"} <= named.keys()
+        steps = [event for event in own if event["ph"] == "X" and event["tid"] == named["steps"]]
+        assert [step["name"] for step in steps] == ["step 1", "step 2", "step 3", "step 4"]
+        for one, following in pairwise(steps):
+            assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
+        # The spans of the third step lie in it: a microsecond is lost in rounding at each end.
+        spans = [event for event in own if event["ph"] == "X" and event["tid"] == named["compute"]]
+        assert spans
+        assert all(steps[2]["ts"] - 2 <= s["ts"] <= steps[2]["ts"] + steps[2]["dur"] + 2 for s in spans)
+        assert [e["name"] for e in own if e["ph"] == "C"].count("loss") == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "does not exist"), ("hello\n", "is not the record of a run"), ("[1, 2]\n", "is not the record of a run"),
+     ("", "has no step yet")],
+)  # fmt: skip
+def test_what_is_no_run(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "a.jsonl"
+    if content is not None:
+        path.write_text(content)
+    done = traced(str(path))
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+    assert says in done.stderr
+
+
+def test_a_directory_without_a_run_and_a_run_without_a_step(tmp_path: Path) -> None:
+    assert "has no run.jsonl" in traced(str(tmp_path)).stderr
+    recorded(tmp_path, steps=0)
+    assert "has no step yet" in traced(str(tmp_path)).stderr
+    recorded(tmp_path)
+    assert "cannot be written" in traced(str(tmp_path), "--out", str(tmp_path / "none" / "t.json")).stderr
