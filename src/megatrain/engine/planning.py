@@ -149,7 +149,7 @@ def _warn_unplanned(settings: Settings, chosen: Plan | None) -> None:
         used |= {"length"} if settings.length == chosen.run.length else set()
         used |= {"machine"} if _name(settings.machine) == chosen.machine else set()
     if unused := [name for name in ("length", "machine") if getattr(settings, name) is not None and name not in used]:
-        why = "no plan is made here; a Trainer makes one" if chosen is None else "a plan for something else was given"
+        why = "no plan is made here; a Trainer makes one" if chosen is None else "the plan is for something else"
         warn(f"{_format_options(vars(settings), unused)} has no effect: {why}")
 
 

@@ -188,7 +188,7 @@ class Checkpoints(Optimizing):
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(
-                f"the run ended after step {self.state.global_step}, but its last checkpoint could not be saved: "
+                f"the run ended after step {self.state.global_step}, but its last checkpoint is missing: "
                 f"{failure[1]} The trained weights are in memory: free some disk space, then call save_model()."
             )
 

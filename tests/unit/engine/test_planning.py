@@ -96,4 +96,4 @@ def test_an_optimizer_that_the_plan_is_not_for_is_named(said: pytest.LogCaptureF
     engine.optimizer(lr=0.1)
     assert not any("the plan is for" in line for line in said.messages)
     engine.optimizer(kind="sgd", lr=0.1)
-    assert any("kind='sgd': the plan is for 'adamw'" in line for line in said.messages)
+    assert any("kind='sgd', but the plan is for 'adamw'" in line for line in said.messages)

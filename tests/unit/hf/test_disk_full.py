@@ -89,7 +89,7 @@ def test_a_last_save_that_fails_is_an_error_after_everything_else(tmp_path: Path
     with (
         files.observing(failing({4}, "write", errno.ENOSPC)),
         pytest.raises(
-            CheckpointError, match=r"ended after step 4, but its last checkpoint could not be saved: .*No space left"
+            CheckpointError, match=r"ended after step 4, but its last checkpoint is missing: .*No space left"
         ),
     ):
         trainer.train()
@@ -150,7 +150,7 @@ def test_too_little_room_is_seen_before_anything_is_written(
     assert written == []
     [line] = [line for line in said.messages if "could not be saved" in line]
     assert "it needs about 0.00" in line
-    assert "and 5e-06 GB are free" in line
+    assert "but 5e-06 GB are free" in line
     assert names(tmp_path) == ["checkpoint-2"]
 
 

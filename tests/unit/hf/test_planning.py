@@ -222,7 +222,7 @@ def test_a_refusal_says_what_would_help_and_how_to_go_without(tmp_path: Path) ->
 
 def test_what_other_processes_hold_is_not_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.hardware.inventory.available_ram", lambda: 1 << 20)
-    with pytest.raises(NotEnoughMemory, match="of ram it needs"):
+    with pytest.raises(NotEnoughMemory, match="GiB of ram and may use"):
         made(tmp_path)
 
 
@@ -291,7 +291,9 @@ def test_data_that_cannot_be_collated_is_left_to_the_run(tmp_path: Path, said: p
         raise KeyError("pixel_values")
 
     assert made(tmp_path, data_collator=broken).engine.settings.plan is None
-    assert any("no batch could be made" in line and "pixel_values" in line for line in said.messages)
+    assert any(
+        "the first batch of the dataset could not be built" in line and "pixel_values" in line for line in said.messages
+    )
 
 
 def test_rows_of_a_tokenizer_are_measured(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_run_short_of_ram_is_saved_and_ended_and_goes_on_bit_for_bit(
             left[0] = min(left[0], SHORT[0] - 1) if state.global_step == 1 else left[0]
 
     trainer.add_callback(Hungry())
-    with pytest.raises(OutOfRam, match=r"ended after step 2 and saved in .*checkpoint-2"):
+    with pytest.raises(OutOfRam, match=r"stopped after step 2 and saved in .*checkpoint-2"):
         trainer.train()
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
@@ -381,7 +381,7 @@ def test_what_a_run_short_of_ram_names_can_be_resumed(tmp_path: Path, changes: d
         old.engine.close()
     trainer = made(tmp_path)
     short_after(trainer, 2)
-    with pytest.raises(OutOfRam, match=r"ended after step 2 and saved in .*checkpoint-2; ") as error:
+    with pytest.raises(OutOfRam, match=r"stopped after step 2 and saved in .*checkpoint-2; ") as error:
         trainer.train()
     assert f"resume_from_checkpoint={str(tmp_path / 'checkpoint-2')!r}" in str(error.value)
     assert trainer.args.save_only_model == changes.get("save_only_model", False)
@@ -427,7 +427,7 @@ class SavesElsewhere(mt.Trainer):
 def test_a_trainer_that_saves_in_its_own_way_and_is_short_of_ram(tmp_path: Path) -> None:
     trainer = SavesElsewhere(model=small.llama(), args=small.arguments(tmp_path), train_dataset=small.rows())
     short_after(trainer, 1)
-    with pytest.raises(OutOfRam, match="nothing was saved that can be resumed"):
+    with pytest.raises(OutOfRam, match="no checkpoint was saved"):
         trainer.train()
 
 
@@ -462,7 +462,7 @@ def test_a_step_that_ram_does_not_hold_leaves_a_checkpoint_of_those_before(
     if moved:
         assert "updates of the step after it had started" in error.value.__notes__[0]
         return
-    assert f"ended after step 2 and saved in {checkpoint}" in str(error.value)
+    assert f"stopped after step 2 and saved in {checkpoint}" in str(error.value)
     resumed = mt.Trainer(
         model=small.llama(seed=1), args=small.arguments(tmp_path / "out", **options), train_dataset=small.rows()
     )
