@@ -1,4 +1,4 @@
-"""What this process may use of the host: memory and cores, under cgroup limits (v1 and v2) and the affinity mask."""
+"""Memory and cores that this process may use, under cgroup limits (v1 and v2) and the affinity mask."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_ram(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes of memory this process may use in all: the host's, or less under a cgroup limit."""
+    """Bytes of memory that this process may use in total: the host's, or less under a cgroup limit."""
     total = int(psutil.virtual_memory().total)
     limit = memory_limit(root, membership)
     return total if limit is None else min(total, limit)
 
 
 def usable_cores(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Whole cores this process may use: its affinity mask, or less under a cgroup CPU quota."""
+    """Whole cores that this process may use: those of its affinity mask, or fewer under a cgroup CPU quota."""
     quota = cpu_quota(root, membership)
     return affinity() if quota is None else max(1, min(affinity(), int(quota)))
 
@@ -36,21 +36,21 @@ def memory_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int |
 
 
 def _memory_limits(root: Path, membership: Path) -> Iterator[tuple[int, Path, str]]:
-    """Of each cgroup that has a memory limit: the limit, its folder, and the name of the file with its usage."""
+    """For each cgroup with a memory limit: the limit, its directory, and the name of the file with its usage."""
     for folder in folders("memory", root, membership):
         for name, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            found = words(folder / name)
-            if found and found[0] != "max" and int(found[0]) < 1 << 60:  # v1 writes "none" as almost 2**63
-                yield int(found[0]), folder, usage
+            limit = words(folder / name)
+            if limit and limit[0] != "max" and int(limit[0]) < 1 << 60:  # v1 writes "none" as almost 2**63
+                yield int(limit[0]), folder, usage
 
 
 def cpu_quota(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
     """The tightest CPU quota of the cgroups (v1, v2) that this process is in, in cores."""
     quotas = []
     for folder in folders("cpu", root, membership):
-        found = words(folder / "cpu.max") or words(folder / "cpu.cfs_quota_us") + words(folder / "cpu.cfs_period_us")
-        if len(found) == 2 and found[0] not in ("max", "-1"):
-            quotas.append(int(found[0]) / int(found[1]))
+        quota = words(folder / "cpu.max") or words(folder / "cpu.cfs_quota_us") + words(folder / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0] not in ("max", "-1"):
+            quotas.append(int(quota[0]) / int(quota[1]))
     return min(quotas, default=None)
 
 
@@ -61,8 +61,8 @@ def headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | Non
         if used := words(folder / usage):
             fields = words(folder / "memory.stat")
             stat = dict(zip(fields[::2], fields[1::2], strict=False))
-            # Page cache counts as usage but is given back under pressure; of the active list half is counted, since the
-            # kernel's own estimate is careful with it too.
+            # Page cache counts as usage but can be reclaimed. Half of the active list is counted as reclaimable, as in
+            # the kernel's own estimate of available memory.
             inactive, active = (
                 int(stat.get(f"total_{name}", stat.get(name, "0"))) for name in ("inactive_file", "active_file")
             )
@@ -71,9 +71,9 @@ def headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | Non
 
 
 def folders(controller: str, root: Path, membership: Path) -> list[Path]:
-    """Where limits may be: the group this process is in and every one above it, in each hierarchy."""
-    # Inside a container the listed path may be the host's and not exist here; the mount itself is then the group.
-    found = [root]
+    """Directories that may have limits: the group of this process and every parent, in each hierarchy."""
+    # Inside a container the path may be that of the host, and not exist. The mount itself is then the group.
+    groups = [root]
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -88,8 +88,8 @@ def folders(controller: str, root: Path, membership: Path) -> list[Path]:
             continue
         for mount in mounts:
             group = mount / path.lstrip("/")
-            found += [folder for folder in (group, *group.parents) if folder == mount or mount in folder.parents]
-    return list(dict.fromkeys(found))
+            groups += [folder for folder in (group, *group.parents) if folder == mount or mount in folder.parents]
+    return list(dict.fromkeys(groups))
 
 
 def words(path: Path) -> list[str]:

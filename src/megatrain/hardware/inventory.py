@@ -1,4 +1,4 @@
-"""The machine as this process may use it: devices, RAM and cores under the limits of its container."""
+"""Devices, memory and cores of this machine, under the limits of the container and the settings."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from megatrain.telemetry.notices import announce, warn
 
 GIB = 1 << 30
 LOW = (GIB, 0.2)
-"""RAM that is left: bytes, or that share of the limit if it is less. Said once, and freed memory goes back to the
-system. A plan leaves as much."""
+"""Free RAM, in bytes or as a share of the limit, whichever is less. Below it MegaTrain warns once and returns freed
+memory to the system. A plan leaves this much free."""
 SHORT = (GIB // 2, 0.1)
-"""The same: a Trainer saves a checkpoint and stops at the end of the step."""
+"""Below it a Trainer saves a checkpoint and stops at the end of the step."""
 CRITICAL = (GIB // 4, 0.05)
-"""The same: the next block does not run any more, and nothing is allocated that would leave less."""
+"""Below it no block runs, and allocations that would leave less are refused."""
 
 COMPILERS = (3 * GIB // 2, 0.1)
-"""The same: what the processes take that torch.compile starts, one per core. With 16 cores RAM of others grew by 1.4
-GiB (H200, 14B)."""
+"""RAM of the processes that torch.compile starts, one per core. With 16 cores they took 1.4 GiB (H200, 14B)."""
 
 
 def choose_device(asked: str | None) -> torch.device:
-    """The compute device: what was asked for, or CUDA if there is one, else the CPU, announced."""
+    """The requested compute device. None: CUDA if there is a GPU, else the CPU, with a notice."""
     if asked is None:
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
@@ -58,7 +57,7 @@ def choose_device(asked: str | None) -> torch.device:
 
 
 def refuse_distributed() -> None:
-    """MegaTrain drives one GPU from one process; a launcher's second process would train a copy unseen."""
+    """Raise if a launcher started several processes: each would train its own copy of the model."""
     world = os.environ.get("WORLD_SIZE", "1")
     if world.isdigit() and int(world) > 1:
         raise DistributedUnsupported(
@@ -68,7 +67,7 @@ def refuse_distributed() -> None:
 
 
 def vram_limit(device: torch.device, max_vram_gb: float | None, held: int = 0) -> int | None:
-    """What the driver may report for this process at the most (clamped to the hardware, announced); None: no limit."""
+    """The most GPU memory that the driver may report for this process, in bytes. None: no limit."""
     if max_vram_gb is None:
         return None
     if device.type != "cuda":
@@ -92,7 +91,7 @@ def vram_limit(device: torch.device, max_vram_gb: float | None, held: int = 0) -
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that activations may still take on the compute device, within the cap that was set."""
+    """Bytes that can still be allocated on the compute device, within the cap."""
     if device.type == "cpu":
         return available_ram()
     free, total = torch.cuda.mem_get_info(device)
@@ -101,74 +100,74 @@ def free_memory(device: torch.device) -> int:
 
 
 def cached(device: torch.device) -> int:
-    """Bytes of the GPU that PyTorch's allocator holds and no tensor does."""
+    """Bytes of GPU memory that PyTorch's allocator has reserved and not allocated."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def vram_held_beside(device: torch.device, model: torch.nn.Module) -> int:
-    """Bytes of the GPU that tensors of this process hold beside a model: another one, another engine's."""
+    """Bytes of GPU memory that other tensors of this process hold: another model, another engine."""
     if device.type == "cpu":
         return 0
     held = torch.cuda.memory_allocated(device) - _bytes_on(device, model)
     if held > 0:
-        _let_go_of_what_was_dropped()
+        _collect_dropped_engines()
         held = torch.cuda.memory_allocated(device) - _bytes_on(device, model)
     return max(0, held)
 
 
 def available_memory(device: torch.device, model: torch.nn.Module, compiles: bool = False) -> AvailableMemory:
-    """What training this model could have now: what is free, what it has itself, and the process's bare needs."""
-    _let_go_of_what_was_dropped()
+    """What training this model can use now: what is free, what the model itself holds, and what the process needs."""
+    _collect_dropped_engines()
     ram = available_ram() + min(own_ram(), _bytes_on(torch.device("cpu"), model) + PROCESS_BYTES)
-    # A plan that took the last byte would be stopped in its first step.
+    # A plan that took the last byte would be stopped in its first step by `RamMonitor`.
     ram = max(0, ram - level(LOW, cgroups.usable_ram()) - compiles * level(COMPILERS, cgroups.usable_ram()))
     if device.type == "cpu":
         return AvailableMemory(ram=ram)
     free, total = torch.cuda.mem_get_info(device)
-    # Of what CUDA takes about half is there already; the rest comes with its libraries, and out of what is free now.
+    # About half of CUDA's own memory is taken already; its libraries take the rest out of what is free now.
     vram = free + cached(device) + _bytes_on(device, model) + CUDA_CONTEXT_BYTES // 2
     held = vram_held_beside(device, model)
     share = int(process.vram_fraction(device).users_value() * total) + CUDA_CONTEXT_BYTES - held
     return AvailableMemory(vram=max(0, min(total, vram, share)), ram=ram, held=held)
 
 
-def _let_go_of_what_was_dropped() -> None:
-    """A model and its engine refer to each other, as do tries that failed: they are there until Python collects."""
-    # The first time ends the lanes of engines that nobody has any more, the second frees what those held.
+def _collect_dropped_engines() -> None:
+    """Free models and engines that nothing refers to: they are in reference cycles."""
+    # The first collection ends the lanes of such engines, the second frees what the lanes held.
     gc.collect()
     gc.collect()
 
 
 def _bytes_on(device: torch.device, model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters that lie on the device."""
+    """Bytes of a model's parameters on the device."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
 
 
 def level(threshold: tuple[int, float], limit: int) -> int:
-    """Bytes of `LOW`, `SHORT` or `CRITICAL` under a limit."""
+    """Bytes of a threshold such as `LOW` under a limit."""
     nbytes, share = threshold
     return min(nbytes, int(share * limit))
 
 
 def own_ram() -> int:
-    """What this process holds and the system cannot take back: RssAnon + RssShmem."""
-    found = psutil.Process().memory_info()
+    """RAM of this process that the system cannot reclaim: RssAnon + RssShmem."""
+    memory = psutil.Process().memory_info()
     shared = 0
-    # Without /proc (not Linux) shared pages are not told apart from files.
+    # Without /proc, shared pages cannot be told from mapped files.
     with suppress(OSError), open("/proc/self/status") as status:
         shared = sum(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
-    return int(found.rss - getattr(found, "shared", 0) + shared)
+    return int(memory.rss - getattr(memory, "shared", 0) + shared)
 
 
 def available_ram() -> int:
-    """Bytes that can still be allocated: the host's available memory or the cgroup's headroom, whichever is less."""
+    """Bytes that can still be allocated: the host's available memory, or less under a cgroup limit."""
     free = int(psutil.virtual_memory().available)
     headroom = cgroups.headroom()
     return free if headroom is None else min(free, headroom)
 
 
 def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0) -> None:
-    """Refuse, before anything is allocated, what cannot fit in RAM."""
+    """Raise `NotEnoughMemory` if an allocation cannot fit in RAM."""
     free, spare = available_ram(), level(CRITICAL, cgroups.usable_ram())
     if nbytes > free - spare:
         raise NotEnoughMemory(
@@ -184,7 +183,7 @@ def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: i
 
 
 def require_vram(device: torch.device, nbytes: int, what: str) -> None:
-    """Refuse, before anything is allocated, what cannot stay in the compute device's memory."""
+    """Raise `NotEnoughMemory` if an allocation cannot fit on the compute device."""
     free = free_memory(device)
     if nbytes > free:
         raise NotEnoughMemory(
@@ -197,5 +196,5 @@ cores = cgroups.usable_cores
 
 
 def update_threads() -> int:
-    """Threads for optimizer updates, of the cores that this process may use."""
+    """Number of threads for optimizer updates."""
     return geometry.update_threads(cores())

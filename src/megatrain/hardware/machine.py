@@ -1,6 +1,6 @@
-"""A machine in numbers: what a plan has to work with, measured by `probe` or described in a JSON file.
+"""`Machine`: the capacities and rates of a machine, measured by `probe` or read from a JSON file.
 
-A description needs no GPU to be read, so a plan can be made for a machine that is not here.
+Reading a description needs no GPU, so a plan can be made for any machine.
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ TOUCHED = {name: 10 + 4 * width.nbytes for name, width in WIDTHS.items()}
 """Width of the optimizer's states → bytes that AdamW reads and writes per parameter (split master, BF16 gradient)."""
 
 CUDA_CONTEXT_BYTES = 960 << 20
-"""GPU memory that the CUDA context, modules and libraries take beside PyTorch's allocator: 0.75 to 0.91 GiB seen on an
-H200 (benchmarks/results/2026-11-15-h200.md)."""
+"""GPU memory of the CUDA context, modules and libraries, outside PyTorch's allocator: 0.75 to 0.91 GiB on an H200
+(benchmarks/results/2026-11-15-h200.md)."""
 PINNED_PER_BYTE = 512
-"""Bytes of host memory that the GPU can reach for each byte of its own that this takes: an entry of 8 bytes per page of
-4 KiB. 50 GiB took 0.09 GiB on an H200."""
+"""Bytes of pinned host memory per byte of GPU memory for its page table: 8 bytes per page of 4 KiB. 50 GiB took 0.09
+GiB on an H200."""
 THREAD_BYTES = 64 << 20
-"""The same for each further micro-batch of a window: it computes in a thread of its own, for which cuBLAS keeps a
-handle. Measured for eight threads, one after the other, on an H200."""
+"""GPU memory outside PyTorch's allocator for each further thread that computes, as every micro-batch of a window does:
+cuBLAS keeps a handle per thread. Measured with eight threads, one after the other, on an H200."""
 THREADS = 2
-"""Threads that are in CUDA_CONTEXT_BYTES already."""
+"""Threads that CUDA_CONTEXT_BYTES includes."""
 PROCESS_BYTES = 1434 << 20
-"""RAM of the interpreter, PyTorch, transformers and the driver: a fifth above the most that ten runs there had beside
-their state, 1.16 GiB. 48 others, on other machines and of other models, had 0.99 to 1.30 (test_accuracy.py)."""
+"""RAM of the interpreter, PyTorch, transformers and the driver: a fifth above the largest of ten runs, 1.16 GiB. 48
+other runs, on other machines and with other models, had 0.99 to 1.30 GiB (test_accuracy.py)."""
 KERNEL_SHARE = 425
 KERNEL_PINNED_SHARE = 1190
-"""RAM that belongs to no process, per 100,000 bytes. Of the store: page tables and the index of shared pages. Of what
-is pinned, as much again and more: the kernel's and the driver's lists of its pages. `benchmarks/pinned.py` on an H200
-with 128 GiB, fitted to 20 and 100 GiB; 60 GiB took 0.966 GiB pinned (0.969 by this) and 0.254 unpinned (0.255)."""
+"""RAM that is attributed to no process, per 100,000 bytes: page tables and the index of shared pages, for all state;
+and for pinned memory the page lists of kernel and driver. Fitted to 20 and 100 GiB of `benchmarks/pinned.py` on an
+H200 with 128 GiB; 60 GiB took 0.966 GiB pinned (0.969 predicted) and 0.254 GiB unpinned (0.255)."""
 
 _SHIPPED = Path(__file__).parent / "machines"
 
 
 def cuda_bytes(pinned: Any, window: Any = 1) -> Any:
-    """GPU memory outside PyTorch's allocator in a process that has pinned so much host memory.
+    """GPU memory outside PyTorch's allocator, given the pinned host memory and the micro-batches in a window.
 
-    `window`: micro-batches that pass a block together. Both are numbers, or arrays of them.
+    Takes numbers or arrays.
     """
     return CUDA_CONTEXT_BYTES + pinned // PINNED_PER_BYTE + THREAD_BYTES * (window > THREADS) * (window - THREADS)
 
 
 def kernel_bytes(held: Any, pinned: Any) -> Any:
-    """RAM that the kernel and the driver take beside so many bytes of state, some of them pinned; or arrays of both."""
+    """RAM of the kernel and the driver, given the bytes of state and the pinned ones. Takes numbers or arrays."""
     return (KERNEL_SHARE * (held // 1000) + KERNEL_PINNED_SHARE * (pinned // 1000)) // 100
 
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """What a process could have of a machine now, which is less than all of it if others use it as well."""
+    """What a process can use of a machine now, beside other processes."""
 
     vram: int | None = None
     """Bytes of GPU memory for one model; None: all."""
     ram: int | None = None
     """Bytes of host memory for it; None: all."""
     held: int = 0
-    """Bytes of GPU memory that this process holds for something else; a cap on the process includes them."""
+    """Bytes of GPU memory that this process uses for something else. `max_vram_gb` includes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """A directory that state can be kept in."""
+    """A directory that can hold state, and its speed."""
 
     path: str
     """The directory."""
@@ -91,14 +91,14 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this process may use of a machine, and how fast it is. Without a GPU, all that needs one is 0 or empty."""
+    """What this process may use of a machine, and how fast it is. Without a GPU, its fields are 0 or empty."""
 
     name: str
-    """What people call it."""
+    """A name for people."""
     source: str
     """Where the numbers come from."""
     gpu: str | None
-    """The GPU as its driver names it; None: there is none, and compute is the CPU's."""
+    """The GPU as its driver names it. None: no GPU; the CPU computes."""
     vram_bytes: int
     """Bytes of GPU memory."""
     ram_bytes: int
@@ -106,24 +106,24 @@ class Machine:
     cores: int
     """Cores that this process may use: its affinity mask, capped by the tightest cgroup CPU quota."""
     disks: tuple[Disk, ...]
-    """Directories that were asked about."""
+    """Directories that were measured."""
     h2d: float
     """Bytes per second from pinned host memory to the GPU."""
     d2h: float
     """Bytes per second from the GPU to pinned host memory."""
     duplex: float
-    """Bytes per second of both directions together, while equal amounts move each way."""
+    """Bytes per second of both directions together, with equal amounts in each."""
     pageable_h2d: float
     """Bytes per second from memory that is not pinned to the GPU."""
     dram: float
     """Bytes per second, read plus written, of AdamW-like streams through host memory on all cores."""
     dram_under_dma: float
-    """The same in bytes per second while copies run in both directions; the copies' own bytes are not counted."""
+    """The same while copies run in both directions, not counting the bytes of the copies."""
     matmul: dict[str, float]
     """FLOP per second of large matrix products: "bf16", "tf32" (GPU only), "fp32"."""
     attention: float
     """FLOP per second of BF16 causal attention (SDPA), forward + backward, head dimension 128, length 2048; counted as
-    7 × length² × dimension per head and sequence: 2 forward, 5 backward, of the half that the mask leaves."""
+    7 × length² × dimension per head and sequence: 2 forward, 5 backward, of the unmasked half."""
     update: dict[str, float]
     """Width of the states → parameters per second of AdamW on the CPU, on all update threads (split master, BF16
     gradient)."""
@@ -132,7 +132,7 @@ class Machine:
     hbm: float
     """Bytes per second, read plus written, of a copy inside GPU memory."""
     launches: float
-    """Small operations per second that Python puts on the GPU: what bounds models whose layers are quick."""
+    """Small operations per second that Python can launch, which limits models with small layers."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -150,12 +150,12 @@ class Machine:
             require(there == (self.gpu is not None), name, "must be above 0 with a GPU, and 0 without one")
 
     def to_json(self) -> str:
-        """The description as `from_json` reads it."""
+        """The description as JSON, for `from_json`."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = "the machine description") -> Machine:
-        """Read a description; `where` is what errors call it. Every field must be there, and no other."""
+        """Read a description. `where` is what errors call it. Unknown and missing fields are errors."""
         data = read_object(text, where)
         try:
             values = fields_of(cls, data, "it")
@@ -193,7 +193,7 @@ class Machine:
 
 
 def _check_types(described: Disk | Machine) -> None:
-    """Every field is of the type it is annotated with; numbers are finite and not negative."""
+    """Raise unless every field has its annotated type, and numbers are finite and not negative."""
     for field in dataclasses.fields(described):
         value = getattr(described, field.name)
         if field.type == "str":

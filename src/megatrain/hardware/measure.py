@@ -1,6 +1,6 @@
-"""Micro-benchmarks, one function per number. Each takes the seconds it may spend and stops early if work proves slow.
+"""Micro-benchmarks, one function per number. Each takes the seconds that it may spend.
 
-Nothing here changes what the caller can see: thread count, matrix precision and random generators are as before.
+Thread count, matrix precision and random generators are restored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 from megatrain.telemetry.notices import warn
 
 Work = Callable[[], object]
-"""One repetition of what is measured; on a GPU it may only enqueue."""
+"""One repetition of the measured work. On a GPU it may only enqueue."""
 
 BATCHES = 8
-"""Repetitions are timed in about this many batches, and the median counts: one hiccup changes nothing."""
+"""Repetitions are timed in about this many batches. The result is the median, which ignores outliers."""
 CHUNK = 16 << 20
 """Bytes per disk transfer."""
 IN_FLIGHT = 4
-"""Disk transfers under way at once."""
+"""Concurrent disk transfers."""
 LAUNCHES = 256
 """Operations in a row, fewer than the GPU's queue holds."""
 SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192)}
@@ -39,7 +39,7 @@ SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192)}
 
 
 def rate(work: Work, amount: float, seconds: float, settle: Callable[[], None] = lambda: None) -> float:
-    """`amount` per second of `work`, repeated for `seconds`; `settle` waits for what it enqueued."""
+    """`amount` per second of `work`, repeated for `seconds`. `settle` waits for enqueued work."""
     once = _once(work, settle)
     if once >= seconds:
         return amount / once
@@ -55,7 +55,7 @@ def rate(work: Work, amount: float, seconds: float, settle: Callable[[], None] =
 
 
 def _once(work: Work, settle: Callable[[], None]) -> float:
-    """Seconds of one repetition, after one that faults pages in, fills caches and lets libraries choose kernels."""
+    """Seconds of one repetition, after a warm-up."""
     work()
     settle()
     start = time.perf_counter()
@@ -76,15 +76,15 @@ def threads(count: int) -> Iterator[None]:
 
 
 def host_streams(nbytes: int) -> tuple[Work, int]:
-    """AdamW over FP32 tensors too large for any cache: four streams are read, three of them written back.
+    """One pass of AdamW over FP32 tensors too large for any cache, and the bytes that it moves.
 
-    One pass over all of it, and the bytes that it moves.
+    Four streams are read and three written.
     """
     count = max(1, nbytes // 16)
     weight, gradient, first, second = ([torch.ones(count, dtype=torch.float32, device="cpu")] for _ in range(4))
     step = torch.ones((), dtype=torch.float32, device="cpu")
     options = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
-    # What torch.optim.AdamW(fused=True) calls; making one of those imports TorchDynamo, which takes seconds.
+    # torch.optim.AdamW(fused=True) calls this, but constructing one imports TorchDynamo, which takes seconds.
     update: Callable[..., None] = torch._fused_adamw_
     run = partial(update, weight, gradient, first, second, [], [step], amsgrad=False, maximize=False, **options)
     return run, 28 * count
@@ -100,14 +100,14 @@ class Link:
         self._in = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._out = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # The buffers are zeroed on the current stream, which the two others do not wait for.
+        # The buffers are zeroed on the current stream, which the other two streams do not wait for.
         self.settle()
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def send(self, source: torch.Tensor | None = None) -> None:
-        """From pinned memory, or from another source that is no longer."""
+        """Copy to the GPU from pinned memory, or from another source of at most its size."""
         source = self._host_in if source is None else source
         with torch.cuda.stream(self._streams[0]):
             self._in[: source.numel()].copy_(source, non_blocking=True)
@@ -121,17 +121,17 @@ class Link:
         self.receive()
 
     def busy(self) -> bool:
-        """Whether copies are still under way in both directions."""
+        """Whether copies are still running in both directions."""
         return not any(stream.query() for stream in self._streams)
 
 
 @contextmanager
 def registered(nbytes: int) -> Iterator[torch.Tensor]:
-    """Host memory the GPU copies from directly; a smaller piece of PyTorch's own where registering is refused."""
+    """Registered host memory. If registration fails, a smaller buffer that PyTorch pins."""
     memory = torch.ones(nbytes, dtype=torch.uint8, device="cpu")
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) != 0:
-        # A refusal leaves its code behind, and PyTorch binds no call that clears it: the next kernel launch raises it.
+        # CUDA keeps the error code, and the next kernel launch raises it. PyTorch has no call that clears it.
         with suppress(RuntimeError):
             torch.empty(1, device="cuda").fill_(0)
         del memory
@@ -144,7 +144,7 @@ def registered(nbytes: int) -> Iterator[torch.Tensor]:
 
 
 def copies(link: Link, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Bytes per second between pinned memory and the GPU, and from memory that is not pinned, as in `Machine`."""
+    """The copy rates of `Machine`, in bytes per second."""
     pageable = torch.ones(min(link.nbytes, 256 << 20), dtype=torch.uint8, device="cpu")
     works: dict[str, tuple[Work, int]] = {
         "duplex": (link.both, 2 * link.nbytes),
@@ -156,19 +156,19 @@ def copies(link: Link, seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def dram_under_dma(streams: tuple[Work, int], link: Link, alone: float, copying: float, seconds: float) -> float:
-    """The rate of `streams`, which is `alone` otherwise, while the link is busy at its rate of `copying` both ways."""
+    """The rate of `streams` while the link copies both ways. `alone` is its rate otherwise, `copying` the link's."""
     lasting = 1.5 * seconds + 8 * streams[1] / alone
     for _ in range(2):
-        # Enqueued ahead: a thread that issued and awaited them would take a core from what is measured.
+        # All copies are enqueued ahead: a thread that issued them would take a core from the measured work.
         for _ in range(math.ceil(lasting * copying / (2 * link.nbytes))):
             link.both()
-        found = rate(*streams, seconds)
+        measured = rate(*streams, seconds)
         outlasted = link.busy()
         link.settle()
         if outlasted:
             break
         lasting *= 4
-    return found
+    return measured
 
 
 def hbm(device: torch.device, nbytes: int, seconds: float) -> float:
@@ -179,7 +179,7 @@ def hbm(device: torch.device, nbytes: int, seconds: float) -> float:
 
 
 def launches(device: torch.device, seconds: float) -> float:
-    """Operations per second that this thread puts on the GPU; each is too small to take the GPU any time."""
+    """Operations per second that this thread can launch; the GPU takes almost no time for each."""
     value = torch.zeros(1, device=device)
 
     def work() -> None:
@@ -190,7 +190,7 @@ def launches(device: torch.device, seconds: float) -> float:
 
 
 def matmul(device: torch.device, kind: str, seconds: float) -> float:
-    """FLOP per second of a square matrix product of random numbers (zeros draw less power and run faster)."""
+    """FLOP per second of a square matrix product of random numbers (zeros would draw less power and run faster)."""
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
 
     def make(size: int) -> tuple[Work, float]:
@@ -223,7 +223,7 @@ def attention(device: torch.device, seconds: float) -> float:
 def _at_the_largest(
     make: Callable[[int], tuple[Work, float]], sizes: Sequence[int], device: torch.device, seconds: float
 ) -> float:
-    """The rate at the largest size that the time allows; the smaller ones only tell how long the next would take."""
+    """The rate at the largest size that fits in `seconds`, predicted from the smaller sizes."""
     settle = _settling(device)
     for size, larger in itertools.zip_longest(sizes, sizes[1:]):
         work, amount = make(size)
@@ -252,11 +252,11 @@ def _cuda_precision(name: str) -> Iterator[None]:
 
 
 def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
-    """Bytes per second read and written, `seconds` each at the most, in a file that is gone whatever happens."""
+    """Read and write rates in bytes per second, measured for at most `seconds` each in an unlinked file."""
     descriptor = _scratch_file(folder)
     try:
         _preallocate(descriptor, nbytes)
-        # Anonymous mappings are page-aligned, as direct I/O wants; random bytes, since drives may compress.
+        # Anonymous mappings are page-aligned, as direct I/O requires. The bytes are random because drives may compress.
         buffers = [mmap.mmap(-1, CHUNK) for _ in range(IN_FLIGHT)]
         for buffer in buffers:
             buffer.write(os.urandom(1 << 20) * (CHUNK >> 20))
@@ -266,7 +266,7 @@ def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
         write = written * CHUNK / (time.perf_counter() - start)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
-        # Chunks are taken in order, so the first ones are those that were written.
+        # Chunks are written in order, so these are the first ones.
         read = _sweep(lambda file, buffer, at: os.preadv(file, [buffer], at), descriptor, buffers, written, seconds)
         return read * CHUNK / (time.perf_counter() - start), write
     finally:
@@ -274,7 +274,7 @@ def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
 
 
 def _scratch_file(folder: Path) -> int:
-    """An open file without a name: the system frees it when it is closed, even by a crash."""
+    """An open file without a name, which the system frees when it is closed, even by a crash."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     path = folder / f".megatrain-probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -282,7 +282,7 @@ def _scratch_file(folder: Path) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # Some kernels create the file before they find out that it cannot be opened so.
+        # Some kernels create the file before they refuse O_DIRECT.
         path.unlink(missing_ok=True)
         warn(f"{folder} does not support direct I/O: its speed was measured through the page cache")
         descriptor = os.open(path, flags, 0o600)
@@ -291,7 +291,7 @@ def _scratch_file(folder: Path) -> int:
 
 
 def _preallocate(descriptor: int, nbytes: int) -> None:
-    """State on disk is overwritten in place, so allocation must not be part of what is measured."""
+    """Allocate the file's blocks. State on disk is overwritten in place, so allocation must not be measured."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
@@ -306,7 +306,7 @@ def _sweep(
     chunks: int,
     seconds: float,
 ) -> int:
-    """Transfer chunk after chunk, one per buffer at once, until all are done or the time is up. How many were."""
+    """Transfer chunks, one per buffer at a time, until all are done or the time is up; returns their number."""
     numbers = itertools.count()
     deadline = time.perf_counter() + seconds
 

@@ -1,4 +1,4 @@
-"""`probe`: this machine as a `Machine`, measured once in a few seconds and kept in the user's cache."""
+"""`probe`: measures this machine in a few seconds and caches the result in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from megatrain.hardware.validation import folders
 from megatrain.telemetry.notices import announce
 
 UpdateRates = Callable[[torch.device], Mapping[str, float]]
-"""Measures AdamW on a device: width of the states → parameters per second. Widths it leaves out are estimated."""
+"""Measures AdamW on a device: width of the states → parameters per second. Missing widths are estimated."""
 Folder = str | os.PathLike[str]
-_Known = tuple[Machine | None, dict[str, Disk]]
+_Cached = tuple[Machine | None, dict[str, Disk]]
 """The machine, and disks by `_key`."""
 
 BUFFER = 512 << 20
-"""Bytes of a buffer that is copied: larger than caches, so that copies load the memory as they do in training."""
+"""Size of copy buffers: larger than caches, so that copies use host memory as in training."""
 STREAMS_PER_CORE = 128 << 20
-"""Bytes of the tensors that `dram` goes over, for each core: several times the cache."""
+"""Size of the tensors for `dram`, per core: several times the cache."""
 DISK_FILE = 1 << 30
-"""Bytes of the file that disks are measured with, if there is room."""
+"""Size of the file for measuring a disk, if there is enough space."""
 SECONDS = {
     "h2d": 0.25, "d2h": 0.25, "duplex": 0.3, "pageable_h2d": 0.3, "dram": 0.6, "dram_under_dma": 0.6, "hbm": 0.2,
     "launches": 0.2, "matmul": 0.4, "matmul_burst": 0.05, "attention": 0.4, "disk": 2.0,
 }  # fmt: skip
-"""What each measurement may take. Products on a GPU come in a burst: an H200 made 797 TFLOP/s over milliseconds and
-690 over half a second of nothing else, and training, which does other work in between, goes by the former."""
+"""Seconds for each measurement. Matrix products on a GPU are measured in a burst: an H200 reached 797 TFLOP/s over
+milliseconds and 690 over half a second. Training, with other work in between, matches the former."""
 DISKS_SECONDS = 8.0
-"""What reads and writes of all disks together may take, so that a probe of many stays below 20 seconds."""
+"""Seconds for reads and writes of all disks together, so that a probe stays below 20 seconds."""
 
 
 def probe(
@@ -56,9 +56,9 @@ def probe(
     refresh: bool = False,
     update_rates: UpdateRates | None = None,
 ) -> Machine:
-    """Describe this machine: what this process may use of it, and how fast that is.
+    """Measure what this process may use of this machine, and how fast it is.
 
-    What was measured before is read from the cache unless `refresh`. The speed of a disk is measured only for the
+    Earlier measurements are read from the cache unless `refresh`. The speed of a disk is measured only for the
     directories in `offload_dir`. Without `update_rates` the speed of updates is estimated from that of memory.
     """
     start = time.perf_counter()
@@ -69,18 +69,18 @@ def probe(
             raise SettingsError(f"offload_dir {folder} is not a directory; create it first.")
     facts = _facts(chosen)
     file = _cache_file(facts)
-    before: _Known = (None, {}) if refresh or file is None else _known(file, facts)
-    found, disks = before[0], dict(before[1])
+    cached: _Cached = (None, {}) if refresh or file is None else _read_cache(file, facts)
+    disks = dict(cached[1])
     unknown = [folder for folder in directories if _key(folder) not in disks]
-    if found is None or unknown:
+    if cached[0] is None or unknown:
         announce("measuring this machine, which takes up to 20 s")
     for folder in unknown:
         disks[_key(folder)] = _measure_disk(folder, min(SECONDS["disk"], DISKS_SECONDS / 2 / len(unknown)))
-    machine = found or _measure(chosen)
+    machine = cached[0] or _measure(chosen)
     if update_rates is not None and _ESTIMATED in machine.source:
         machine = _with_updates(machine, chosen, update_rates)
-    if (machine, disks) != before:
-        _keep(file, facts, machine, disks)
+    if (machine, disks) != cached:
+        _write_cache(file, facts, machine, disks)
         _announce(machine, f"measured in {time.perf_counter() - start:.1f} s")
     else:
         _announce(machine, "measured before")
@@ -92,7 +92,7 @@ def probe(
 
 
 def _measure(device: torch.device) -> Machine:
-    """Everything but the disks; updates estimated."""
+    """Measure everything but disks and updates; the latter are estimated."""
     cores = usable_cores()
     with measure.threads(cores):
         nbytes = min(max(512 << 20, cores * STREAMS_PER_CORE), 4 << 30, inventory.available_ram() // 8)
@@ -148,13 +148,12 @@ def _measure_gpu(device: torch.device, streams: tuple[measure.Work, int], dram: 
 
 
 def _at_its_best(launches: float, device: torch.device) -> float:
-    """The faster of what was found before and what is found now: work of others can only have slowed it down, for some
-    seconds in which everything took the host longer."""
+    """The better of an earlier measurement and a new one: other processes can only slow it down, for a while."""
     return max(launches, measure.launches(device, SECONDS["launches"]))
 
 
 def _with_updates(machine: Machine, device: torch.device, update_rates: UpdateRates) -> Machine:
-    """The machine with what `update_rates` measures in place of estimates."""
+    """The machine with update rates as `update_rates` measures them."""
     on_cpu = dict(update_rates(torch.device("cpu")))
     on_gpu = dict(update_rates(device)) if device.type == "cuda" else {}
     source = machine.source.replace(_ESTIMATED, "measured")
@@ -164,7 +163,7 @@ def _with_updates(machine: Machine, device: torch.device, update_rates: UpdateRa
 
 
 def _measure_disk(folder: Path, seconds: float) -> Disk:
-    """Its speed, reading and writing for so long each at the most."""
+    """Measure reads and writes for at most `seconds` each."""
     free = shutil.disk_usage(folder).free
     nbytes = min(DISK_FILE, free // 2) // measure.CHUNK * measure.CHUNK
     least = measure.IN_FLIGHT * measure.CHUNK
@@ -188,7 +187,7 @@ def _measure_disk(folder: Path, seconds: float) -> Disk:
 
 
 def _key(folder: Path) -> str:
-    """A directory and the device under it: another drive may be mounted there next time."""
+    """A directory and its device: another drive may be mounted there next time."""
     return f"{folder}@{folder.stat().st_dev}"
 
 
@@ -202,11 +201,11 @@ def cpu_model() -> str:
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
-    """What measurements depend on: if any of it changes, they are made again."""
+    """What measurements depend on. If any of it changes, they are repeated."""
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": usable_cores(),
-        # In whole GiB: how much the kernel keeps for itself differs a little from boot to boot.
+        # In whole GiB: the kernel's own share differs a little from boot to boot.
         "ram_gib": round(psutil.virtual_memory().total / GIB),
         "memory_limit": memory_limit(),
         "cpu_quota": cpu_quota(),
@@ -221,7 +220,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
 
 def _cache_file(facts: dict[str, Any]) -> Path | None:
-    """Where measurements are kept; None if there is no place: no such variable, no HOME, and a user without one."""
+    """The cache file; None if there is neither XDG_CACHE_HOME nor a home directory."""
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         base = os.path.expanduser("~/.cache")
@@ -231,8 +230,8 @@ def _cache_file(facts: dict[str, Any]) -> Path | None:
     return Path(base) / "megatrain" / f"probe-{fingerprint}.json"
 
 
-def _known(file: Path, facts: dict[str, Any]) -> _Known:
-    """What the cache has; nothing if it has none, it is damaged, or it belongs to another machine."""
+def _read_cache(file: Path, facts: dict[str, Any]) -> _Cached:
+    """The cached measurements, unless the file is missing, damaged or of another machine."""
     try:
         data = json.loads(file.read_text())
         if data["facts"] == facts:
@@ -243,8 +242,8 @@ def _known(file: Path, facts: dict[str, Any]) -> _Known:
     return None, {}
 
 
-def _keep(file: Path | None, facts: dict[str, Any], machine: Machine, disks: dict[str, Disk]) -> None:
-    """A cache that cannot be written costs a few seconds next time, no more."""
+def _write_cache(file: Path | None, facts: dict[str, Any], machine: Machine, disks: dict[str, Disk]) -> None:
+    """Write the measurements. If that fails, the next run measures again."""
     again = "they will be repeated next time"
     if file is None:
         announce(
@@ -254,8 +253,8 @@ def _keep(file: Path | None, facts: dict[str, Any], machine: Machine, disks: dic
         return
     try:
         files.make_directory(file.parent)
-        kept = {key: asdict(disk) for key, disk in disks.items()}
-        record = {"facts": facts, "machine": asdict(machine), "disks": kept}
+        measured = {key: asdict(disk) for key, disk in disks.items()}
+        record = {"facts": facts, "machine": asdict(machine), "disks": measured}
         files.write(file, json.dumps(record, indent=2))
     except OSError as error:
         announce(f"the measurements could not be kept in {file} ({error.strerror}): {again}")

@@ -1,4 +1,4 @@
-"""RAM while running: what the limits still leave, looked at as it gets less, so that no run is killed unawares."""
+"""Monitors free RAM during a run, so that the run stops with an error before the system kills it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatrain.hardware.inventory import CRITICAL, GIB, LOW, SHORT, level
 from megatrain.telemetry.notices import warn
 
 INTERVAL = 0.25
-"""Seconds between looks while there is plenty: one takes less than a millisecond."""
-REMEMBERED = 16
-"""Steps whose needs are expected of the next one."""
+"""Seconds between measurements while RAM is plentiful. One takes less than a millisecond."""
+REMEMBERED_STEPS = 16
+"""Number of past steps whose temporary use is expected of the next step."""
 PLENTY = 2
-"""Times `LOW`: with less than that left, every block looks."""
-PORTION = 4
-"""A save takes at most this part of what is left for a copy of what it writes."""
-LEAST_PORTION = 16 << 20
+"""With less than this multiple of `LOW` free, RAM is measured before every block."""
+SAVE_DIVISOR = 4
+"""A save buffers at most one part in this many of the free RAM."""
+MIN_SAVE_BUFFER = 16 << 20
 SAVE_BYTES = 64 << 20
-"""A save takes this much beside: pieces of files that are read again, headers, buffers."""
+"""RAM that a save needs beside its buffer: parts of files that are read back, headers."""
 
 
 class RamMonitor:
-    """Looks at what is left of RAM before every block, after every step and before a save."""
+    """Measures free RAM before every block, after every step and before a save."""
 
     def __init__(
         self,
@@ -38,51 +38,52 @@ class RamMonitor:
         self._held, self._trim, self._left, self._own = held, trim, left, own
         self._limit = cgroups.usable_ram() if limit is None else limit
         self._low, self._short, self._least = (level(threshold, self._limit) for threshold in (LOW, SHORT, CRITICAL))
-        self._looked = -INTERVAL
-        self._found = 0
-        """What the last look found."""
-        self._begins = False
-        """Whether no block of this step has looked yet."""
-        self._top = 0
-        """The most that a look has seen this process hold in this step."""
-        self._swings: deque[int] = deque(maxlen=REMEMBERED)
-        """What the last steps took for a while, above what they ended with."""
+        self._measured_at = -INTERVAL
+        self._free = 0
+        """Free RAM at the last measurement."""
+        self._step_begins = False
+        """Whether RAM has not been measured in this step yet."""
+        self._peak = 0
+        """The most RAM of this process that was measured in this step."""
+        self._temporary: deque[int] = deque(maxlen=REMEMBERED_STEPS)
+        """RAM that each of the last steps took and released again."""
         self._block = 0
-        """What a block was estimated to take between two looks."""
-        self._said = False
+        """The estimated RAM of one block between two measurements."""
+        self._warned = False
 
     def check(self) -> None:
-        """Warn when RAM is low; raise `OutOfRam` when going on would end in a kill."""
+        """Warn if RAM is low. Raise `OutOfRam` if the system might otherwise kill the process."""
         now = time.monotonic()
         critical = self._critical
-        if now - self._looked < INTERVAL and self._found >= PLENTY * self._low + self._swing + self._block:
+        plenty = PLENTY * self._low + self._expected_temporary + self._block
+        if now - self._measured_at < INTERVAL and self._free >= plenty:
             return
-        self._looked = now
-        if self._begins:
-            critical += self._swing
-        self._begins = False
-        left = self._look()
+        self._measured_at = now
+        if self._step_begins:
+            critical += self._expected_temporary
+        self._step_begins = False
+        left = self._measure()
         if left >= max(self._low, critical):
-            self._said = False
+            self._warned = False
             return
-        left = self._look_after_trimming()
+        left = self._measure_after_trimming()
         if left < critical:
             raise OutOfRam(
                 f"{self._account(left)}; stopped before the system would have killed the process. Weights and "
                 f"optimizer states are intact: save them, then {_ADVICE}."
             )
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             warn(f"{self._account(left)}; if less is left, the run will stop: {_ADVICE}")
 
     def require(self, nbytes: int, block: int, what: str) -> None:
-        """Raise `OutOfRam` if so many bytes, which are wanted now, would leave too little.
+        """Raise `OutOfRam` if an allocation of `nbytes` would leave too little RAM.
 
-        `block`: what of them may come between two looks.
+        `block`: the part of it that may be allocated between two measurements.
         """
         self._block = max(self._block, block)
         wanted = nbytes + self._least
-        if self._look() < wanted and (left := self._look_after_trimming()) < wanted:
+        if self._measure() < wanted and (left := self._measure_after_trimming()) < wanted:
             raise OutOfRam(
                 f"{self._account(left)}, and {what} takes about {nbytes / GIB:.2f}; stopped before starting it. "
                 "Weights "
@@ -90,60 +91,60 @@ class RamMonitor:
             )
 
     def after_step(self) -> None:
-        """A step has ended: the next one will take again what it took for a while."""
-        if self._left() < PLENTY * self._low + self._swing:
+        """Record the temporary RAM of the step that has ended."""
+        if self._left() < PLENTY * self._low + self._expected_temporary:
             self._trim()
         own = self._own()
-        self._swings.append(max(0, self._top - own))
-        self._top, self._begins = own, True
+        self._temporary.append(max(0, self._peak - own))
+        self._peak, self._step_begins = own, True
 
     @property
-    def _swing(self) -> int:
-        """What the next step will take for a while, if it is like the last ones."""
-        return max(self._swings, default=0)
+    def _expected_temporary(self) -> int:
+        """RAM that the next step is expected to take temporarily."""
+        return max(self._temporary, default=0)
 
     @property
     def own(self) -> int:
         """Bytes that this process held when the last step ended, or at the peak of the one under way."""
-        return self._top
+        return self._peak
 
     @property
     def left(self) -> int:
-        """Bytes that are left now."""
+        """Free bytes."""
         return self._left()
 
     def short(self) -> str | None:
-        """What to tell the user if the run should end at this step; None: there is room for another one."""
-        wanted = max(self._short, self._swing + self._critical, SAVE_BYTES + LEAST_PORTION)
-        if self._left() < wanted and (left := self._look_after_trimming()) < wanted:
+        """A description of the shortage if the run should stop after this step, else None."""
+        wanted = max(self._short, self._expected_temporary + self._critical, SAVE_BYTES + MIN_SAVE_BUFFER)
+        if self._left() < wanted and (left := self._measure_after_trimming()) < wanted:
             return self._account(left)
         return None
 
     def portion(self, most: int) -> int:
-        """Bytes that a save may hold at once as copies of what it writes: `most`, or less if little is left."""
+        """Bytes that a save may buffer: `most`, or less if little RAM is free."""
         left = self._left()
         if left < self._low:
-            left = self._look_after_trimming()
-        return min(most, max(LEAST_PORTION, (left - SAVE_BYTES) // PORTION))
+            left = self._measure_after_trimming()
+        return min(most, max(MIN_SAVE_BUFFER, (left - SAVE_BYTES) // SAVE_DIVISOR))
 
     @property
     def low(self) -> bool:
-        """Whether so little is left that memory should be given back."""
+        """Whether so little RAM is free that memory should be given back to the system."""
         return self._left() < self._low
 
     @property
     def _critical(self) -> int:
         return self._least + self._block
 
-    def _look(self) -> int:
-        self._found = left = self._left()
-        self._top = max(self._top, self._own())
+    def _measure(self) -> int:
+        self._free = left = self._left()
+        self._peak = max(self._peak, self._own())
         return left
 
-    def _look_after_trimming(self) -> int:
-        # The C library keeps what was freed, in an arena for each thread.
+    def _measure_after_trimming(self) -> int:
+        # The C library caches freed memory, in an arena for each thread.
         self._trim()
-        return self._look()
+        return self._measure()
 
     def _account(self, left: int) -> str:
         held, own = self._held(), self._own()

@@ -1,4 +1,4 @@
-"""What machines and plans have in common as data: mappings that stay as they are, and fields that are checked."""
+"""Checks of JSON fields and paths, and immutable mappings, for `Machine` and `Plan`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatrain.errors import SettingsError
 
 V = TypeVar("V")
 MOST_COUNT = 1 << 63
-"""Counts are below this: they are divided and multiplied as floats."""
+"""Counts must be below this, because arithmetic on them uses 64 bits."""
 
 
 class Frozen(dict[str, V]):
-    """A dict that cannot be changed, with those inside it; equal to a dict that has the same items, and hashable."""
+    """A hashable dict that cannot be changed, nor the dicts inside it. Equal to a dict with the same items."""
 
     def __init__(self, items: Any = ()) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class Frozen(dict[str, V]):
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle and copy fill a dict item by item, which this one refuses.
+        # By default, pickle and copy fill a dict item by item, which this class refuses.
         return Frozen, (dict(self),)
 
     def _refuse(self, *_: Any, **__: Any) -> Never:
@@ -38,7 +38,7 @@ class Frozen(dict[str, V]):
 
 
 def read_object(text: Any, what: str) -> Any:
-    """What JSON holds; errors say what it was meant to be."""
+    """Parse JSON. `what` is what errors call it."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -46,7 +46,7 @@ def read_object(text: Any, what: str) -> Any:
 
 
 def fields_of(cls: Any, data: Any, what: str) -> dict[str, Any]:
-    """`data` if it is an object with the fields of a dataclass; those that have a default may be missing."""
+    """`data`, checked to be an object with the fields of a dataclass. Fields with a default may be missing."""
     if not isinstance(data, dict):
         raise SettingsError(f"{what} must be an object, not {type(data).__name__}.")
     names = [field.name for field in dataclasses.fields(cls)]
@@ -61,12 +61,12 @@ def fields_of(cls: Any, data: Any, what: str) -> dict[str, Any]:
 
 
 def is_count(value: Any, least: int = 0) -> bool:
-    """Whether it is a whole number of at least so much."""
+    """Whether it is an integer of at least `least`."""
     return type(value) is int and least <= value < MOST_COUNT
 
 
 def is_rate(value: Any) -> bool:
-    """Whether it is a number that a float can hold, not negative; NaN is not."""
+    """Whether it is a finite number that is not negative."""
     return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
 
@@ -76,17 +76,17 @@ def require(holds: bool, name: str, rule: str) -> None:
 
 
 def folders(offload_dir: Any) -> list[str]:
-    """The directories of an `offload_dir`, as absolute paths without links, each once."""
+    """The distinct directories of an `offload_dir`, as absolute paths without links."""
     if offload_dir is None:
         return []
-    listed = [offload_dir] if isinstance(offload_dir, str | bytes | os.PathLike) else offload_dir
-    if not isinstance(listed, Sequence):
+    paths = [offload_dir] if isinstance(offload_dir, str | bytes | os.PathLike) else offload_dir
+    if not isinstance(paths, Sequence):
         raise SettingsError(f"offload_dir must be a directory or a list of them, not {type(offload_dir).__name__}.")
-    return list(dict.fromkeys(map(resolved, listed)))
+    return list(dict.fromkeys(map(resolved, paths)))
 
 
 def resolved(folder: Any) -> str:
-    """The absolute path of a directory, which need not be there."""
+    """The absolute path of a directory, which need not exist."""
     path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise SettingsError(f"offload_dir must be a directory or a list of them, not {folder!r}.")

@@ -88,7 +88,7 @@ def test_what_a_step_took_for_a_while_is_left_for_the_next() -> None:
     # Once a step has begun, what is left is what it has.
     looking.check()
     # What was long ago is not expected for ever.
-    for _ in range(ram_monitor.REMEMBERED):
+    for _ in range(ram_monitor.REMEMBERED_STEPS):
         looking.after_step()
     assert looking.short() is None
 
@@ -114,7 +114,7 @@ def test_a_save_copies_no_more_than_a_part_of_what_is_left() -> None:
     looking = made(left)
     assert looking.portion(4 * GIB) == 4 * GIB
     left[0] = ram_monitor.SAVE_BYTES + 400 * 1000
-    assert looking.portion(4 * GIB) == ram_monitor.LEAST_PORTION
+    assert looking.portion(4 * GIB) == ram_monitor.MIN_SAVE_BUFFER
     left[0] = ram_monitor.SAVE_BYTES + 4 * GIB
     assert looking.portion(4 * GIB) == GIB
     assert looking.portion(1000) == 1000
