@@ -89,10 +89,7 @@ def release(owner: Hashable) -> None:
 # ---- Python
 
 switch_interval: ProcessSetting[float, float] = ProcessSetting(
-    sys.getswitchinterval,
-    sys.setswitchinterval,
-    lambda users_value, requests: min(users_value, *requests),
-    math.isclose,
+    sys.getswitchinterval, sys.setswitchinterval, lambda users, requests: min(users, *requests), math.isclose
 )
 
 

@@ -36,7 +36,7 @@ layer; tied with rotary positions in some layers only."""
 OTHERS = ("store", "offload")
 STEPS = 2
 LENGTH = 20
-"""Long enough that hidden states are above the size from which `offload` parks them."""
+"""Long enough that hidden states are above the size from which `offload` moves them to RAM."""
 
 Step = Callable[[nn.Module, int], list[torch.Tensor]]
 MIXTURES: dict[str, dict[str, str]] = {

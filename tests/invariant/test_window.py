@@ -148,7 +148,7 @@ class Dropping(Layer):
 
 
 ROWS = 64
-"""Rows of 8: from 1 KiB on, inputs are parked under `offload`."""
+"""Rows of 8: from 1 KiB on, inputs are offloaded under `offload`."""
 
 
 def stack_step(model: Any, number: int) -> torch.Tensor:
@@ -521,7 +521,7 @@ def test_one_fetch_per_block_and_direction_whatever_the_accumulation(kind: str, 
     """Seven layers of one size share a ring of `slots`, so each of them has to come again in the backward, unless it is
     among the last `slots` of the forward. Counted are copies into slots, per slab and step, whoever asked for them.
     """
-    # Tried: a `park` that returns at once fails this.
+    # Tried: a `wait_for_turn` that returns at once fails this.
     counts = {}
     for micro_batches in (1, 4, 9):
         model = Stack(depth=7) if kind == "stack" else zoo.build("llama", num_hidden_layers=7)

@@ -301,7 +301,7 @@ def test_random_numbers_drawn_beside_training(where: str) -> None:
 
 
 def test_the_only_thread_is_no_visitor() -> None:
-    """A visitor waits for the device after every resident block; before the first training step nobody visits."""
+    """An evaluation thread waits for the device after every resident block; before the first step there is none."""
     model = Stack()
     with engine_of(model, resident=("*",)) as engine, torch.no_grad():
         model(inputs(0))
@@ -309,7 +309,7 @@ def test_the_only_thread_is_no_visitor() -> None:
 
 
 def test_a_visit_that_never_began_is_not_taken_back() -> None:
-    """Ctrl-C while a visitor waits for the lock: a count below zero would let the next step wait for good."""
+    """Ctrl-C while an evaluation thread waits for the lock: a count below zero would block the next step."""
     model = Stack()
     with engine_of(model, resident=("*",)) as engine:
         fetcher = engine._step.fetcher

@@ -22,17 +22,17 @@ from megatrain.errors import ModelMoved
 from megatrain.store.slab import Slab
 
 
-class Recording(Protocol):
+class Capture(Protocol):
     """Tensors that a library records inside modules through hooks (router logits, attentions...).
 
-    Tensors recorded inside a block must become outputs of its node.
+    Tensors captured inside a block must become outputs of its node.
     """
 
     def inside(self, call: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
-        """Run the call; return its result and what it recorded, which is not added to the outer recording."""
+        """Run the call; return its result and what it captured, which is not added to the outer capture."""
 
-    def replay(self, recorded: dict[str, list[Any]]) -> None:
-        """Add entries to the outer recording."""
+    def replay(self, captured: dict[str, list[Any]]) -> None:
+        """Add entries to the outer capture."""
 
 
 class _Original(torch.nn.Module):
@@ -216,29 +216,29 @@ def unbind(root: torch.nn.Module) -> None:
 
 
 def capture_outputs(
-    call: Callable[[], Any], weights: Weights, args: Args, kwargs: Kwargs, recording: Recording | None
+    call: Callable[[], Any], weights: Weights, args: Args, kwargs: Kwargs, capture: Capture | None
 ) -> tuple[list[torch.Tensor], FlattenSpec]:
-    """Call a block and flatten its outputs: the result, recorded tensors, and entries it wrote to dicts and lists.
+    """Call a block and flatten its outputs: the result, captured tensors, and entries it wrote to dicts and lists.
 
     The call may modify dicts and lists in `args` and `kwargs`.
     """
     before = {key: entries_of(container) for key, container in containers(args, kwargs).items()}
-    result, recorded = (call(), {}) if recording is None else call_with({}, recording.inside, call)
+    result, captured = (call(), {}) if capture is None else call_with({}, capture.inside, call)
     entries = [
         (key, {k: v for k, v in entries_of(container).items() if k not in before[key] or v is not before[key][k]})
         for key, container in containers(args, kwargs).items()
     ]
-    tensors, spec = flatten_tensors((result, recorded, entries))
+    tensors, spec = flatten_tensors((result, captured, entries))
     # An output that aliases a slot would change when the slot is refilled.
     return [*map(Addresses(weights).copy_if_inside, tensors)], spec
 
 
-def apply_side_effects(outputs: Any, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
-    """Write a block's entries to the caller's containers and its records to the recording; return the result."""
-    result, recorded, entries = outputs
+def apply_side_effects(outputs: Any, args: Args, kwargs: Kwargs, capture: Capture | None) -> Any:
+    """Write a block's entries to the caller's containers and its captured tensors to `capture`; return the result."""
+    result, captured, entries = outputs
     outer = containers(args, kwargs)
     for key, changed in entries:
         update_entries(outer[key], changed)
-    if recording is not None:
-        recording.replay(recorded)
+    if capture is not None:
+        capture.replay(captured)
     return result

@@ -83,17 +83,7 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
-_METADATA_METHODS = {
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "is_floating_point",
-    "get_device",
-    "__len__",
-}
+_METADATA = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "get_device", "__len__"}
 _METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf", "is_meta"}
 _BINARY: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("add", "__add__", "__radd__", "__iadd__"), torch.add),
@@ -109,7 +99,7 @@ def _reads_metadata(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
-    return name in _METADATA_METHODS
+    return name in _METADATA
 
 
 def _record(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:

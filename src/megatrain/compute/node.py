@@ -22,16 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.compute.binding import call_with
-from megatrain.compute.block import (
-    Args,
-    Block,
-    Buffers,
-    Kwargs,
-    Recording,
-    Weights,
-    apply_side_effects,
-    capture_outputs,
-)
+from megatrain.compute.block import Args, Block, Buffers, Capture, Kwargs, Weights, apply_side_effects, capture_outputs
 from megatrain.compute.compiled import CannotCompile
 from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.compute.replay import AmbientState
@@ -93,7 +84,7 @@ class _Call:
     block: Block
     spec: FlattenSpec
     differentiable: tuple[int, ...]
-    recording: Recording | None
+    capture: Capture | None
     ambient: AmbientState
     info: CallInfo
     versions: tuple[int, ...]
@@ -120,7 +111,7 @@ class _Call:
         """Run the forward, compiled if possible."""
         # Compiled code does not repeat the side effects of hooks that record outputs.
         compiled = self.block.compiled
-        self.compiled = self.recording is None and compiled is not None and compiled.can_compile(self.block.structure)
+        self.compiled = self.capture is None and compiled is not None and compiled.can_compile(self.block.structure)
         try:
             return self.run(inputs, weights)
         except CannotCompile as reason:
@@ -135,7 +126,7 @@ class _Call:
         args, kwargs = self.spec.unflatten(inputs)
         with torch.enable_grad():
             call = partial(self.block.call, weights, args, kwargs, self.buffers or None, compiled=self.compiled)
-            return capture_outputs(call, weights, args, kwargs, self.recording)
+            return capture_outputs(call, weights, args, kwargs, self.capture)
 
     def offload_inputs(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """Apply the policy to the inputs; returns those that autograd saves, and None for the others."""
@@ -325,7 +316,7 @@ def deliver_gradients(
     runtime.backward_done(block)
 
 
-def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, recording: Recording | None) -> Any:
+def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, capture: Capture | None) -> Any:
     """Run a block, as a node of the outer graph if a weight or an input requires grad."""
     tensors, spec = flatten_tensors((args, kwargs))
     differentiable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
@@ -334,12 +325,12 @@ def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, recording: R
     versions = tuple(slab.version for slab in block.slabs)
     ambient = AmbientState.capture(runtime.device)
     info, mode = runtime.start_call(block), block.module.training
-    call = _Call(runtime, block, spec, differentiable, recording, ambient, info, versions, info.policy, mode)
+    call = _Call(runtime, block, spec, differentiable, capture, ambient, info, versions, info.policy, mode)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     result, call.result = call.result, None
     assert result is not None
-    return apply_side_effects(result.unflatten(outputs), args, kwargs, recording)
+    return apply_side_effects(result.unflatten(outputs), args, kwargs, capture)
 
 
 def _without_gradient(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs) -> Any:

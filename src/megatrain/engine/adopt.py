@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from megatrain.engine.session import Engine
 
 Owners = dict[int, list[tuple[torch.nn.Module, str]]]
+Groups = dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]
+RunBlock = Callable[[Block, Any, Any], Any]
 SHARD_BYTES = 2 << 30
 """Shard size for weights that must be copied in order to be saved."""
 _ENGINE_ATTRIBUTE = "_megatrain_engine"
@@ -58,9 +60,7 @@ class Adoption:
         """(slab, segment) → the parameter's dtype before attaching, restored if attaching fails."""
         self._dtypes = Dtypes(self.model)
 
-    def adopt(
-        self, specs: list[BlockSpec], add_gradient: GradientSink, run: Callable[[Block, Any, Any], Any], undo: Undo
-    ) -> None:
+    def adopt(self, specs: list[BlockSpec], add_gradient: GradientSink, run: RunBlock, undo: Undo) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""
         undo.add(self.release)
         self._require_ram(specs)
@@ -138,11 +138,9 @@ class Adoption:
         if resident:
             inventory.require_vram(self.device, resident, "the weights of resident blocks")
 
-    def _group_parameters(
-        self, spec: BlockSpec, seen: set[int]
-    ) -> dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]]:
+    def _group_parameters(self, spec: BlockSpec, seen: set[int]) -> Groups:
         """A block's parameters by (stored dtype, trains). Tied parameters belong to the first block that has them."""
-        groups: dict[tuple[torch.dtype, bool], dict[str, torch.nn.Parameter]] = {}
+        groups: Groups = {}
         for name, parameter in spec.parameters():
             if isinstance(parameter, StoreTensor) or id(parameter) in seen:
                 continue
@@ -171,7 +169,7 @@ class Adoption:
                 for module, key in owners[id(parameter)]:
                     module._parameters[key] = visible
 
-    def _wrap_forward(self, spec: BlockSpec, run: Callable[[Block, Any, Any], Any], undo: Undo) -> None:
+    def _wrap_forward(self, spec: BlockSpec, run: RunBlock, undo: Undo) -> None:
         parameters: dict[str, Any] = dict(spec.module.named_parameters(remove_duplicate=False))
         locations = {name: (p.slab, p.segment) for name, p in parameters.items()}
         original = spec.module.forward
@@ -247,10 +245,8 @@ def patch_model(engine: Engine, api: TransformersApi, start_forward: Callable[[A
     undo.add(model.register_forward_pre_hook(prepare, prepend=True, with_kwargs=True).remove)
     undo.patch(model, _ENGINE_ATTRIBUTE, engine)
     if hasattr(type(model), "save_pretrained"):
-        original_save = model.save_pretrained
-        undo.patch(
-            model, "save_pretrained", lambda *args, **kwargs: _save_pretrained(engine, original_save, args, kwargs)
-        )
+        save = model.save_pretrained
+        undo.patch(model, "save_pretrained", lambda *args, **kwargs: _save_pretrained(engine, save, args, kwargs))
     if hasattr(type(model), "resize_token_embeddings"):
         undo.patch(model, "resize_token_embeddings", _refuse_resize)
 

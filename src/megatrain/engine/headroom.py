@@ -49,9 +49,8 @@ class Headroom:
 
     def unwritten_slot_bytes(self) -> int:
         """Bytes of slots that are allocated but never written, so not in physical memory yet."""
-        return (
-            0 if self.drain.link.counters.fetches else self.fetcher.slot_bytes()
-        ) + self.drain.unallocated_slot_bytes()
+        unwritten = 0 if self.drain.link.counters.fetches else self.fetcher.slot_bytes()
+        return unwritten + self.drain.unallocated_slot_bytes()
 
     def check_batch(self, inputs: Any) -> None:
         """Raise `OutOfRam` if RAM does not suffice for a forward and backward of this batch."""
@@ -62,9 +61,8 @@ class Headroom:
             return
         nbytes, block = self._estimate(*shape)
         if nbytes:
-            self.ram_monitor.require(
-                nbytes + self._backward_bytes(), block, f"a batch of {shape[0]} x {shape[1]} tokens"
-            )
+            nbytes += self._backward_bytes()
+            self.ram_monitor.require(nbytes, block, f"a batch of {shape[0]} x {shape[1]} tokens")
         self._largest_tokens = shape[0] * shape[1]
 
     def _backward_bytes(self) -> int:

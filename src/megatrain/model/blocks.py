@@ -56,14 +56,13 @@ def layered_blocks(model: torch.nn.Module, api: TransformersApi) -> list[BlockSp
     """The blocks of a model with repeated layers; empty for other models."""
     modules = list(model.named_modules())
     checkpointed = _outermost([(n, m) for n, m in modules if isinstance(m, api.layer) and _has_parameters(m)])
-    layers = checkpointed + _repeated_members(modules, torch.nn.ModuleList, checkpointed) or _repeated_members(
-        modules, torch.nn.Sequential, []
-    )
+    layers = checkpointed + _repeated(modules, torch.nn.ModuleList, checkpointed)
+    layers = layers or _repeated(modules, torch.nn.Sequential, [])
     blocks = {id(module): BlockSpec(name, module, layer=True) for name, module in layers}
     return list(_walk("", model, blocks, set())) if blocks else []
 
 
-def _repeated_members(modules: list[Named], container: type, layers: list[Named]) -> list[Named]:
+def _repeated(modules: list[Named], container: type, layers: list[Named]) -> list[Named]:
     """Members of containers that repeat a class, unless they contain or are inside one of the `layers`."""
     inside = {id(part) for _, block in layers for part in block.modules()}
     layer_ids = {id(block) for _, block in layers}

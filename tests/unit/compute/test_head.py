@@ -660,7 +660,7 @@ def test_the_heads_module_never_sees_more_than_a_chunk(monkeypatch: pytest.Monke
 
 
 def test_a_window_holds_one_chunk():
-    """Micro-batches do not park in the head."""
+    """Micro-batches do not wait for each other at the head."""
     model = build("llama")
     with engine_of(model, head_chunk=7) as engine:
         model(**batch()).loss.backward()

@@ -21,7 +21,7 @@ def penalty(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def wide(seed: int) -> torch.Tensor:
-    """Large enough to be parked under policy `offload`."""
+    """Large enough to be offloaded under policy `offload`."""
     return inputs(seed, rows=64)
 
 
