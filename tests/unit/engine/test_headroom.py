@@ -34,7 +34,7 @@ def test_the_batch_that_does_not_fit_is_refused_with_its_size() -> None:
     needed, block = engine._headroom._estimate(4, 256)
     assert 0 < block < needed
     left[0] = level(CRITICAL, engine.ram._limit) + needed
-    with pytest.raises(OutOfRam, match=r"a batch of 4 x 256 tokens takes about .* stopped before it began"):
+    with pytest.raises(OutOfRam, match=r"a batch of 4 x 256 tokens takes about .* stopped before starting it"):
         model(**batch(4, 256))
     # Without gradients nothing is kept for a backward.
     with torch.no_grad():
