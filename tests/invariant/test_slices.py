@@ -114,10 +114,10 @@ def test_what_needs_the_whole_of_a_parameter_says_what_is_here() -> None:
     trained = Trained(0, 1, "bf16", False)
     trained.model(**small.batch(2, seed=0)).loss.backward()
     weight = trained.model.model.layers[1].mlp.up_proj.weight
-    with pytest.raises(UnsupportedCall, match="only a part is here"):
+    with pytest.raises(UnsupportedCall, match="only a part of the state"):
         weight.grad.sum()
     whole = weight.slab.layout.view(weight.slab.weight, weight.segment)
     assert torch.equal(weight.detach().clone(), whole), "weights are not cut"
     trained.optimizer.step()
-    with pytest.raises(mt.MegaTrainError, match="only a part is here"):
+    with pytest.raises(mt.MegaTrainError, match="only a part of the state"):
         trained.engine.release()

@@ -12,7 +12,7 @@ import megatrain as mt
 from megatrain.errors import UnsupportedCall
 
 POLICIES = ["recompute", "store", "offload"]
-REFUSED = "create_graph=True was asked for in a backward through"
+REFUSED = "create_graph=True was passed to a backward through"
 
 
 def penalty(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

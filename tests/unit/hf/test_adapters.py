@@ -141,5 +141,5 @@ def test_another_adapter_is_refused_before_anything_changes(tmp_path: Path, dama
 def test_a_model_without_adapters(tmp_path: Path) -> None:
     mt.Engine(adapted(), device="cpu").save(tmp_path)
     engine = mt.Engine(small.llama(), device="cpu")
-    with pytest.raises(CheckpointError, match="the weights of adapters, and the model has none"):
+    with pytest.raises(CheckpointError, match="the weights of adapters, but the model has no adapter"):
         engine.load(tmp_path)

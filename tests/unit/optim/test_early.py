@@ -151,4 +151,4 @@ def test_a_step_that_is_given_up_is_said(said: pytest.LogCaptureFixture) -> None
     model.layers[0].scale.register_hook(explode)
     with pytest.raises(RuntimeError, match="in the middle"), optimizer.final_backward():
         backward(model, 1)
-    assert any("given up after the updates of 2 of" in line and "layers.2, layers.1" in line for line in said.messages)
+    assert any("abandoned after the updates of 2 of" in line and "layers.2, layers.1" in line for line in said.messages)
