@@ -1,14 +1,14 @@
-"""Every exception a user can meet. Each message is one sentence: what happened, the numbers, what to do."""
+"""Every exception that MegaTrain raises. A message says what happened, with numbers, and what to do."""
 
 from __future__ import annotations
 
 
 class MegaTrainError(RuntimeError):
-    """Base class of everything MegaTrain raises on purpose."""
+    """Base class of all MegaTrain exceptions."""
 
 
 class SettingsError(MegaTrainError, ValueError):
-    """A setting has a value that cannot be honoured."""
+    """A setting has an invalid or unsupported value."""
 
 
 class UnknownSetting(SettingsError, TypeError):
@@ -20,15 +20,15 @@ class NothingToStream(MegaTrainError, ValueError):
 
 
 class UnsupportedModel(MegaTrainError, ValueError):
-    """The model cannot be trained as it is (weights on meta, an unknown dtype...)."""
+    """The model cannot be trained (weights on the meta device, an unknown dtype...)."""
 
 
 class UnsupportedCall(MegaTrainError):
-    """The model was called in a way that streaming cannot honour."""
+    """The model was called in a way that streaming does not support."""
 
 
 class WindowAborted(MegaTrainError):
-    """Another micro-batch of the window failed; its error is what the caller of `Engine.window` sees."""
+    """Another micro-batch of the window failed. `Engine.window` raises that micro-batch's error."""
 
 
 class AlreadyAttached(MegaTrainError):
@@ -36,19 +36,19 @@ class AlreadyAttached(MegaTrainError):
 
 
 class EngineClosed(MegaTrainError):
-    """The engine was closed; its model can be read but not run."""
+    """The engine was closed. Its model can be read but not run."""
 
 
 class ModelMoved(MegaTrainError):
-    """Somebody tried to move or cast a model whose weights live in the engine's store."""
+    """A model whose weights are in an engine's store cannot be moved or cast."""
 
 
 class ForkedProcess(MegaTrainError):
-    """A forked child tried to change or to run a model that belongs to its parent."""
+    """A forked child tried to change or run a model that belongs to its parent."""
 
 
 class DeviceUnavailable(MegaTrainError):
-    """The device that was asked for is not there."""
+    """The requested device does not exist."""
 
 
 class DistributedUnsupported(MegaTrainError):
@@ -56,11 +56,11 @@ class DistributedUnsupported(MegaTrainError):
 
 
 class UnsupportedTransformers(MegaTrainError, ImportError):
-    """The installed transformers lacks what MegaTrain hooks into."""
+    """The installed transformers lacks something that MegaTrain needs."""
 
 
 class NativeLibraryMissing(MegaTrainError):
-    """The native library is not built, or is of another version."""
+    """The native library is not built, or has another version."""
 
 
 class NotEnoughMemory(MegaTrainError, MemoryError):
@@ -68,7 +68,7 @@ class NotEnoughMemory(MegaTrainError, MemoryError):
 
 
 class OutOfRam(MegaTrainError, MemoryError):
-    """RAM ran short in the middle of a run; it was stopped before the system would have killed it."""
+    """RAM ran short during a run, which was stopped before the system would have killed it."""
 
 
 class DataError(MegaTrainError, ValueError):
@@ -88,8 +88,8 @@ class CheckpointError(MegaTrainError, ValueError):
 
 
 class DirectoryInUse(MegaTrainError):
-    """Another process writes its checkpoints into this directory."""
+    """Another process writes checkpoints into this directory."""
 
 
 class LaneFailed(MegaTrainError):
-    """Work on a background lane failed; the cause is attached."""
+    """Work on a background lane failed. The cause is attached."""

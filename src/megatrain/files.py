@@ -1,7 +1,7 @@
-"""File operations: durable where it matters, seen by observers, and open to injected faults.
+"""Durable file operations, with observers for tests.
 
-Checkpoints, caches and traces are written through here. Files that another library writes are announced with `before`
-and made durable with `sync`. An observer is called before every operation and may raise OSError in its place.
+Checkpoints, caches and traces are written through this module. Files that another library writes are reported with
+`before` and made durable with `sync`. An observer is called before every operation and may raise OSError in its place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatrain.telemetry.notices import warn
 AnyPath = str | os.PathLike[str]
 Observer = Callable[[str, Path], None]
 """Called with the operation and its path: make, write, sync, sync_directory, rename, exchange, link, copy, remove,
-remove_tree. A rename and a link name the new path."""
+remove_tree. The path of a rename or a link is the new one."""
 
 CANNOT_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 CANNOT_RENAME = frozenset({errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES})
@@ -34,9 +34,9 @@ DELETED = ".megatrain-deleted"
 
 _observers: tuple[Observer, ...] = ()
 _failed: set[tuple[int, int, int]] = set()
-"""Device, inode and time of change of what could not be synced."""
+"""Device, inode and modification time of files that could not be synced."""
 _unable: set[int] = set()
-"""Devices whose file system cannot sync directories."""
+"""Devices whose file systems cannot sync directories."""
 _seconds = 0.0
 
 
@@ -45,26 +45,26 @@ _seconds = 0.0
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Call `observer` before every operation of this process, in whichever thread that is."""
+    """Call `observer` before every operation, in every thread."""
     global _observers
     _observers = (*_observers, observer)
     try:
         yield
     finally:
-        _observers = tuple(kept for kept in _observers if kept is not observer)
+        _observers = tuple(other for other in _observers if other is not observer)
 
 
 def before(operation: str, path: AnyPath) -> None:
-    """Tell observers what comes next. Call it directly only for what another library is about to write."""
+    """Tell observers of an operation. Call it directly only for a file that another library is about to write."""
     for observer in _observers:
         observer(operation, Path(path))
 
 
-# ---- to the disk
+# ---- durability
 
 
 class Stopwatch:
-    """How long something took that was written, and how much of that went into syncing."""
+    """Measures how long writing took, and how much of that was syncing."""
 
     def __init__(self) -> None:
         self._start, self._synced = time.perf_counter(), _seconds
@@ -79,16 +79,16 @@ class Stopwatch:
 
 
 def sync(path: AnyPath) -> int:
-    """Wait until a regular file's content is on the disk; its size.
+    """Wait until a regular file's content is on the disk; returns its size.
 
-    After a failed sync the kernel may have dropped what was not written, and the next sync of the same file would
-    succeed. So such a file is refused until it is written anew.
+    After a failed sync the kernel may have dropped unwritten data, and the next sync of the file would succeed.
+    Therefore such a file is refused until it is written again.
     """
     return _fsync(path, "sync")
 
 
 def sync_directory(path: AnyPath) -> None:
-    """Wait until the names in a directory are on the disk. Some file systems cannot do that, which is said once."""
+    """Wait until the names in a directory are on the disk. Warns once if the file system cannot do that."""
     try:
         _fsync(path, "sync_directory", os.O_DIRECTORY, CANNOT_SYNC_DIRECTORY)
     except OSError as error:
@@ -101,7 +101,7 @@ def sync_directory(path: AnyPath) -> None:
 
 
 def sync_tree(directory: AnyPath, only: Iterable[AnyPath]) -> int:
-    """Sync some regular files below a directory, then every directory from the bottom up; the files' size."""
+    """Sync some regular files below a directory, then every directory, bottom up; returns the files' total size."""
     tree = list(os.walk(directory, topdown=False, onerror=reraise))
     total = sum(sync(path) for path in only)
     for folder, _, _ in tree:
@@ -110,13 +110,13 @@ def sync_tree(directory: AnyPath, only: Iterable[AnyPath]) -> int:
 
 
 def sync_names(path: AnyPath) -> None:
-    """Sync the directories that lead to a path, within its file system: each may be new itself."""
+    """Sync the parent directories of a path within its file system, because each of them may be new."""
     path = Path(os.path.realpath(path))
     device = path.stat().st_dev
     for folder in path.parents:
         if folder.stat().st_dev != device:
             return
-        # A directory that this user may not read has been there before.
+        # A directory that this user cannot read is not new.
         if os.access(folder, os.R_OK):
             sync_directory(folder)
 
@@ -125,7 +125,7 @@ def sync_names(path: AnyPath) -> None:
 
 
 def make_directory(path: AnyPath, like: AnyPath | None = None) -> None:
-    """With its parents; no error if it is there. Owner and permissions are those of `like`, as far as this user may."""
+    """Create a directory and its parents. Owner and permissions are those of `like`, if this user may set them."""
     before("make", path)
     Path(path).mkdir(parents=True, exist_ok=True)
     if like is not None:
@@ -136,11 +136,11 @@ def make_directory(path: AnyPath, like: AnyPath | None = None) -> None:
 
 
 def write(path: AnyPath, content: str | bytes) -> None:
-    """Write a file whole or not at all: under a temporary name beside it, synced, renamed, and the directory synced.
+    """Write a file atomically: under a temporary name, synced, renamed, and the directory synced.
 
-    What is not a regular file (a terminal, a pipe) is written to as it is.
+    A target that is not a regular file (a terminal, a pipe) is written to directly.
     """
-    # A link stays one: the file that it leads to is replaced.
+    # A symbolic link stays; its target is replaced.
     target = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
     if target.exists() and not target.is_file():
@@ -161,16 +161,16 @@ def write(path: AnyPath, content: str | bytes) -> None:
 
 
 def rename(source: AnyPath, target: AnyPath) -> None:
-    """Replaces a file that has the new name, as `os.rename` does."""
+    """`os.rename`, which replaces an existing file."""
     before("rename", target)
     os.rename(source, target)
 
 
 def replace_directory(fresh: AnyPath, target: AnyPath, aside: AnyPath) -> None:
-    """Let `fresh` take the place of `target`, which is `aside` afterwards; all three lie in one directory.
+    """Rename `fresh` to `target`, and the old `target` to `aside`. All three are in the same directory.
 
-    The two are exchanged in one step where the file system can do that. Else there are two renames, and between them
-    nothing has the name `target`.
+    The exchange is atomic if the file system supports that. Otherwise there are two renames, and `target` does not
+    exist between them.
     """
     try:
         before("exchange", target)
@@ -189,7 +189,7 @@ def replace_directory(fresh: AnyPath, target: AnyPath, aside: AnyPath) -> None:
 
 
 def link_or_copy(source: AnyPath, target: AnyPath) -> None:
-    """A second name for a file (or for a symbolic link itself); a durable copy where there can be none."""
+    """Hard-link a file (or a symbolic link itself), or copy and sync it if links are not supported."""
     try:
         before("link", target)
         os.link(source, target, follow_symlinks=False)
@@ -203,21 +203,21 @@ def link_or_copy(source: AnyPath, target: AnyPath) -> None:
 
 
 def remove(path: AnyPath) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file if it exists."""
     before("remove", path)
     Path(path).unlink(missing_ok=True)
 
 
 def remove_tree(path: AnyPath) -> None:
-    """Remove a directory and what is in it, if it is there. Its name is gone first: nobody finds the half of it."""
+    """Remove a directory tree if it exists. It is renamed first, so that no reader finds it half deleted."""
     before("remove_tree", path)
     path = Path(os.path.abspath(path))
     if path.is_symlink():
         path.unlink()
         return
-    for left in path.parent.glob(f".*{DELETED}"):
-        # Its process died.
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in path.parent.glob(f".*{DELETED}"):
+        # The process that renamed it died.
+        shutil.rmtree(leftover, ignore_errors=True)
     doomed = path.with_name(f".{path.name}{DELETED}")
     try:
         os.rename(path, doomed)
@@ -231,25 +231,25 @@ def remove_tree(path: AnyPath) -> None:
     shutil.rmtree(doomed)
 
 
-# ---- looking
+# ---- reading
 
 
 def regular_files(directory: AnyPath) -> list[Path]:
-    """Every regular file below a directory, in order; links are not followed."""
+    """Every regular file below a directory, sorted. Links are not followed."""
     tree = os.walk(directory, onerror=reraise)
-    found = (Path(folder, name) for folder, _, names in tree for name in names)
-    return sorted(path for path in found if stat.S_ISREG(path.lstat().st_mode))
+    paths = (Path(folder, name) for folder, _, names in tree for name in names)
+    return sorted(path for path in paths if stat.S_ISREG(path.lstat().st_mode))
 
 
 def free_bytes(path: AnyPath) -> int:
-    """What this user may still write where `path` is or will be."""
+    """Bytes that this user can still write at `path`, which need not exist."""
     path = Path(os.path.abspath(path))
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
 
 
 @contextmanager
 def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
-    """A regular file below a directory, for reading. Links are not followed, and nothing waits for a pipe's writer."""
+    """Open a regular file below a directory for reading. Links are not followed, and pipes do not block."""
     parts = name.split("/")
     inside = "\0" not in name and not {"", ".", ".."}.intersection(parts)
     try:
@@ -266,7 +266,7 @@ def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
             folder = inner
         descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
-        # Its own words are about too many links.
+        # The system's message for ELOOP speaks of too many links.
         why = "a symbolic link, which is not followed" if error.errno == errno.ELOOP else error.strerror
         raise OSError(error.errno, why, str(Path(directory) / name)) from error
     finally:
@@ -279,7 +279,7 @@ def opened_inside(directory: AnyPath, name: str) -> Iterator[BinaryIO]:
 
 
 def _fsync(path: AnyPath, operation: str, flags: int = 0, harmless: Collection[int] = ()) -> int:
-    """Sync a file or directory; its size. `harmless`: errors that do not say that content was lost."""
+    """Sync a file or directory; returns its size. `harmless`: errors that do not mean lost data."""
     global _seconds
     descriptor = os.open(path, os.O_RDONLY | flags | os.O_NONBLOCK | os.O_CLOEXEC)
     start = time.perf_counter()
@@ -302,7 +302,7 @@ def _fsync(path: AnyPath, operation: str, flags: int = 0, harmless: Collection[i
 
 
 def reraise(error: OSError) -> None:
-    """For `os.walk`, which passes over what it cannot read otherwise."""
+    """For `os.walk`, which otherwise skips directories that it cannot read."""
     raise error
 
 

@@ -1,4 +1,4 @@
-"""What the user asks for. `megatrain.init` stores one `Settings`; an `Engine` takes overrides of its fields."""
+"""`Settings` of engines and trainers. `megatrain.init` stores the defaults; an `Engine` takes overrides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "l
 KERNELS = ("native", "reference")
 LANES = ("auto", "sync", "threads", "cuda")
 CHANGE_RESULTS = ("device", "precision", "optimizer_compression", "head_chunk", "compile")
-"""The settings that change bits of results."""
+"""The settings that change results."""
 
 
 def _is_count(value: Any) -> bool:
@@ -25,7 +25,7 @@ def _is_count(value: Any) -> bool:
 
 class _Choices(metaclass=Aliased):
     given: frozenset[str]
-    """The fields that were set, also those that were set to their default: one that was asked for is a choice."""
+    """The fields that were set explicitly, even to their default."""
 
     def __new__(cls, **values: Any) -> Self:
         made = super().__new__(cls)
@@ -39,18 +39,18 @@ class _Choices(metaclass=Aliased):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Debug(_Choices):
-    """How an engine works inside. None of it changes bits of results; it is for tests and for finding faults."""
+    """Internals of an engine, for tests and debugging. None of them changes results."""
 
     slots: int = 3
-    """Weight slots per ring: 1 means no prefetch, 2 is double buffering. A plan decides it if it is not set here."""
+    """Weight slots per ring: 1 means no prefetch, 2 is double buffering. If not set, a plan chooses it."""
     grad_slots: int = 2
-    """Gradient slots per ring. A plan decides it if it is not set here."""
+    """Gradient slots per ring. If not set, a plan chooses it."""
     lanes: Any = "auto"
     """"auto", "sync" (everything inline), "threads" (CPU threads), "cuda", or a `Lanes` object."""
     kernels: str = "native"
     """"native", or "reference" for the slow PyTorch arithmetic that gives the same bits."""
     pin: bool = True
-    """Pin host memory for transfers; False: go through a pinned staging ring."""
+    """Pin host memory for transfers. False: copy through a pinned staging ring."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "grad_slots"):
@@ -75,7 +75,7 @@ def _debug(value: Any) -> Debug:
 
 
 class _HadDebug(Aliased):
-    """`Settings` had the fields of `Debug` as its own."""
+    """Accepts the fields of `Debug`, which `Settings` had in an earlier release."""
 
     def current_names(cls, values: dict[str, Any]) -> dict[str, Any]:
         old = {name: value for name, value in values.items() if name in DEBUG}
@@ -90,53 +90,53 @@ class _HadDebug(Aliased):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(_Choices, metaclass=_HadDebug):
-    """Limits and choices of a run. Only those in `CHANGE_RESULTS` change bits of results."""
+    """Limits and choices of a run. Only those in `CHANGE_RESULTS` change results."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """Directory, or several, for state that does not fit in RAM."""
+    """One or several directories for state that does not fit in RAM."""
     max_vram_gb: float | None = None
-    """Most GPU memory this process may take, in GiB; None: all of it."""
+    """The most GPU memory that this process may take, in GiB. None: all of it."""
     max_ram_gb: float | None = None
-    """Most host RAM that this process may take, in GiB; None: what is free."""
+    """The most host RAM that this process may take, in GiB. None: what is free."""
     optimizer_compression: bool | str = False
-    """How the optimizer's moments are kept: False (FP32), True (= "4bit"), "bf16", "8bit" or "4bit", which lose
-    precision; or "lossless", which keeps FP32 in memory and compresses it on disk."""
+    """How the optimizer's moments are stored: False (FP32), True (= "4bit"), "bf16", "8bit" or "4bit", which lose
+    precision; or "lossless": FP32 in memory, compressed in checkpoints."""
     plan: Any = "auto"
     """A `Plan` of `megatrain.plan`: decides `resident`, holds, `policy`, `window` and slots where they are not set.
     "auto": a Trainer on a GPU makes one; an engine without a Trainer has none. None: no plan, all blocks stream."""
     machine: Any = None
-    """What a Trainer plans with: a description (a name of `Machine.shipped()`, a path, a `Machine`); None: measured."""
+    """The machine that a Trainer plans for: a name of `Machine.shipped()`, a path or a `Machine`. None: this one."""
     length: int | None = None
-    """Most tokens in a sequence that a Trainer plans for; None: what its data shows."""
+    """The longest sequence, in tokens, that a Trainer plans for. None: found in its data."""
     device: str | None = None
     """"cuda", "cuda:N" or "cpu"; None: CUDA if there is one, else the CPU, announced."""
     precision: str | None = None
     """"bf16" or "fp32"; None: what the model was loaded in. "bf16-sr": BF16 weights without an FP32 master, rounded
     stochastically."""
     resident: Sequence[str] = ()
-    """Patterns of names of blocks whose state stays in GPU memory and is updated there; the others stream."""
+    """Patterns of block names. Their weights, gradients and states stay in GPU memory; other blocks are streamed."""
     held_weights: Sequence[str] = ()
-    """The same of blocks whose weights have a copy in GPU memory that outlives one use: their state is in RAM and is
-    updated there, and their weights travel once per step."""
+    """Patterns of block names. A copy of their weights stays in GPU memory, so that it is copied once per step. Their
+    states are in RAM, where the CPU updates them."""
     held_gradients: Sequence[str] = ()
-    """The same of blocks whose FP32 gradient sum stays in GPU memory from the first micro-batch of a step to its
-    update. A resident block's always does."""
+    """Patterns of block names. Their FP32 gradient sum stays in GPU memory from the first micro-batch of a step to the
+    update, as that of a resident block does."""
     streamed_states: Sequence[str] = ()
-    """The same of blocks whose residual and moments live in RAM and come to the GPU to be updated there; their weights
-    and gradients must be held."""
+    """Patterns of block names. Their residual and moments are in RAM and are streamed to the GPU for the update. Their
+    weights and gradients must be held."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool = False
-    """Compile blocks with `torch.compile`, once per structure and shape; changes the last bits of results."""
+    """Compile blocks with `torch.compile`, once per structure and shape. Changes the last bits of results."""
     window: int | Sequence[int] | None = None
-    """Most micro-batches of a Trainer step that pass a block together; None: as many as fit. A list has the sizes of a
-    step's windows in order, the last one repeated as long as needed."""
+    """The most micro-batches of a Trainer step that share one fetch of a block. None: as many as fit. A list has the
+    sizes of a step's windows in order; the last one repeats."""
     head_chunk: int | None = None
-    """Tokens per chunk of the head and its loss; None: a constant of the vocabulary; 0: logits are computed whole."""
+    """Tokens per chunk of the head and its loss. None: depends on the vocabulary; 0: all logits at once."""
     record: bool = True
     """Whether a Trainer appends `run.jsonl` in its output directory; an engine without a Trainer has `record(path)`."""
     debug: Debug = Debug()
-    """How the engine works inside, for tests and for finding faults."""
+    """Internals, for tests and debugging."""
 
     def __post_init__(self) -> None:
         for name in ("max_vram_gb", "max_ram_gb"):
@@ -153,7 +153,7 @@ class Settings(_Choices, metaclass=_HadDebug):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")
-            object.__setattr__(self, name, tuple(value))  # nobody changes it afterwards, and it compares with a plan's
+            object.__setattr__(self, name, tuple(value))  # immutable, and comparable with a plan's
         policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
         if unknown := [policy for policy in policies if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
@@ -178,12 +178,12 @@ class Settings(_Choices, metaclass=_HadDebug):
         return moment_width(self.optimizer_compression)
 
     def differing(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that have another value here than in `others`, with the value they have."""
+        """The fields with another value here than in `others`, with their values here."""
         flat = {**others, **others["debug"].chosen()} if "debug" in others else others
-        own = {name: getattr(self.debug if name in DEBUG else self, name) for name in flat if name != "debug"}
-        return {name: value for name, value in own.items() if _spelled(value) != _spelled(flat[name])}
+        here = {name: getattr(self.debug if name in DEBUG else self, name) for name in flat if name != "debug"}
+        return {name: value for name, value in here.items() if _long_form(value) != _long_form(flat[name])}
 
-    if not TYPE_CHECKING:  # or every name would be one to a type checker
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
 
         def __getattr__(self, name: str) -> Any:
             if name not in DEBUG:
@@ -192,9 +192,9 @@ class Settings(_Choices, metaclass=_HadDebug):
             return getattr(self.debug, name)
 
     def override(self, **changes: Any) -> Settings:
-        """A copy with some fields set; an unknown name is an error, never ignored.
+        """A copy with some fields set. An unknown name is an error.
 
-        `dataclasses.replace` would set every field.
+        `dataclasses.replace` would mark every field as set.
         """
         changes = Settings.current_names(changes)
         known = {field.name for field in fields(self)}
@@ -206,8 +206,8 @@ class Settings(_Choices, metaclass=_HadDebug):
 
 
 def moment_width(compression: Any) -> str:
-    """How moments are stored in memory under an `optimizer_compression`: fp32, bf16, 8bit or 4bit."""
-    # 1 and 0 are equal to True and False, and no width.
+    """How moments are stored in memory for an `optimizer_compression`: fp32, bf16, 8bit or 4bit."""
+    # 1 == True and 0 == False, but integers are refused.
     if not isinstance(compression, bool | str) or compression not in COMPRESSIONS:
         raise SettingsError(
             f"optimizer_compression must be False, True, 'bf16', '8bit', '4bit' or 'lossless', not {compression!r}."
@@ -217,8 +217,8 @@ def moment_width(compression: Any) -> str:
     return "4bit" if compression is True else str(compression)
 
 
-def _spelled(value: Any) -> Any:
-    """One policy for all blocks, and one size for all windows, can be written in two ways."""
+def _long_form(value: Any) -> Any:
+    """The long form of a policy for all blocks, or of one size for all windows."""
     if isinstance(value, str):
         return {"*": value}
     return (value,) if isinstance(value, int) else value

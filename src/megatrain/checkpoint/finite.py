@@ -1,4 +1,4 @@
-"""Whether what is saved can be trained on: a NaN or an infinity in a trained weight or a moment is found and named."""
+"""Finds NaN and infinite values in the trained weights and moments of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatrain.store.parameter import StoreTensor, states_of
 from megatrain.telemetry.notices import warn
 
 PIECE = 1 << 22
-"""Elements that are looked at together."""
+"""Elements per check."""
 LARGEST = torch.finfo(torch.float32).max
 NAMED = 3
-_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""What was said, by whose parameters it was."""
+_warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Model or optimizer → names that it has been warned about."""
 
 
 def nonfinite(parameters: Iterable[tuple[str, StoreTensor]], moments: Collection[str] = ()) -> list[str]:
     """Trained parameters with a weight ("<name>") or a moment ("<name>/<role>") that is not finite.
 
-    The high half of a split master shows it. Buffers and frozen parameters may hold infinities on purpose.
+    Of a split master weight the high half is checked. Buffers and frozen parameters may be infinite on purpose.
     """
     found = []
     for name, parameter in parameters:
@@ -38,28 +38,28 @@ def nonfinite(parameters: Iterable[tuple[str, StoreTensor]], moments: Collection
 
 def _all_finite(tensor: torch.Tensor, scales: bool = False) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
-        # Residuals, and codes, which are finite whatever they were made of.
+        # Residuals and low-bit codes are integers.
         return True
     flat = tensor.reshape(-1)
     for piece in (flat,) if flat.is_cuda else flat.split(PIECE):
         low, high = (float(value) for value in torch.aminmax(piece))
-        # An infinity that was coded has the largest scale there is.
+        # The scale of an infinite low-bit moment is the largest FP32 number.
         if not (math.isfinite(low) and math.isfinite(high)) or (scales and high >= LARGEST):
             return False
     return True
 
 
 def fault(content: Mapping[str, Any]) -> str | None:
-    """What is wrong with a checkpoint, by its manifest; None: nothing."""
+    """Why a checkpoint should not be resumed from, according to its manifest; None: no reason."""
     marked = content.get("nonfinite", [])
     return f"it holds NaN or infinite values in {_listed(marked)}" if marked else None
 
 
 def warn_once(owner: object, marked: Iterable[str]) -> None:
-    """Say which parameters are not finite, each once."""
-    said = _said.setdefault(owner, set())
-    fresh = [name for name in marked if name not in said]
-    said.update(fresh)
+    """Warn about parameters that are not finite, once for each."""
+    warned = _warned.setdefault(owner, set())
+    fresh = [name for name in marked if name not in warned]
+    warned.update(fresh)
     if fresh:
         warn(
             f"this checkpoint has NaN or infinite values in {_listed(fresh)}: resume_from_checkpoint=True will skip it "

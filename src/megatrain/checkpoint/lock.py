@@ -1,7 +1,7 @@
-"""One process at a time writes checkpoints into a directory.
+"""A lock, so that one process at a time writes checkpoints into a directory.
 
-The lock is `flock` on a file in it: it goes away with the process, however that ends. A process can take it several
-times. A forked child closes its copy: else it would keep the lock when its parent is killed.
+It is a `flock` on a file in the directory, which the system releases when the process ends. A process can acquire it
+several times. A forked child closes its copy, or it would keep the lock after its parent is killed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatrain.files import AnyPath
 from megatrain.telemetry.notices import warn
 
 FILE = "_megatrain.lock"
-"""Trainers do not upload names that begin with an underscore."""
+"""Trainers do not upload files whose names start with an underscore."""
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 _held: dict[Path, tuple[int, int]] = {}
-"""The descriptor that holds a lock, and how often it was taken."""
+"""Path → the descriptor that holds the lock, and how often it was acquired."""
 _guard = threading.Lock()
 
 
 def acquire(directory: AnyPath) -> Callable[[], None]:
-    """Take the lock of a directory; call what is returned, once, to give it back. DirectoryInUse if it is taken."""
+    """Acquire the lock of a directory; returns a function that releases it. Raises DirectoryInUse if it is taken."""
     files.make_directory(directory)
     path = Path(os.path.realpath(directory)) / FILE
     with _guard:
@@ -44,7 +44,7 @@ def acquire(directory: AnyPath) -> Callable[[], None]:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock; None where it cannot be locked."""
+    """A descriptor that holds the lock; None if the file system cannot lock."""
     while True:
         descriptor, there = -1, False
         try:
@@ -75,7 +75,7 @@ def _locked(path: Path) -> int | None:
                 "output_dir"
             )
             return None
-        # Its last holder deleted the file after it was opened here.
+        # The previous holder deleted the file after it was opened here.
         os.close(descriptor)
 
 
@@ -86,14 +86,14 @@ def _release(path: Path) -> None:
             _held[path] = (descriptor, count - 1)
             return
         del _held[path]
-        # While it is still locked: whoever opens it meanwhile sees that it is gone, and makes a new one.
+        # Deleted while it is locked: a process that has opened it sees that the file is gone, and creates a new one.
         with suppress(OSError):
             files.remove(path)
         os.close(descriptor)
 
 
 def _forget() -> None:
-    """In a forked child: the parent keeps the lock, and nobody else does."""
+    """In a forked child: only the parent keeps the lock."""
     global _guard
     _guard = threading.Lock()
     for descriptor, _ in _held.values():

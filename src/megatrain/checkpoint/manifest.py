@@ -1,7 +1,7 @@
-"""The manifest: what a complete checkpoint consists of, with sizes and CRC-32, written last.
+"""The manifest of a checkpoint: its files with their sizes and CRC-32. It is written last.
 
-A directory without one was not written to its end. Paths are relative to the checkpoint; none leads out of it. The
-file ends with the SHA-256 of everything before that line, so that a change of any bit of it is seen.
+A directory without a manifest is incomplete. Paths are relative to the checkpoint and stay inside it. The file ends
+with the SHA-256 of everything before that line, so any change to it is detected.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ FOLDER = "megatrain"
 FILE = f"{FOLDER}/manifest.json"
 FORMAT = 2
 UNSUMMED = 1
-"""The format before, which has neither a checksum of itself nor a sequence number."""
+"""The earlier format, which has neither a checksum of itself nor a sequence number."""
 MOST_BYTES = 1 << 30
-"""A manifest is text; one that is larger is not read."""
+"""A larger manifest is refused."""
 MOST = 1 << 63
 Fits = Callable[[Any], bool]
 _SUM = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 def write(directory: Path, listed: Iterable[Path], content: dict[str, Any], place: Path | None = None) -> int:
-    """Seal a checkpoint whose files are on the disk; the bytes that it has. `place` is where it will be."""
+    """Write the manifest of synced files; returns their size. `place` is the checkpoint's final directory."""
     entries = {}
     for path in listed:
         name = path.relative_to(directory).as_posix()
@@ -47,13 +47,13 @@ def write(directory: Path, listed: Iterable[Path], content: dict[str, Any], plac
 
 
 def next_sequence(directory: Path) -> int:
-    """The place of a checkpoint in the order in which those beside it were sealed."""
+    """The next sequence number among the checkpoints in the same directory."""
     beside = Path(os.path.realpath(directory)).parent.iterdir()
     return 1 + max((found for path in beside if (found := sequence_of(path)) is not None), default=0)
 
 
 def sequence_of(directory: AnyPath) -> int | None:
-    """When a checkpoint was sealed, in the order of those beside it (0: before there was one); None: it is not."""
+    """The sequence number of a checkpoint (0: written by an older version); None: it is incomplete or damaged."""
     try:
         found: int = read(directory).get("sequence", 0)
     except (CheckpointError, OSError):
@@ -62,7 +62,7 @@ def sequence_of(directory: AnyPath) -> int | None:
 
 
 def read(directory: AnyPath) -> dict[str, Any]:
-    """The manifest as it stands; an unreadable one is a CheckpointError."""
+    """Read the manifest. Raises CheckpointError if it is missing or damaged."""
     path = Path(directory) / FILE
     try:
         with files.opened_inside(directory, FILE) as file:
@@ -81,7 +81,7 @@ def read(directory: AnyPath) -> dict[str, Any]:
 
 
 def parse(path: Path, data: bytes) -> dict[str, Any]:
-    """The content of a manifest, if it is one; `path` is what errors name."""
+    """Parse and check a manifest. `path` is what errors name."""
     ending = _SUM.search(data)
     if ending is not None and hashlib.sha256(data[: ending.start()]).hexdigest().encode() != ending[1]:
         raise CheckpointError(
@@ -105,7 +105,7 @@ def parse(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def verify(directory: AnyPath, states: bool = True) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file (without `states`: those outside `FOLDER`) is there, unchanged."""
+    """Check every file of a checkpoint (without `states`: those outside `FOLDER`); returns the manifest."""
     manifest = read(directory)
     entries = {name: e for name, e in manifest["files"].items() if states or not name.startswith(f"{FOLDER}/")}
     for whole in (False, True):
@@ -125,7 +125,7 @@ def verify(directory: AnyPath, states: bool = True) -> dict[str, Any]:
 
 
 def _check_file(directory: Path, name: str, entry: dict[str, int], whole: bool) -> None:
-    """Raise unless a file has its size, and also its content if it is looked at as a whole."""
+    """Raise unless a file has the size in the manifest and, with `whole`, the checksum."""
     with files.opened_inside(directory, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
@@ -180,7 +180,7 @@ _OPTIONAL: dict[str, Fits] = {
 
 
 def _check(path: Path, manifest: dict[str, Any]) -> None:
-    """Whether it has the keys that are read, with values of the right kind."""
+    """Raise unless all keys that are read have values of the right type."""
     wanted = _NEEDED | ({"sequence": _is_count} if manifest["format"] == FORMAT else {})
     for key, fits in (wanted | {key: fits for key, fits in _OPTIONAL.items() if key in manifest}).items():
         if key not in manifest:

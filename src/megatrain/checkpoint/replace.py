@@ -1,11 +1,11 @@
-"""Saving again into the same directory: written beside it, then put in its place whole.
+"""Replaces the content of a directory atomically: it is written beside the directory, then renamed.
 
     .NAME.megatrain-saving-PID   the new content of NAME while it is written; a leftover once its process is gone
     .NAME.megatrain-aside        the old content, while NAME is renamed in two steps; then until it is deleted
     .NAME.megatrain-before       the old content, while NAME itself is written anew
     NAME/.megatrain-saved        the new content of a NAME that cannot be renamed, until all of it is in its place
 
-At every moment one of them is complete, and `find` says which.
+At every moment one of these directories is complete; `find` returns it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ OWN = re.compile(
     rf"model[^/]*\.safetensors|{re.escape(INDEX)}|{manifest.FOLDER}/"
     r"(optimizer-[^/]*\.safetensors|manifest\.(json|tmp)|\.manifest\.json\.[^/]*)"
 )
-"""Names of files that belong to one save: none of them outlives it."""
+"""Files that belong to one save. The next save never takes them over."""
 
 
 class Replacement:
     """The new content of a directory: write into `fresh`, then `carry`, make it durable, and `commit`."""
 
     def __init__(self, directory: AnyPath) -> None:
-        # A link to a directory stays one.
+        # A link to a directory stays a link.
         self.target = Path(os.path.realpath(directory))
         if self.target.exists() and not self.target.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a directory, but a checkpoint is one", str(directory))
@@ -55,12 +55,12 @@ class Replacement:
         self.committed = False
 
     def carry(self) -> list[Path]:
-        """Take over the files of others; the files that the checkpoint consists of."""
+        """Take over files that MegaTrain did not write; returns the files of the checkpoint."""
         self._written = _names(self.fresh)
         return carry(self.target, self.fresh)
 
     def commit(self) -> None:
-        """Put the new content, which is on the disk, in the place of the old."""
+        """Replace the old content with the new one, which has been synced."""
         aside = _beside(self.target, "aside")
         if not self.target.exists():
             files.rename(self.fresh, self.target)
@@ -74,7 +74,7 @@ class Replacement:
         else:
             self.committed = True
             files.sync_directory(self.target.parent)
-            # Somebody may have added a file while the others were taken over.
+            # Files may have been added while the others were taken over.
             _take_over(aside, self.target, self._written)
             _discard(aside)
 
@@ -90,7 +90,7 @@ class Replacement:
 
 @contextmanager
 def replacing(directory: AnyPath) -> Iterator[Replacement]:
-    """A replacement that is committed inside, or leaves nothing behind."""
+    """A replacement to commit inside the block. Without a commit nothing is left behind."""
     replacement = Replacement(directory)
     try:
         yield replacement
@@ -102,15 +102,15 @@ def replacing(directory: AnyPath) -> Iterator[Replacement]:
 
 
 def carry(old: Path, new: Path, left: re.Pattern[str] | None = None) -> list[Path]:
-    """Take over the files of others from an old directory; the files that the new checkpoint consists of.
+    """Take over files that MegaTrain did not write from an old directory; returns the files of the new checkpoint.
 
-    Names that match `left` belong to one save and stay behind.
+    Files that match `left` are not taken over.
     """
     listed = written = _names(new)
     if old.is_dir():
         _take_over(old, new, written, left)
         with suppress(CheckpointError):
-            # What is not rewritten stays a part of it: the state of a Trainer, say.
+            # Files of the old checkpoint that are not rewritten stay part of it, such as a Trainer's state.
             listed = written | manifest.read(old)["files"].keys()
     return [path for path in files.regular_files(new) if path.relative_to(new).as_posix() in listed]
 
@@ -122,7 +122,7 @@ def _names(directory: Path) -> set[str]:
 def _take_over(old: Path, new: Path, written: set[str], left: re.Pattern[str] | None = None) -> None:
     for folder, folders, names in os.walk(old, onerror=files.reraise):
         inside = Path(folder).relative_to(old)
-        # In a directory that must stay, the new content lies inside.
+        # If the directory cannot be renamed, the new content is inside it.
         folders[:] = [name for name in folders if Path(folder, name) != new and (folder, name) != (str(old), SAVED)]
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for name in [*names, *links]:
@@ -130,7 +130,7 @@ def _take_over(old: Path, new: Path, written: set[str], left: re.Pattern[str] | 
             if path not in written and not OWN.fullmatch(path) and not (left and left.fullmatch(path)):
                 _take_over_file(old / path, new / path)
         for name in folders:
-            # Of our own folder nothing is left but what others put there.
+            # Of MegaTrain's own directory only foreign files are taken over.
             if name not in links and (inside / name).as_posix() != manifest.FOLDER:
                 _make_like(old / inside / name, new / inside / name)
 
@@ -151,12 +151,12 @@ def _take_over_file(source: Path, target: Path) -> None:
 
 
 def _must_stay(target: Path) -> bool:
-    """Whether a directory cannot be renamed: it is mounted, its parent is read-only, or this process is in it."""
+    """Whether a directory cannot be renamed: it is a mount point, its parent is read-only, or it contains the cwd."""
     with suppress(FileNotFoundError):
         here = Path.cwd()
         if target in (here, *here.parents):
             return True
-    # `Path.is_mount` does not see that a directory of the same file system is mounted there.
+    # `Path.is_mount` misses bind mounts of the same file system.
     name = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", str(target))
     mounts = Path("/proc/self/mountinfo")
     lines = mounts.read_text().splitlines() if mounts.exists() else []
@@ -165,7 +165,7 @@ def _must_stay(target: Path) -> bool:
 
 
 def find(directory: AnyPath) -> Path:
-    """Where the content of a directory is: elsewhere if a process died while it replaced it."""
+    """The complete content of a directory, which is elsewhere if a process died while replacing it."""
     target = Path(os.path.realpath(directory))
     aside, before = _beside(target, "aside"), _beside(Path(os.path.abspath(directory)), "before")
     if (target / SAVED).is_dir():
@@ -181,7 +181,7 @@ def find(directory: AnyPath) -> Path:
 
 
 def recover(target: Path) -> None:
-    """Bring a directory into the state that `find` would find, and delete what dead processes left of it."""
+    """Move the content that `find` returns into the directory, and delete leftovers of dead processes."""
     if (target / SAVED).is_dir():
         _install(target)
     aside, before = _beside(target, "aside"), _beside(target, "before")
@@ -197,11 +197,9 @@ def recover(target: Path) -> None:
 
 @contextmanager
 def rewriting(directory: AnyPath) -> Iterator[Path]:
-    """A checkpoint is written under its own name inside, and sealed. What has the name already is kept until then.
-
-    Gives the directory where it is kept.
-    """
-    # Not where a link leads: what a link has as its content is somebody else's to delete.
+    """Write and seal a checkpoint under its own name inside the block. The old content is kept until then, in the
+    directory that this yields."""
+    # Links are not followed: their targets must not be deleted.
     target = Path(os.path.abspath(directory))
     recover(target)
     before = _beside(target, "before")
@@ -219,25 +217,25 @@ def rewriting(directory: AnyPath) -> Iterator[Path]:
 
 
 def names(parent: AnyPath) -> set[str]:
-    """What `find` may be asked for in a directory: what is there, and what a process died replacing."""
+    """Names in a directory that `find` accepts: existing ones, and those that a process died replacing."""
     listed = os.listdir(parent) if os.path.isdir(parent) else []
     hidden = (re.fullmatch(r"\.(.+)\.megatrain-(?:aside|before)", name) for name in listed)
     return {*listed, *(found[1] for found in hidden if found is not None)}
 
 
 def _install(target: Path) -> None:
-    """Put each file of `SAVED` in its place. Repeated after a crash it has the same result."""
+    """Move each file of `SAVED` to its place. Idempotent, so it can be repeated after a crash."""
     saved = target / SAVED
     shards = [*target.glob("model*.safetensors"), *(target / manifest.FOLDER).glob("optimizer-*.safetensors")]
     for path in [target / INDEX, target / manifest.FILE, *shards]:
-        # A reader that knows nothing of us must find no mixture of two saves.
+        # Other readers must never find a mixture of two saves.
         files.remove(path)
     names = [path.relative_to(saved) for path in files.regular_files(saved)]
     for name in sorted(names, key=lambda name: (name.as_posix() == manifest.FILE, name.name == INDEX)):
         place = target / name
         kept = not OWN.fullmatch(name.as_posix()) and place.exists()
         if kept and place.stat().st_mtime_ns >= (saved / name).stat().st_mtime_ns:
-            # Somebody else's file, which is in its place.
+            # A foreign file that is already in its place.
             continue
         files.make_directory(place.parent)
         temporary = place.with_name(f".{place.name}.megatrain-installing")
@@ -249,7 +247,7 @@ def _install(target: Path) -> None:
     files.sync_tree(target, [])
     done = target / f".{target.name}.megatrain-saving-{os.getpid()}"
     files.rename(saved, done)
-    # Under its old name it would be found after a power cut, with some of its files gone.
+    # After a power cut `find` must not return it with some of its files gone.
     files.sync_directory(target)
     _discard(done)
 
@@ -259,7 +257,7 @@ def _beside(target: Path, kind: str) -> Path:
 
 
 def _leftovers(parent: Path, name: str) -> list[Path]:
-    """What saves of other processes, which are gone, or of this one have left."""
+    """Leftovers of saves of this process or of dead ones."""
     found = []
     for path in parent.glob(f".{glob.escape(name)}.megatrain-saving-*") if parent.is_dir() else ():
         process = path.name.rpartition("-")[2]

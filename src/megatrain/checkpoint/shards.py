@@ -1,4 +1,4 @@
-"""Optimizer shards as files: what their tensors must look like, and reading them."""
+"""Checks and reads the files of optimizer state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatrain.store.formats import FORMATS
 from megatrain.store.parameter import StoreTensor
 
 CODED = ".lossless"
-"""Ends the names of tensors that are coded (native/lossless.py); their bytes are a uint8 tensor."""
+"""Suffix of losslessly compressed tensors (native/lossless.py), which are stored as uint8."""
 THREADS = 256
-"""At the most: the pool takes no more than this process may use."""
+"""An upper limit: the thread pool uses no more cores than this process may."""
 RESIDUAL = "residual"
 
 Parameters = Mapping[str, StoreTensor]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Dtype and shape, by role."""
+"""Role → dtype and shape."""
 
 
 def check(
@@ -70,7 +70,7 @@ def check(
 
 
 def read(path: Path, parameters: Parameters) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors of a shard that was checked, decoded: parameter → role → tensor."""
+    """Read a shard that `check` accepted: parameter → role → tensor, decompressed."""
     entries: dict[str, dict[str, torch.Tensor]] = {}
     with _opened(path) as shard:
         for key in shard.keys():  # noqa: SIM118
@@ -104,7 +104,7 @@ def _check_tensors(where: str, tensors: Tensors, parameter: StoreTensor, moments
     for role, (dtype, shape) in expected.items():
         found = tensors[role]
         if role.endswith(CODED):
-            # The size of a code depends on what it holds.
+            # The compressed size depends on the values.
             shape = found[1] if len(found[1]) == 1 else (0,)
         if found != (dtype, shape):
             raise CheckpointError(
@@ -114,7 +114,7 @@ def _check_tensors(where: str, tensors: Tensors, parameter: StoreTensor, moments
 
 
 def _ways(parameter: StoreTensor, moment: str) -> list[Tensors]:
-    """The ways in which a moment may be stored."""
+    """The formats in which a moment may be stored."""
     shape, numel = tuple(parameter.shape), parameter.numel()
     ways: list[Tensors] = [
         {moment: ("F32", shape)},

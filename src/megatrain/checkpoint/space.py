@@ -1,4 +1,4 @@
-"""Room on the disk: what a checkpoint takes, whether it is there, and which errors mean that it was not."""
+"""Disk space: how much a checkpoint needs, whether it is free, and which errors mean that it was not."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatrain.store.export import ExportTensor
 from megatrain.store.parameter import states_of
 
 SLACK = 1 << 20
-"""For configs, tokenizers and headers; and a hundredth."""
+"""For configs, tokenizers and headers, in addition to 1%."""
 CODED = 0.5
-"""The least that a moment coded without loss may take: what does not fit then is seen while it is written."""
+"""The smallest expected ratio of a losslessly compressed moment. If it is larger, writing may still fail."""
 
 
 class NoRoom(CheckpointError):
-    """Nothing was written."""
+    """There is not enough disk space; nothing was written."""
 
 
 def needed(model: Any, state: Mapping[str, Any], optimizer: states.Optimizer | None) -> int:
-    """The bytes that a checkpoint will have: weights in the dtype saved, and the optimizer's state."""
+    """The estimated size of a checkpoint: weights in the saved dtype, and the optimizer's state."""
     if getattr(model, "peft_config", None):
         state = {str(number): ExportTensor.of(target) for number, target in enumerate(adapters.targets(model))}
     tensors = {
@@ -44,7 +44,7 @@ def needed(model: Any, state: Mapping[str, Any], optimizer: states.Optimizer | N
 
 
 def require(directory: AnyPath, nbytes: int) -> None:
-    """Raise unless there is room. What the new checkpoint replaces is deleted only after it is complete."""
+    """Raise `NoRoom` unless the space is free. An old checkpoint is deleted only after the new one is complete."""
     free = files.free_bytes(directory)
     if free < nbytes:
         raise NoRoom(
@@ -53,14 +53,14 @@ def require(directory: AnyPath, nbytes: int) -> None:
 
 
 def fault_of(error: BaseException) -> str | None:
-    """What the disk said, if it was the disk that failed; None: something else is wrong."""
+    """The message of an error of the disk or file system; None for other errors."""
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
     said = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, SafetensorError) and "(os error " in said:
         return said.removeprefix("Error while serializing: ")
-    # torch.save has no number of the error.
+    # Errors of torch.save have no errno.
     if isinstance(error, RuntimeError) and ("inline_container.cc" in said or "PytorchStreamWriter" in said):
         return f"torch.save could not write: {said}"
     return None

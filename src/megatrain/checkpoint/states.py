@@ -1,9 +1,9 @@
-"""The optimizer's exact state, beside the weights of a checkpoint.
+"""Saves and loads the optimizer's exact state in a checkpoint.
 
     megatrain/optimizer-00001-of-00003.safetensors   "<parameter>/<role>" → tensor; roles: residual and the moments
     megatrain/manifest.json                          files of the whole checkpoint, step counts, parameter groups
 
-Tensors are written from the store's own memory, one shard at a time.
+Tensors are written from the store's memory, one shard at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatrain.telemetry.progress import progress
 
 SHARDS = "optimizer-*.safetensors"
 SHARD_BYTES = 4 << 30
-"""Tensors are gathered into shards of about this size, which is also the extra RAM a save may take."""
+"""Approximate size of a shard, and the most extra RAM that a save takes."""
 
 
 class Optimizer(Protocol):
@@ -43,7 +43,7 @@ class Optimizer(Protocol):
 
 
 def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyPath, shard_bytes: int) -> None:
-    """Moments, residuals, step counts and groups. `seal` makes the checkpoint complete."""
+    """Write moments and residuals. `seal` completes the checkpoint."""
     folder = Path(directory) / manifest.FOLDER
     files.make_directory(folder)
     files.remove(Path(directory) / manifest.FILE)
@@ -69,11 +69,10 @@ def seal(
     listed: Collection[Path],
     place: Path | None = None,
 ) -> int:
-    """Make a checkpoint durable, then write its manifest: from now on it is complete. Its size in bytes.
+    """Sync a checkpoint and write its manifest, which makes it complete; returns its size in bytes.
 
-    Without an optimizer it holds weights only. It is marked if weights or moments are not finite. `listed` are the
-    files that it consists of, `place` is where the directory will be. Older checkpoints may be deleted after this, not
-    before.
+    Without an optimizer it holds weights only. The manifest records weights and moments that are not finite. `listed`
+    are the checkpoint's files, `place` is its final directory. Older checkpoints may be deleted after this, not before.
     """
     if optimizer is None:
         content: dict[str, Any] = {"weights_only": True, "steps": {}, "groups": []}
@@ -92,7 +91,7 @@ def seal(
 
 
 def _content(model: torch.nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """What the manifest says of the optimizer, and what of it is not finite."""
+    """The optimizer's part of the manifest, and names of what is not finite."""
     named, parameters = _named(model, optimizer), _parameters(model, optimizer)
     groups = [
         {key: value for key, value in group.items() if key != "params"} | {"params": [*own]}
@@ -102,7 +101,7 @@ def _content(model: torch.nn.Module, optimizer: Optimizer) -> tuple[dict[str, An
     try:
         optimizer.check_groups(groups)
     except MegaTrainError:
-        # A scheduler may have written it since the last step.
+        # A scheduler may have set an invalid option since the last step.
         marks.append("the options of parameter groups")
     content = {
         "optimizer": optimizer.kind,
@@ -114,7 +113,7 @@ def _content(model: torch.nn.Module, optimizer: Optimizer) -> tuple[dict[str, An
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyPath) -> None:
-    """The reverse of `save_optimizer`. The caller has verified the checkpoint; what does not fit changes nothing."""
+    """Load what `save_optimizer` wrote, from a verified checkpoint. If it does not fit, nothing is changed."""
     saved = check_optimizer(model, optimizer, directory)
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({k: tuple(v) if k == "betas" else v for k, v in stored.items() if k != "params"})
@@ -137,7 +136,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyP
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyPath) -> dict[str, Any]:
-    """The manifest, if its optimizer, its groups and every tensor of its shards fit this optimizer."""
+    """Raise unless the checkpoint's groups and tensors fit this optimizer; returns the manifest."""
     saved = manifest.read(directory)
     kind = saved.get("optimizer", "adamw")
     if kind != optimizer.kind:
@@ -163,7 +162,7 @@ def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: Any
 
 
 def _shard_files(directory: Path, saved: dict[str, Any]) -> list[Path]:
-    """The shards that the manifest names, no others."""
+    """The shards that the manifest lists."""
     return sorted(directory / name for name in saved["files"] if Path(name).match(f"{manifest.FOLDER}/{SHARDS}"))
 
 
@@ -195,7 +194,7 @@ def _gathered(
 
 
 def _coded(gathered: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Shards with their FP32 tensors coded without loss; at the end it is said how much smaller they are."""
+    """Shards with losslessly compressed FP32 tensors. A notice at the end has the ratio."""
     before, after, seconds = 0, 0, 0.0
     for shard in gathered:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Weights: an ordinary HF directory, written by the model itself and read straight into the store."""
+"""Weights: saved by the model itself as an ordinary HF directory, and read straight into the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def save_model(model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: AnyPath) -> None:
-    """Through `save_pretrained` if the model has it, else as one safetensors file."""
+    """Save with `save_pretrained` if the model has it, else as one safetensors file."""
     path = Path(directory) / "model.safetensors"
     files.before("write", path)
     if hasattr(model, "save_pretrained"):
@@ -32,7 +32,7 @@ def save_model(model: Any, host_state: Callable[[], dict[str, torch.Tensor]], di
 
 
 def without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One name per tensor: safetensors does not store tied ones twice."""
+    """One name per tensor: safetensors refuses tensors that share memory."""
     seen: set[tuple[int, torch.Size]] = set()
     kept = {}
     for name, tensor in state.items():
@@ -45,10 +45,11 @@ def without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_model(model: torch.nn.Module, directory: AnyPath) -> None:
-    """Into the store, tensor by tensor where names on disk are the model's own. Nothing is written before all fits.
+    """Load weights into the store, tensor by tensor if the names on disk are the model's. Nothing is written before all
+    shapes have been checked.
 
-    Of a model with adapters a checkpoint holds the adapters alone. A class with a `load_state_dict` of its own is asked
-    to take everything, as a stock Trainer would ask it.
+    A checkpoint of a model with adapters has the adapters alone. If the model's class overrides `load_state_dict`, it
+    is called with everything, as in a stock Trainer.
     """
     if getattr(model, "peft_config", None) and adapters.found_in(Path(directory)):
         adapters.load(model, Path(directory), _put)
@@ -75,7 +76,7 @@ def load_model(model: torch.nn.Module, directory: AnyPath) -> None:
 def _load_by_model(model: torch.nn.Module, directory: Path) -> None:
     state = dict(_tensors(weight_files(directory)))
     model.load_state_dict(state, strict=False)
-    # What was copied to a parameter was rounded to its dtype, unless the method changed it; a master takes it exactly.
+    # The method rounded values to the parameter's dtype. If it did nothing else, the master gets the exact values.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         values = state.get(name)
         if values is not None and torch.equal(parameter.detach().cpu(), values.to(parameter.dtype)):
@@ -89,7 +90,7 @@ def _tensors(files: Iterable[tuple[Path, Iterable[str]]]) -> Iterator[tuple[str,
 
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
-    """The safetensors files of a directory, with the shapes of their tensors."""
+    """The safetensors files of a directory, with the names and shapes of their tensors."""
     files = sorted(path for path in directory.glob("model*.safetensors") if path.is_file())
     if not files:
         if adapters.found_in(directory):
@@ -126,7 +127,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _load_converted(model: Any, own: dict[str, torch.Tensor], directory: Any, missing: list[str]) -> None:
-    """Names on disk differ from the model's (merged experts...): let transformers convert, in a temporary copy."""
+    """Load through a temporary model if names on disk differ from the model's (merged experts...)."""
     if not hasattr(model, "from_pretrained"):
         differs = f"has no {missing[0]}" if missing else "has names that the model does not have"
         raise CheckpointError(
