@@ -232,7 +232,6 @@ def find() -> Path:
 
 
 def search_paths() -> list[Path]:
-    """Candidate files, in search order."""
     if explicit := os.environ.get(PATH_VARIABLE):
         return [Path(explicit)]
     here = Path(__file__).resolve().parent

@@ -60,7 +60,6 @@ class _EarlyStep:
     """Slabs whose update was submitted: index → name."""
     updates: list[Ticket] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
-    """Names of slabs whose update has run."""
     sums: dict[int, float] = field(default_factory=dict)
     """Sums of squares of their gradients: the next step's gradients may arrive before the norm is computed."""
 
@@ -197,9 +196,8 @@ class Updates:
         try:
             for slab in order:
                 if slab.index in remaining and slab.index in rules:
-                    self._submit(
-                        slab, gradients[slab.index], rules[slab.index], update_factor, Wait("norm", outcome.ticket)
-                    )
+                    norm = Wait("norm", outcome.ticket)
+                    self._submit(slab, gradients[slab.index], rules[slab.index], update_factor, norm)
         finally:
             # Also if the step fails: weights updated on the device differ from those in RAM.
             self.states.send_weights()
@@ -207,7 +205,6 @@ class Updates:
         return outcome
 
     def wait_for_outcome(self) -> None:
-        """Wait until the last step's outcome is known."""
         self._last.ticket.wait()
 
     def check(self) -> None:
@@ -244,9 +241,8 @@ class Updates:
             return []
         chosen = [gradients[slab.index] for slab in slabs]
         square_sums = torch.zeros(len(slabs), dtype=torch.float64, pin_memory=chosen[0].flat.is_cuda)
-        gradients |= {
-            slab.index: replace(gradients[slab.index], square_sum=square_sums[i]) for i, slab in enumerate(slabs)
-        }
+        for slab, square_sum in zip(slabs, square_sums, strict=True):
+            gradients[slab.index] = replace(gradients[slab.index], square_sum=square_sum)
 
         def measure() -> None:
             square_sums.copy_(torch.stack([gradient_square_sum(gradient) for gradient in chosen]), non_blocking=True)

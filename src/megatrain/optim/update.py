@@ -93,7 +93,6 @@ def update_slab(state: Span, gradient: Snapshot, rules: Mapping[int, Rule], clip
 
 
 def native_kernel(threads: int) -> Kernel:
-    """The native library's kernel on `threads` threads."""
 
     def kernel(operands: Operands) -> None:
         native.update(

@@ -163,13 +163,11 @@ def _encode(value, inverse, draws, CODES: tl.constexpr):
 
 @triton.constexpr_function
 def _payload_length(numel, codes):
-    """Elements of the payload's type."""
     return numel if codes is None else numel * codes.bits // 8
 
 
 @triton.jit
 def _load_moment(payload, scales, tile, COLS: tl.constexpr, CODES: tl.constexpr):
-    """Both halves of a moment."""
     rows, left, masks = tile
     if CODES is None:
         values = (_load_float(payload + left, masks[0]), _load_float(payload + left + COLS, masks[1]))

@@ -29,7 +29,6 @@ class ExportTensor(StoreTensor):
 
     @property
     def copies(self) -> bool:
-        """Whether reading it allocates host memory."""
         return self.dtype != self.slab.layout.dtype or self.slab.on_device
 
     def host(self) -> torch.Tensor:

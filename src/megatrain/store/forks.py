@@ -36,7 +36,6 @@ class Owner:
         return os.getpid() == self.pid
 
     def require(self, doing: str) -> None:
-        """Raise in a forked child."""
         if not self.is_current:
             raise ForkedProcess(
                 f"this process ({os.getpid()}) was forked from the one that made the engine: it can read the weights, "

@@ -36,7 +36,6 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the payload."""
         return torch.uint8 if self.block else torch.float32 if self.bits == 32 else torch.bfloat16
 
     def payload_bytes(self, numel: int) -> int:

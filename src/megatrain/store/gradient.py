@@ -31,7 +31,6 @@ class Snapshot:
     """Before scaling."""
     scale: float = 1.0
     order: Order = field(default_factory=lambda: Order("gradient"))
-    """Orders access to its memory."""
 
     @property
     def flat(self) -> Tensor:
@@ -81,12 +80,10 @@ class Part:
 
     @property
     def sum_buffer(self) -> Buffer:
-        """The FP32 accumulator."""
         return self._buffer(torch.float32)
 
     @property
     def flat(self) -> Tensor:
-        """The current values."""
         dtype = torch.float32 if self.summed else self.dtype
         return self._buffer(dtype).view(dtype)
 
@@ -179,7 +176,6 @@ class Gradient:
 
     @property
     def on_device(self) -> bool:
-        """Whether compute adds to it in place."""
         return TIERS[self.homes.sums.tier].on_device
 
     def part(self, call_id: CallId) -> Part:
@@ -260,7 +256,6 @@ class Gradient:
             drop()
 
     def free_unused(self) -> None:
-        """Free the buffers of parts without a gradient."""
         for part in self.parts.values():
             part.free_unused()
 

@@ -19,7 +19,6 @@ class Segment:
 
     name: str
     shape: torch.Size
-    """The parameter's shape."""
     offset: int
     numel: int
     owned_start: int = 0
@@ -55,7 +54,6 @@ class Layout:
         object.__setattr__(self, "nbytes", self.numel * self.dtype.itemsize)
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """One parameter in a flat tensor of this layout."""
         segment = self.segments[index]
         return flat.as_strided(segment.owned_shape, segment.strides, flat.storage_offset() + segment.offset)
 

@@ -55,5 +55,4 @@ class Homes:
 
     @classmethod
     def all_in(cls, memory: Memory) -> Homes:
-        """All roles in one tier."""
         return cls(memory, memory, memory)

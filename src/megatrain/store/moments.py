@@ -45,7 +45,6 @@ class Moment:
         self.signed = signed
         self._starts, nbytes = lay_out_areas(layout, width, signed)
         self.formats = {index: start.format for index, start in self._starts.items()}
-        """By segment index."""
         self.buffer = memory.allocate(nbytes, transferred=transferred)
         self.bytes = self.buffer.bytes
 

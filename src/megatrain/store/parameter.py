@@ -85,11 +85,9 @@ class StoreTensor(torch.Tensor):
         return master
 
     def materialise(self) -> torch.Tensor:
-        """The current values on the compute device."""
         return self.stored().to(dtype=self.dtype, device=self.device)
 
     def require_writable(self) -> None:
-        """Raise if the values must not be changed."""
         self.slab.require_owner()
 
     def write(self, values: torch.Tensor) -> None:

@@ -72,7 +72,6 @@ class HostMemory:
 
     @property
     def pinned(self) -> int:
-        """Pinned bytes."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer.pinned)
 
     def require(self, nbytes: int, kept: int | None = None) -> None:

@@ -53,7 +53,6 @@ class Slab:
         """Low halves of a split master; allocated for the first that is not zero, or by an optimizer."""
         self._residual_buffer: Buffer | None = None
         self.moments: dict[str, Moment] = {}
-        """The optimizer's running averages, by name."""
         self.saved: list[torch.dtype] = [layout.dtype] * len(layout.segments)
         """The dtype each parameter is saved in: FP32 if it was loaded in FP32 and has a master."""
         self.steps: list[int] = [0] * len(layout.segments)
@@ -66,7 +65,6 @@ class Slab:
         self.orders = {role: forks.wait_before_fork(Order(role)) for role in ("weight", "states")}
 
     def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
-        """Bytes that `allocate_states` would allocate."""
         missing = [signed for role, signed in moments.items() if role not in self.moments]
         residual = self.owned.numel * 2 if self.split_master and self.residual is None else 0
         return residual + sum(lay_out_areas(self.owned, width, signed)[1] for signed in missing)
@@ -129,7 +127,6 @@ class Slab:
             order.until_readable()
 
     def wait_for_all_work(self) -> None:
-        """Wait for all work on any role."""
         for order in [*self.orders.values(), *(part.order for part in list(self.grad.parts.values()))]:
             order.until_writable()
 
@@ -162,7 +159,6 @@ class Span:
 
     @property
     def pinned(self) -> bool:
-        """Whether the weight's memory is pinned."""
         return self.slab._weight_buffer.pinned
 
     @property

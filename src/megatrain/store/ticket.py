@@ -68,7 +68,6 @@ class Order:
         return [*self.before_reading(), *[Wait(f"{self.name} read", ticket) for ticket in list(self._readers.values())]]
 
     def read(self, ticket: Ticket) -> None:
-        """Record a reader."""
         if ticket is not DONE:
             self._readers[ticket.queue] = ticket
 

@@ -31,7 +31,6 @@ class _DeviceSum:
     fresh: bool
     """Whether the part had no gradient of this step yet."""
     count: int = field(default=0, init=False)
-    """Gradients added."""
 
 
 @dataclass
@@ -59,13 +58,11 @@ class MicroBatches(Protocol):
 class WindowSums:
     """The open sums of one window. A gradient that arrives before an earlier micro-batch's waits for that one."""
 
-    def __init__(
-        self, drain: Drain, full_step: bool, micro_batches: MicroBatches, on_sent: Callable[[Slab], None]
-    ) -> None:
+    def __init__(self, drain: Drain, full_step: bool, running: MicroBatches, on_sent: Callable[[Slab], None]) -> None:
         self._drain = drain
         self._full_step = full_step
         """Whether the window is the whole step: sums may then be rounded before they are copied."""
-        self._micro_batches = micro_batches
+        self._micro_batches = running
         self._on_sent = on_sent
         self._added: defaultdict[_Key, set[int]] = defaultdict(set)
         """Micro-batches whose gradients are in the sum."""
@@ -73,8 +70,7 @@ class WindowSums:
         """Gradients that wait for those of an earlier micro-batch."""
         self._open: dict[_Key, _DeviceSum] = {}
         self.repeated_call = False
-        """Whether a micro-batch differentiated the same call twice; the order of additions then differs from that of
-        running micro-batches one after another."""
+        """Whether a micro-batch differentiated a call twice, so that the order of additions is not the usual one."""
 
     def collect(self, slab: Slab, call_id: CallId, gradients: Gradients) -> None:
         """Add the gradients of the current micro-batch, after those of earlier ones."""
@@ -125,7 +121,6 @@ class WindowSums:
         self._added[key].add(micro_batch)
 
     def close(self) -> None:
-        """Send all open sums."""
         for key in list(self._open):
             self._send(key)
 

@@ -125,6 +125,5 @@ class Activations:
         # The allocator may have given out memory that running work still uses.
         after = [Wait("compute", self._link.lanes.mark())]
         copies = [(target, values, buffer.host.pinned)]
-        buffer.copy_back = self._link.copy(
-            "h2d", "restore", copies, reads=[buffer.order], after=after, label="activation"
-        )
+        reads = [buffer.order]
+        buffer.copy_back = self._link.copy("h2d", "restore", copies, reads=reads, after=after, label="activation")

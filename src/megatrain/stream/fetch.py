@@ -80,7 +80,6 @@ class Fetcher:
         """Held while slots are filled, pinned or released, and while work that writes a slab is submitted, so that a
         copy's version number matches its content."""
         self._evaluations = 0
-        """Leases of evaluation threads."""
         self._released = threading.Condition(self.lock)
         self._link, self._lanes, self._counters = link, link.lanes, link.counters
         self._clock = count(1)
@@ -103,7 +102,6 @@ class Fetcher:
 
     @property
     def holding(self) -> bool:
-        """Whether any weights are held."""
         return bool(self._held)
 
     def stop_holding(self) -> None:

@@ -105,7 +105,6 @@ class Lanes:
             writes.write(self.mark())
 
     def order_compute(self, waits: Iterable[Wait]) -> None:
-        """Order compute after the given work."""
         for wait in waits:
             if not wait.ticket.done:
                 with self.timeline.waiting("compute", wait.ticket.lane):

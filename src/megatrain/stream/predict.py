@@ -18,7 +18,6 @@ class Predictor:
         self._last: tuple[Hashable, Hashable] = (BOUNDARY, BOUNDARY)
 
     def record(self, use: Hashable) -> None:
-        """Record that `use` happens now."""
         self._after[self._last] = use
         self._last = (self._last[1], use)
 

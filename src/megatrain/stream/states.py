@@ -80,15 +80,13 @@ class StateStream:
             slot.allocate_largest()
 
     def stop_holding(self, slabs: Iterable[Slab]) -> None:
-        """Free the slots of slabs that the CPU updates from now on."""
         self.send_weights()
         for slab in slabs:
             for slot in self.rings.of(slab):
                 slot.free()
 
     def stage(self, slab: Slab) -> StagedStates | None:
-        """Submit the copy of the states to the device; None if the slab is updated in RAM. Call with the fetcher's lock
-        held."""
+        """Copy the states to the device; None if the slab is updated in RAM. Call with the fetcher's lock held."""
         if not slab.streams_states or not self.rings.of(slab):
             return None
         slab.require_owner()
@@ -98,9 +96,8 @@ class StateStream:
         staged = StagedStates(slab, held, self.rings.next(slab))
         home = slab.open(reads=("states",))
         copies = [(copy, buffer.bytes, buffer.pinned) for copy, buffer in staged.copies]
-        self._link.copy(
-            "states_in", "fetch states", copies, reads=home.reads, writes=[staged.slot.order], label=slab.name
-        )
+        writes = [staged.slot.order]
+        self._link.copy("states_in", "fetch states", copies, reads=home.reads, writes=writes, label=slab.name)
         self._link.counters.bytes_h2d += _size(slab)
         return staged
 

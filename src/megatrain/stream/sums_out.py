@@ -49,7 +49,6 @@ class SumsOut:
             buffers.allocate(slab, gradient)
 
     def stop_holding(self, slabs: Iterable[Slab]) -> None:
-        """Free the buffers of slabs whose sums are no longer held."""
         for slab in slabs:
             for buffers in self.rings.of(slab):
                 buffers.host.free(slab.homes.states)
