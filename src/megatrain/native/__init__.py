@@ -1,1 +1,1 @@
-"""The C library: how it is found, and one typed Python function per C function."""
+"""The native library: finding it, and one typed Python function per C function."""

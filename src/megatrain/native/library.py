@@ -208,11 +208,11 @@ def load() -> ctypes.CDLL:
     except OSError as error:
         raise NativeLibraryMissing(f"The native library {path} cannot be loaded: {error}. {_HOW_TO_BUILD}") from error
     try:
-        found = library.mt_abi_version()
+        version = library.mt_abi_version()
     except AttributeError as error:
         raise NativeLibraryMissing(f"{path} is not MegaTrain's native library. {_HOW_TO_BUILD}") from error
-    if found != ABI_VERSION:
-        why = f"The native library {path} has ABI version {found}, but MegaTrain needs {ABI_VERSION}."
+    if version != ABI_VERSION:
+        why = f"The native library {path} has ABI version {version}, but MegaTrain needs {ABI_VERSION}."
         raise NativeLibraryMissing(f"{why} {_HOW_TO_BUILD}")
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)

@@ -24,12 +24,12 @@ def allocate_persistent(nbytes: int, device: torch.device, *, zeroed: bool = Fal
     make = torch.zeros if zeroed else torch.empty
     if device.type != "cuda":
         return make(nbytes, dtype=torch.uint8, device=device)
-    home, current = _persistent_stream(device), torch.cuda.current_stream(device)
+    persistent, current = _persistent_stream(device), torch.cuda.current_stream(device)
     # Both ways: the current stream used these bytes before, and uses them next.
-    home.wait_stream(current)
-    with torch.cuda.device(device), torch.cuda.stream(home):
+    persistent.wait_stream(current)
+    with torch.cuda.device(device), torch.cuda.stream(persistent):
         memory = make(nbytes, dtype=torch.uint8, device=device)
-    current.wait_stream(home)
+    current.wait_stream(persistent)
     return memory
 
 

@@ -1,4 +1,4 @@
-"""Gradient sums of a window, on the device: each block's sum travels to host memory once per window.
+"""Gradient sums of a window, on the device: each block's sum is copied to host memory once per window.
 
 A sum continues from what earlier windows of the same step accumulated. Micro-batches are added in their order, so the
 result is bitwise that of running them one after another.

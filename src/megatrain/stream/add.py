@@ -54,9 +54,7 @@ def _fused_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """None where Triton does not work; PyTorch's addition gives the same bits, more slowly."""
 
     def try_out(kernel: Any) -> None:
-        kernel(
-            torch.zeros(MIN_KERNEL_ELEMENTS, device="cuda"),
-            torch.zeros(MIN_KERNEL_ELEMENTS, device="cuda", dtype=torch.bfloat16),
-        )
+        total = torch.zeros(MIN_KERNEL_ELEMENTS, device="cuda")
+        kernel(total, total.bfloat16())
 
     return triton_kernel("megatrain.stream.add_triton", "fused_add", try_out, "sums of gradients take longer")

@@ -40,7 +40,7 @@ class StagedStates(Span):
     def __init__(self, slab: Slab, held: Slot, slot: _StateSlot) -> None:
         super().__init__(slab, (), ("weight", "states"))
         self.held, self.slot = held, slot
-        self.home = slab.open(writes=("weight", "states"))
+        self.in_ram = slab.open(writes=("weight", "states"))
         self.writes = [held.order, slot.order]
         memory, offset = slot.allocate_largest(), 0
         self.copies: list[tuple[torch.Tensor, Buffer]] = []
@@ -55,11 +55,11 @@ class StagedStates(Span):
 
     @property
     def residual(self) -> torch.Tensor | None:
-        return self.copies[0][0].view(torch.int16) if self.home.residual is not None else None
+        return self.copies[0][0].view(torch.int16) if self.in_ram.residual is not None else None
 
     @property
     def moments(self) -> Mapping[str, Moment]:
-        moments = self.home.moments
+        moments = self.in_ram.moments
         copies = self.copies[len(self.copies) - len(moments) :]
         return {role: moments[role].with_storage(copy) for role, (copy, _) in zip(moments, copies, strict=True)}
 
@@ -94,10 +94,10 @@ class StateStream:
         if held is None:
             return None
         staged = StagedStates(slab, held, self.rings.next(slab))
-        home = slab.open(reads=("states",))
+        in_ram = slab.open(reads=("states",))
         copies = [(copy, buffer.bytes, buffer.pinned) for copy, buffer in staged.copies]
         writes = [staged.slot.order]
-        self._link.copy("states_in", "fetch states", copies, reads=home.reads, writes=writes, label=slab.name)
+        self._link.copy("states_in", "fetch states", copies, reads=in_ram.reads, writes=writes, label=slab.name)
         self._link.counters.bytes_h2d += _size(slab)
         return staged
 
@@ -105,10 +105,10 @@ class StateStream:
         """Submit the copy of the states to RAM, after the update was submitted."""
         slab = staged.slab
         staged.held.version = slab.version
-        home = slab.open(writes=("states",))
+        in_ram = slab.open(writes=("states",))
         copies = [(buffer.bytes, copy, buffer.pinned) for copy, buffer in staged.copies]
         reads = [staged.slot.order]
-        self._link.copy("states_out", "send states", copies, reads=reads, writes=home.writes, label=slab.name)
+        self._link.copy("states_out", "send states", copies, reads=reads, writes=in_ram.writes, label=slab.name)
         self._link.counters.bytes_d2h += _size(slab)
         self._updated.append(staged)
 
@@ -117,9 +117,9 @@ class StateStream:
         updated, self._updated = self._updated, []
         for staged in updated:
             slab, reads = staged.slab, [staged.held.order]
-            home = slab.open(writes=("weight",))
-            copies = [(home.weight, staged.weight, home.pinned)]
-            self._link.copy("states_out", "send weight", copies, reads=reads, writes=home.writes, label=slab.name)
+            in_ram = slab.open(writes=("weight",))
+            copies = [(in_ram.weight, staged.weight, in_ram.pinned)]
+            self._link.copy("states_out", "send weight", copies, reads=reads, writes=in_ram.writes, label=slab.name)
             self._link.counters.bytes_d2h += slab.layout.nbytes
 
 
