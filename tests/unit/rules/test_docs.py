@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from megatrain import errors
 from megatrain.cli.main import app
+from megatrain.planner import Refusal, plan
 from megatrain.settings import Debug, Settings
 
 ROOT = Path(__file__).parents[3]
@@ -138,12 +139,26 @@ def test_the_fit_table_is_what_the_planner_says():
     assert fit.answer("13B", 24, 64) in README.splitlines()
 
 
-def test_the_plan_in_the_readme_is_what_is_printed(monkeypatch):
-    block = next(block for block in blocks_of(README) if block.tag == "console")
+def shown(page: str) -> tuple[list[str], str]:
+    """The arguments of the command in a page's console block, and the output that the page shows."""
+    block = next(block for block in blocks_of((ROOT / page).read_text()) if block.tag == "console")
     (command,) = block.commands()
+    return command.split()[1:], block.text.partition("\n")[2]
+
+
+def test_the_plan_of_the_readme_is_what_is_printed(monkeypatch):
     monkeypatch.chdir(ROOT)
-    shown = CliRunner().invoke(app, command.split()[1:])
-    assert block.text.splitlines()[1:] == shown.stdout.rstrip().splitlines()
+    arguments, output = shown("README.md")
+    assert output == CliRunner().invoke(app, arguments).stdout
+
+
+def test_the_refusal_of_the_docs_is_what_is_said(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (command, model, option, machine), output = shown("docs/placement.md")
+    assert (command, option) == ("plan", "--machine")
+    with pytest.raises(Refusal) as refused:
+        plan(model, machine=machine)
+    assert output.split() == f"megatrain: {refused.value}".split()
 
 
 def anchors(page: Path) -> set[str]:
