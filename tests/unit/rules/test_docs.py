@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "architecture.md").read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+PLACEMENT = (ROOT / "docs" / "placement.md").read_text()
 README_LINES, SCREEN = 150, 32
 PARAGRAPH = 6 * 128
 """Characters of the longest paragraph: six lines."""
@@ -150,6 +151,8 @@ def test_the_plan_of_the_readme_is_what_is_printed(monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments, output = shown("README.md")
     assert output == CliRunner().invoke(app, arguments).stdout
+    explained = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PLACEMENT, re.MULTILINE)))
+    assert set(re.findall(r"^(\w+)  ", output.partition("\nGiB")[2], re.MULTILINE)) <= set(explained)
 
 
 def test_the_refusal_of_the_docs_is_what_is_said(monkeypatch):
