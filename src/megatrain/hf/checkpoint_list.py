@@ -1,4 +1,4 @@
-"""Checkpoints of an output directory, in the order they were sealed: which one to resume from, and which to delete."""
+"""The checkpoints of an output directory, oldest first: which one to resume from, and which to delete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One checkpoint. `sequence` is its place in the order of sealing; None: it has no valid manifest."""
+    """One checkpoint. `sequence` orders complete checkpoints by age; None: it has no valid manifest."""
 
     path: Path
     step: int
@@ -34,7 +34,7 @@ class SavedCheckpoint:
 
 
 def require_resumable(path: Path) -> None:
-    """Raise a sentence that says what is there, in transformers' own words, unless a run can be resumed from it."""
+    """Raise unless a run can be resumed from it. The message starts as that of transformers does."""
     if not path.is_dir():
         what = "is a file, not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"Can't find a valid checkpoint at {path}: it {what}.")
@@ -43,9 +43,9 @@ def require_resumable(path: Path) -> None:
 
 
 def last_complete(output_dir: str) -> str:
-    """The newest checkpoint that a run can be resumed from; what is passed over is named.
+    """The newest checkpoint that a run can be resumed from. Skipped ones are named in a warning.
 
-    Ours come in the order of sealing. One of a stock Trainer is newer than ours if its step is higher.
+    MegaTrain's are ordered by sequence. One of a stock Trainer is newer than these if its step is higher.
     """
     found = _all(output_dir)
     sealed = [f for f in found if f.sequence is not None]
@@ -68,7 +68,7 @@ def last_complete(output_dir: str) -> str:
 
 
 def _verified(path: Path) -> dict[str, object]:
-    """The manifest of a checkpoint that can be resumed from; a stock Trainer's has none."""
+    """Check a checkpoint; returns its manifest, which is empty for that of a stock Trainer."""
     if (path / manifest.FOLDER).exists():
         content = manifest.verify(path)
         if not content.get("weights_only"):
@@ -94,7 +94,7 @@ def _verified(path: Path) -> dict[str, object]:
 
 
 def _all(run_dir: str) -> list[SavedCheckpoint]:
-    """Those without a valid manifest first, by their steps."""
+    """All checkpoints, oldest first. Those without a valid manifest come first, ordered by step."""
     found = []
     for name in replace.names(run_dir):
         numbered = _NUMBERED.fullmatch(name)
@@ -108,7 +108,7 @@ def _all(run_dir: str) -> list[SavedCheckpoint]:
 
 
 def rotate(run_dir: str, limit: int | None, keep: Collection[str | None]) -> None:
-    """Delete the oldest complete checkpoints until `limit` are left; those in `keep` stay.
+    """Delete the oldest complete checkpoints until `limit` remain. Those in `keep` stay.
 
     What is not complete neither counts nor is deleted. A marked checkpoint counts only among marked ones, so that it
     pushes out nothing that can be resumed from. A stock Trainer's are older than ours.

@@ -1,4 +1,4 @@
-"""A Trainer's checkpoints: written by the engine, complete or not there, and found again."""
+"""Saves and loads the checkpoints of a Trainer. A checkpoint is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatrain.telemetry.notices import announce, warn
 SCHEDULER_FILE = "scheduler.pt"
 BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 STOCK: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-"""Kinds whose state a stock Trainer can go on with."""
+"""Kinds whose state a stock Trainer can load."""
 STOCK_BYTES = 256 << 20
-"""Bytes up to which a state is written a second time, for a stock Trainer (small models, adapters)."""
+"""States up to this size (small models, adapters) are also written in the format of a stock Trainer."""
 ONE_SAVE = re.compile(r"(optimizer|scheduler)\.pt|rng_state[^/]*\.pth")
-"""Files of a Trainer's checkpoint that mean nothing beside the weights of another."""
+"""Files of a Trainer's checkpoint that belong to one save."""
 
 
 class Checkpoints(Optimizing):
@@ -44,7 +44,7 @@ class Checkpoints(Optimizing):
     _termination: Termination
     run_record: RunRecord
     _failure: tuple[int, str] | None = None
-    """Step and sentence of a save that failed, until one succeeds."""
+    """Step and message of the last failed save, until one succeeds."""
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
@@ -52,7 +52,7 @@ class Checkpoints(Optimizing):
         super()._save(output_dir, state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As ever, and on the disk when it returns. A checkpoint is synced as a whole when it is sealed."""
+        """Save and sync the model. Files of a checkpoint are synced later, when it is sealed."""
         if not self.engine.closed:
             self.engine.ready_to_save()
         super().save_model(output_dir, _internal_call)
@@ -65,13 +65,13 @@ class Checkpoints(Optimizing):
             files.sync_names(directory)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As ever, then the manifest, and only then are older checkpoints deleted: one complete one is always there.
+        """Save a checkpoint, seal it, and only then delete older ones, so that a complete one always exists.
 
-        What a run that is ended early leaves is to be resumed, also if only weights were asked for. If the disk fails,
-        nothing of it is left, and SaveFailed is raised.
+        A run that stops early saves a resumable checkpoint even with save_only_model. If the disk fails, the incomplete
+        checkpoint is deleted and SaveFailed is raised.
         """
         if self._ending and not self._unsaved:
-            # The epoch's end may want it once more; what is complete is not put at risk while RAM is short.
+            # The end of an epoch may save again. A complete checkpoint is not put at risk while RAM is short.
             return
         run_dir = self._get_output_dir(trial=trial)
         folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
@@ -95,7 +95,7 @@ class Checkpoints(Optimizing):
         stopwatch = files.Stopwatch()
         nbytes = space.needed(self.model, self.engine.host_state_dict(), optimizer)
         space.require(folder, nbytes + (_nbytes(_stock_state(optimizer)) if optimizer is not None else 0))
-        # It may be there already: of a run before, or of this step (the end of an epoch saves too).
+        # It may exist already: from an earlier run, or from this step (the end of an epoch saves too).
         with replace.rewriting(folder) as before:
             try:
                 with changed(self.args, save_total_limit=None, save_only_model=not resumable):
@@ -113,12 +113,12 @@ class Checkpoints(Optimizing):
 
     @property
     def _ending(self) -> bool:
-        """Whether the run ends before its last step."""
+        """Whether the run is stopping before its last step."""
         return self._ram_stop.reason is not None or self._termination.requested
 
     @property
     def _unsaved(self) -> bool:
-        """Whether what the run has come to can be resumed from no disk yet."""
+        """Whether the current step has no resumable checkpoint yet."""
         return self._ram_stop.sealed is None or self._ram_stop.sealed[0] != self.state.global_step
 
     def _maybe_log_save_evaluate(
@@ -128,7 +128,7 @@ class Checkpoints(Optimizing):
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         except SaveFailed as failure:
-            # The best model must be one that is there.
+            # The best model must be one that exists.
             self.state.__dict__.update(best)
             self._go_on_after(failure)
         except EvaluationCut:
@@ -140,7 +140,7 @@ class Checkpoints(Optimizing):
         self._save_if_ending(model, trial)
 
     def _stop_with_a_checkpoint(self, error: MegaTrainError) -> None:
-        """A step did not fit in RAM and was not taken: save what the steps before it have come to, then raise."""
+        """A step did not fit in RAM and did not run: save the state of the previous steps, then raise."""
         step = self.state.global_step
         if step == 0:
             return
@@ -163,7 +163,7 @@ class Checkpoints(Optimizing):
         self._ram_stop.check()
 
     def _save_if_ending(self, model: Any, trial: Any) -> None:
-        """An evaluation that finds nothing better takes back that a checkpoint is wanted (save_strategy="best")."""
+        """Save if the run is stopping, even if save_strategy="best" would skip this checkpoint."""
         if not self._ending:
             return
         self.control.should_training_stop = True
@@ -178,13 +178,13 @@ class Checkpoints(Optimizing):
 
     def _go_on_after(self, failure: SaveFailed) -> None:
         self._failure = (self.state.global_step, str(failure))
-        # Nobody is told that it was saved, so nobody takes this back.
+        # `on_save` is not called, so no callback resets this.
         self.control.should_save = False
         rest = "" if self._ending else "; training goes on, and the next save tries again"
         warn(f"{str(failure).rstrip('.')}{rest}")
 
     def _check_last_save(self) -> None:
-        """Raise if the last checkpoint of a run could not be saved: the process must not end as if all were well."""
+        """Raise if the last checkpoint of a run could not be saved, so that the process does not end normally."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(
@@ -206,13 +206,13 @@ class Checkpoints(Optimizing):
         states.save_optimizer(self.model, optimizer, output_dir, ram.portion(states.SHARD_BYTES))
         state = _stock_state(optimizer)
         if 0 < _nbytes(state) <= ram.portion(STOCK_BYTES):
-            # With this file and without our folder it would be taken for a stock Trainer's.
+            # If this file reached the disk before MegaTrain's directory, it would look like a stock checkpoint.
             files.sync_directory(output_dir)
             path = os.path.join(output_dir, STOCK_STATES)
             files.before("write", path)
             defaults = STOCK[optimizer.kind]([torch.empty(0)]).defaults
             groups = [defaults | group for group in optimizer.state_dict()["param_groups"]]
-            # Copies: of a view, torch.save writes all of the memory behind it.
+            # Cloned, because torch.save writes the whole storage of a view.
             torch.save({"state": tree_map(lambda moment: moment.cpu().clone(), state), "param_groups": groups}, path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -236,7 +236,7 @@ class Checkpoints(Optimizing):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._follow_model()
         if (Path(resume_from_checkpoint) / manifest.FOLDER).is_dir():
-            # Here, not where the optimizer is loaded: weights have changed by then.
+            # Checked here, because weights have changed by the time the optimizer is loaded.
             self.create_optimizer()
             states.check_optimizer(self.model, self._own_optimizer(), resume_from_checkpoint)
         weights.load_model(self.model, resume_from_checkpoint)
@@ -250,18 +250,18 @@ class Checkpoints(Optimizing):
 
 
 class SaveFailed(CheckpointError):
-    """A checkpoint could not be written; nothing of it is left, and older ones are as they were."""
+    """A checkpoint could not be written. Nothing of it remains, and older ones are unchanged."""
 
 
 def _stock_state(optimizer: Optimizer) -> dict[int, dict[str, torch.Tensor]]:
-    """What torch's optimizer of this name has as its state, so that a stock Trainer can go on where this one stopped.
+    """The state in the format of torch's optimizer, so that a stock Trainer can resume from it.
 
-    Nothing if torch has no such state, or it is too large to be written twice.
+    Empty if torch has no such optimizer, or the state is too large to be written twice.
     """
     if optimizer.kind not in STOCK or optimizer.moment_width != "fp32":
         return {}
     entries = optimizer.state_dict()["state"].items()
-    # Without the residual: that is the low half of a master, which the saved weights have whole.
+    # Without the residual, the low half of the master: the saved weights have both halves.
     state = {number: {key: value for key, value in entry.items() if key != "residual"} for number, entry in entries}
     return state if _nbytes(state) <= STOCK_BYTES else {}
 

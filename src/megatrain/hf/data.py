@@ -1,6 +1,6 @@
-"""Rows of text or token ids become batches that a causal language model trains on.
+"""Turns rows of text or token ids into batches for a causal language model.
 
-`prepare` serves a Trainer that was given no collator. The first line that fits a row is used:
+`prepare` is used by a Trainer without a collator. The first line that matches a row applies:
 
 | columns | becomes |
 |---|---|
@@ -9,8 +9,8 @@
 | `prompt`, `completion` (both text or both messages) | one sequence; the prompt's labels are -100 |
 | `text` | the tokenizer's ids, cut to the longest sequence the model takes; whole ones end with its EOS |
 
-Anything else that holds tensors (embeddings, images, preference pairs) is left to transformers' own collator.
-Rows are encoded when they are read, so nothing is copied and a stream stays a stream.
+Other rows with tensors (embeddings, images, preference pairs) go to transformers' own collator. Rows are encoded when
+they are read, so nothing is copied and a stream stays a stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNDERSTOOD = "`input_ids`, `text`, `messages`, or `prompt` with `completion`"
 
 
 def prepare(dataset: Any, model: nn.Module, tokenizer: Any) -> tuple[Any, CausalCollator | None]:
-    """The dataset with rows a causal language model takes, and the collator for them.
+    """The dataset with encoded rows, and the collator for them.
 
     A dict of datasets is prepared entry by entry. `(dataset, None)`: the rows are not ours to touch. A map-style
     dataset is judged by its first row, at once; an iterable one is not started here (it may be a one-shot
@@ -70,12 +70,12 @@ def prepare(dataset: Any, model: nn.Module, tokenizer: Any) -> tuple[Any, Causal
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is only read as it comes."""
+    """Whether a dataset can only be iterated."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def load_tokenizer(name: str, column: str = "text") -> Any:
-    """The tokenizer saved with a model, from disk or cache; nothing is downloaded."""
+    """The tokenizer saved with a model, from disk or cache. Nothing is downloaded."""
     from transformers import AutoTokenizer
 
     remedy = f"column `{column}` needs a tokenizer: pass `processing_class=tokenizer` to the Trainer"
@@ -85,14 +85,14 @@ def load_tokenizer(name: str, column: str = "text") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise DataError(f"{remedy} (none could be loaded from {name!r}).") from error
-    # GPT-2's class, for one, comes up even without its files, and then encodes all text to nothing.
+    # Some classes (GPT-2's) load without their files, and then encode all text to nothing.
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise DataError(f"{remedy} (the one in {name!r} has no vocabulary).")
     return tokenizer
 
 
 class _Encoded:
-    """A dataset in front of another one, whose public attributes (`set_epoch`, say) it shows as its own."""
+    """Wraps a dataset and forwards its public attributes, such as `set_epoch`."""
 
     def __init__(self, source: Any, encode: RowEncoder) -> None:
         self.source, self.encode = source, encode
@@ -101,7 +101,7 @@ class _Encoded:
         return len(self.source)  # TypeError where the source has none, which is what DataLoader expects
 
     def __getattr__(self, name: str) -> Any:
-        # Not `__getitems__`, which would read rows past the encoder; not what is missing while this is unpickled.
+        # Not `__getitems__`, which would bypass the encoder, and nothing before unpickling has set `source`.
         if name.startswith("_") or name in ("source", "encode"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.source, name)
@@ -126,7 +126,7 @@ class StreamedRows(_Encoded, IterableDataset[dict[str, Any]]):
 
 
 class RowEncoder:
-    """Turns one row into the tensors of one sequence. Holds what it needs of the model, not the model."""
+    """Turns one row into the tensors of one sequence. Does not keep a reference to the model."""
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
@@ -143,7 +143,7 @@ class RowEncoder:
         candidates = (getattr(text, "pad_token_id", None), eos[0] if isinstance(eos, list) else eos)
         valid = (i for i in candidates if i is not None and 0 <= i < (self.vocab_size or i + 1))
         self.spare_pad_id = next(valid, 0)
-        """For when the tokenizer has no pad token. Padding is masked, so any id of the vocabulary would do."""
+        """Used if the tokenizer has no pad token. Padding is masked, so any id of the vocabulary works."""
         self.said_cut = False
 
     @property
@@ -153,7 +153,7 @@ class RowEncoder:
 
     @property
     def limit(self) -> int | None:
-        """Where text is cut. A tokenizer that knows no limit claims 10^30."""
+        """The length at which text is truncated. A tokenizer without a limit reports 10^30."""
         both = (getattr(self.tokenizer, "model_max_length", None), self.max_positions)
         return min((n for n in both if n and n < 10**9), default=None)
 
@@ -163,14 +163,14 @@ class RowEncoder:
         return self.tokenizer
 
     def kind(self, index: int, row: Any) -> str | None:
-        """The column that the row is made from, or None to leave the row alone."""
+        """The column that the row is encoded from, or None to leave the row unchanged."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {index} is a {type(row).__name__}, not a dict with {UNDERSTOOD}.")
         kind = _kind(row)
         held = {name: length_of(value) for name, value in row.items() if value is not None}
         inputs = self.inputs & held.keys()
         if kind == "input_ids" and held[kind] is not None:
-            # Ours only if every other input is per token too: no images, no 4-D masks.
+            # Only if every other input is per token too: no images, no 4-D masks.
             others = (n for n in inputs if held[n] is None or (n not in PER_TOKEN and held[n] != held[kind]))
             return None if any(name != kind for name in others) else kind
         has_text = any(isinstance(value, str) for value in row.values())
@@ -195,14 +195,14 @@ class RowEncoder:
         elif isinstance(value, str):
             ids = tokenizer(value, truncation=self.limit is not None, max_length=self.limit)["input_ids"]
             ids = self._cut(kind, ids)
-            # What was cut does not end here.
+            # A truncated text gets no EOS.
             ids = ids if len(ids) == self.limit else self._ended(ids)
         else:
             raise DataError(f"row {index}: column `text` holds a {type(value).__name__}, not a string.")
         return self._checked(index, {"input_ids": ids})
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """With the EOS at its end, or the model never learns to stop."""
+        """Append EOS, so that the model learns to stop."""
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
@@ -222,10 +222,10 @@ class RowEncoder:
         else:
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
             raise DataError(f"row {index}: `prompt` and `completion` are {kinds}, not both text or both messages.")
-        # A token may straddle the seam, so the prompt is what both encodings begin with.
+        # A token may span prompt and completion, so the prompt is the common prefix of both encodings.
         masked = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(start, ids, strict=False)))
         ids = self._cut("completion", ids)
-        # A prompt may fill the whole row: nothing is trained on then, which hf/labels.py counts.
+        # If the prompt fills the row, nothing is trained on; hf/labels.py counts such rows.
         return {"input_ids": ids, "labels": ([IGNORED] * masked + ids[masked:])[: len(ids)]}
 
     def _chat(self, index: int, messages: Any, **options: bool) -> list[int]:
@@ -278,7 +278,7 @@ class CausalCollator:
     def __init__(self, pad_token_id: int, tokenizer: Any = None, makes_mask: bool = True) -> None:
         self.pad_token_id = pad_token_id
         self.makes_mask = makes_mask
-        """False for a model whose forward takes no `attention_mask`: only a row's own is then passed on."""
+        """False for a model whose forward takes no `attention_mask`. A row's own mask is still passed on."""
         self.tokenizer = tokenizer
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

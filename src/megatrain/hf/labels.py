@@ -1,6 +1,6 @@
-"""Rows whose labels are all ignored add nothing to the loss: they are counted and said; if all are like that, refused.
+"""Counts rows whose labels are all ignored, which add nothing to the loss. If all rows are like that, training stops.
 
-They are trained on as by a stock Trainer. A loss of somebody else's may use labels in another way, so it is left alone.
+Such rows are trained on as in a stock Trainer. A custom loss may use labels in another way, so it is not checked.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatrain.hf.planning import sampled
 from megatrain.telemetry.notices import warn
 
 LOOKED_AT = 64
-"""Rows that must have no label, all of them, before a run is refused; all rows of a smaller dataset."""
+"""A run is refused if this many rows, or all rows of a smaller dataset, have no label."""
 
 
 class LabelCount(TrainerCallback):
-    """Counts the rows of a run that have no label, as they come."""
+    """Counts the rows of a run without a label."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -31,7 +31,7 @@ class LabelCount(TrainerCallback):
         self._rows = self._without = self._said = 0
 
     def add(self, batches: Sequence[Any]) -> None:
-        """The micro-batches of a step, before they are used."""
+        """Count the micro-batches of a step, before they run."""
         if self._trainer._subclass.own_loss:
             return
         rows, without = self._count(batches)
@@ -57,7 +57,7 @@ class LabelCount(TrainerCallback):
         )
 
     def _look_further(self) -> None:
-        """No row so far has a label: raise if no other has one, as far as can be seen."""
+        """Called while no row has had a label: raise if a sample of the dataset has none either."""
         looked = self._rows
         if is_stream(self._trainer.train_dataset):
             if looked < LOOKED_AT:
@@ -72,17 +72,17 @@ class LabelCount(TrainerCallback):
         raise _nothing(looked)
 
     def _count(self, batches: Sequence[Any]) -> tuple[int, int]:
-        """Rows that have labels at all, and those of them where all are ignored."""
+        """How many rows have labels, and in how many of them all are ignored."""
         found = [labels for labels in map(self._labels, batches) if labels is not None]
         rows = sum(len(labels) for labels in found)
         return rows, rows - sum(int((labels != IGNORED).flatten(1).any(1).sum()) for labels in found)
 
     def _labels(self, batch: Any) -> torch.Tensor | None:
-        """Those that are compared with something, one row per sequence; None where there are none to be counted."""
+        """The labels that the loss uses, one row per sequence; None if they cannot be counted."""
         if not isinstance(batch, Mapping):
             return None
         labels = batch["shift_labels"] if "shift_labels" in batch else batch.get("labels")
-        # Asking the GPU would wait for it.
+        # Reading from the GPU would synchronize.
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_cuda or labels.ndim == 0:
             return None
         shifts = self._trainer._loss_shifts_labels and "shift_labels" not in batch and labels.ndim > 1

@@ -1,4 +1,4 @@
-"""The micro-batches of a Trainer's step: together in a window, or one after the other, each at its own call."""
+"""Runs the micro-batches of a Trainer's step: together in a window, or each in its own `training_step` call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatrain.hf.subclass import DECLARATION, Subclass
 from megatrain.telemetry.notices import announce
 
 MOST = 64
-"""Sizes that are remembered; of those that none of the others covers, the latest."""
+"""How many sizes are remembered; the oldest are dropped."""
 UNDERSTOOD = (torch.Tensor, str, bytes, bool, int, float, type(None))
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Of the tensors of a micro-batch, by where they are in it."""
+"""Paths and shapes of the tensors in a micro-batch."""
 Size = tuple[int, tuple[Shapes, ...]]
-"""How many micro-batches of a step pass a block together, and the shapes of each, the largest first."""
+"""Micro-batches in the largest window of a step, and the shapes of each micro-batch, the largest first."""
 
 
 class MicroBatches(Optimizing):
@@ -37,32 +37,32 @@ class MicroBatches(Optimizing):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._micro_batches: list[Any] = []
         self._taken = 0
-        """Micro-batches of this step that `training_step` has been called with."""
+        """How many micro-batches of this step `training_step` has been called with."""
         self._losses: list[torch.Tensor] = []
-        """Of a step whose micro-batches ran at the first call."""
+        """Losses of a step whose micro-batches all ran in the first call."""
         self._said_in_order = False
         self._measured_sizes = MeasuredSizes()
         self._retried = False
-        """Whether a part of this step took a second try."""
+        """Whether a part of this step was retried."""
         self._looked = False
-        """Whether a step's micro-batches have been through one by one."""
+        """Whether a step has run with its micro-batches one by one."""
         self._together = 1
-        """Micro-batches of this step that pass a block together."""
+        """Micro-batches in the largest window of this step."""
         self._subclass = Subclass(self)
         super().__init__(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)
-        # Without blocks nothing is shared between micro-batches: they come one by one, as in a stock Trainer.
+        # Without blocks a window has no benefit: micro-batches run one by one, as in a stock Trainer.
         self._micro_batches = samples if self.engine.blocks else []
         self._taken, self._losses, self._retried = 0, [], False
         self._label_count.add(samples)
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One micro-batch. In a window the first call runs all of the step, and later calls return their losses."""
+        """Run one micro-batch. With windows, the first call runs the whole step; later calls return their losses."""
         step = super().training_step
-        # Counted, not searched for: a loader may give the same object several times.
+        # Counted instead of looked up, because a loader may yield the same object several times.
         position, count = self._taken, len(self._micro_batches)
         listed = position < count and inputs is self._micro_batches[position]
         self._taken += listed
@@ -84,7 +84,7 @@ class MicroBatches(Optimizing):
         return loss
 
     def _in_turn(self) -> bool:
-        """Whether each micro-batch must run at its own call; said once."""
+        """Whether each micro-batch must run in its own call. The reason is announced once."""
         reason = self._subclass.why_in_turn
         if reason is not None and not self._said_in_order:
             announce(
@@ -95,21 +95,21 @@ class MicroBatches(Optimizing):
         return reason is not None
 
     def _guarded(self, work: Callable[[], Any], batches: Sequence[Any]) -> Any:
-        """A step, or one micro-batch of it that comes alone, with a second try if the GPU runs out of memory."""
+        """Run a step, or one micro-batch, with a retry if the GPU runs out of memory."""
         if not self._subclass.repeatable:
             return work()
         done, again = retry_after_oom(self.engine, lambda: self._own_optimizer().zero_grad(), work)
         if again:
-            # What was done again had less kept than later steps keep: no size has been through with that.
+            # The retry kept less on the GPU than later steps do, so it proves nothing about their size.
             self._measured_sizes, self._retried = MeasuredSizes(), True
         else:
             self._measured_sizes.add(batches, self._together)
         return done
 
     def _run_windows(self, tasks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """The micro-batches of a step, window by window: as planned or asked for, else as many as there is room for."""
-        # A class that declares its micro-batches independent may still pass a block twice in each, and a window then
-        # adds gradients in another order. The first step shows it: bits must not depend on how much memory is free.
+        """Run a step window by window, with the planned or requested sizes, or as large as memory allows."""
+        # Even independent micro-batches may call a block twice each, and a window then adds gradients in another order.
+        # The first step runs in order to find out, because results must not depend on free memory.
         in_order = bool(self._subclass.declared) and (not self._looked or self.engine.revisits)
         windows = window_sizes(1 if in_order else self.engine.window_size(self._micro_batches[0]), len(tasks))
         self._together = max(windows)
@@ -128,8 +128,8 @@ class MicroBatches(Optimizing):
         return losses
 
     def _final_backward(self) -> AbstractContextManager[None]:
-        """Let updates start in the backward, unless gradients are clipped, or wanted before the step."""
-        # A size that has not been through may run out of memory, and a step that has begun to update stays begun.
+        """Let updates start in the backward, unless gradients are clipped or may be read before the step."""
+        # A size that has not run yet may run out of memory, and a step cannot be undone once updates have started.
         untried = not self._measured_sizes.covers(self._micro_batches, self._together)
         if self.optimizer is None or untried or self._subclass.own_step:
             return nullcontext()
@@ -138,7 +138,7 @@ class MicroBatches(Optimizing):
 
 
 class MeasuredSizes:
-    """Sizes of steps that have been through forward and backward, so that another one of them fits as well."""
+    """Sizes of steps that have completed forward and backward, and therefore fit."""
 
     def __init__(self) -> None:
         self._sizes: list[Size] = []
@@ -150,13 +150,13 @@ class MeasuredSizes:
             self._sizes.append(size)
 
     def covers(self, batches: Sequence[Any], together: int) -> bool:
-        """Whether a step takes no more than one of them in any way: as many micro-batches, none longer anywhere."""
+        """Whether a step is no larger than a measured one: no more micro-batches, no tensor longer in any dimension."""
         size = _size(batches, together)
         return size is not None and any(_covers(known, size) for known in self._sizes)
 
 
 def _size(batches: Sequence[Any], together: int) -> Size | None:
-    """None if there is something whose size cannot be told."""
+    """The size of a step, or None if it has values of unknown size."""
     found = [list(_leaves(batch, "")) for batch in batches]
     if not all(isinstance(leaf, UNDERSTOOD) for leaves in found for _, leaf in leaves):
         return None
@@ -169,7 +169,7 @@ def _size(batches: Sequence[Any], together: int) -> Size | None:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    # Not only a dict: tokenizers give a mapping of their own.
+    # Tokenizers return mappings that are not dicts.
     if isinstance(value, Mapping | list | tuple):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _leaves(inner, f"{path}/{key}")
@@ -186,7 +186,7 @@ def _covers(large: Size, small: Size) -> bool:
 
 
 def _within(small: Shapes, large: Shapes) -> bool:
-    """Whether the tensors are the same ones, and none is longer in any dimension."""
+    """Whether both have the same tensors, and none of `small` is longer in any dimension."""
     return len(small) == len(large) and all(
         name == other and len(shape) == len(limit) and all(a <= b for a, b in zip(shape, limit, strict=True))
         for (name, shape), (other, limit) in zip(small, large, strict=True)

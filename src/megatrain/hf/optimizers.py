@@ -1,7 +1,7 @@
-"""The optimizer of a Trainer: which one its arguments ask for, who clips and when.
+"""The optimizer of a Trainer: which one its arguments select, and when gradients are clipped.
 
-transformers' order is kept: clip, `on_pre_optimizer_step`, the optimizer's pre-hooks, the update. What is changed after
-clipping is not clipped.
+The order is that of transformers: clip, `on_pre_optimizer_step`, the optimizer's pre-hooks, update. Changes after
+clipping are not clipped.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ NAMES = {
     "adamw_bnb_8bit": ("adamw", "8bit"), "adamw_8bit": ("adamw", "8bit"),
     "lion_32bit": ("lion", None), "lion_8bit": ("lion", "8bit"), "sgd": ("sgd", None),
 }  # fmt: skip
-"""`TrainingArguments.optim` → kind, and how moments are stored (None: as `megatrain.init` was told)."""
+"""`TrainingArguments.optim` → kind, and how moments are stored (None: as `megatrain.init` says)."""
 CLASSES = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adamw", torch.optim.SGD: "sgd"}
 READ = {"sgd": ("momentum", "dampening", "weight_decay", "nesterov")}
-"""Names in `optim_args` that transformers reads, by kind; those of the other kinds are fields of TrainingArguments."""
+"""Kind → names that transformers reads from `optim_args`. Other kinds are configured in TrainingArguments."""
 SAME_RESULT = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options of torch's optimizers that choose how, not what, they compute."""
+"""Options of torch's optimizers that do not change what they compute."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An optimizer that MegaTrain has."""
+    """A selected optimizer and its options."""
 
     kind: str
     moment_width: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: Iterable[Any] | None = None
-    """Parameter groups that were given with the class."""
+    """Parameter groups, if they were given."""
 
 
 class Optimizing(Part):
-    """The part of `MegaMixin` that makes and drives the optimizer. The other parts build on it."""
+    """The part of `MegaMixin` that creates and runs the optimizer. The other parts inherit from it."""
 
     engine: Engine
     optimizer: Any
     _subclass: Subclass
     _given_kind: str | None = None
-    """Of a torch optimizer that was passed in `optimizers=`."""
+    """The kind of a torch optimizer that was passed in `optimizers=`."""
     step_norm: float | None = None
-    """The gradient norm of this step, once the Trainer has taken it."""
+    """The gradient norm of this step, once the Trainer has computed it."""
     _from_arguments: Optimizer | None = None
-    """The optimizer that was made as TrainingArguments say."""
+    """The optimizer that was created from TrainingArguments."""
 
     @property
     def _optim(self) -> str:
         return str(getattr(self.args.optim, "value", self.args.optim))
 
     def _choose(self) -> Choice:
-        """What this Trainer was asked for, or `SettingsError`."""
+        """The optimizer that this Trainer's arguments select. Raises `SettingsError` if it is not supported."""
         if self._given_kind is not None:
             return Choice(self._given_kind)
         if self.optimizer is not None:
@@ -104,7 +104,7 @@ class Optimizing(Part):
     def create_optimizer(self, *args: Any) -> Any:
         self._follow_model()
         factory = functools.partial(functools.partial, self._made, self._choose())
-        # By way of transformers' own, so that overrides behind this class run; what they end in makes ours.
+        # Goes through transformers' method, so that overrides behind this class run.
         with changed(self, optimizer_cls_and_kwargs=(factory, {})):
             return super().create_optimizer(*args)
 
@@ -123,14 +123,14 @@ class Optimizing(Part):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_model()
         prepared = super()._prepare_for_training(*args, **kwargs)
-        # Whoever made it: a subclass may have one of torch's in `create_optimizer`.
+        # This also refuses a torch optimizer that a subclass returned from `create_optimizer`.
         own = self._own_optimizer()
         if own is not self._from_arguments and own.max_grad_norm is None and self.args.max_grad_norm:
             announce(f"max_grad_norm={self.args.max_grad_norm:g} of TrainingArguments applies to the given optimizer")
         return prepared
 
     def _own_optimizer(self) -> Optimizer:
-        """The engine's optimizer, from under accelerate's wrapper."""
+        """The engine's optimizer, without accelerate's wrapper."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         if inner is None:
             raise SettingsError("this Trainer has no optimizer yet; train() or create_optimizer() makes it.")
@@ -151,7 +151,7 @@ class Optimizing(Part):
         return self.step_norm
 
     def _gradients_are_watched(self) -> bool:
-        """Whether somebody may change gradients between the backward and the update, which then must not have begun."""
+        """Whether hooks may change gradients between backward and update, so that updates must not start early."""
         own = self._own_optimizer()
         return (
             bool(own._optimizer_step_pre_hooks or torch_hooks._global_optimizer_pre_hooks)
@@ -161,7 +161,7 @@ class Optimizing(Part):
 
 
 def of_class(found: tuple[Any, Mapping[str, Any]], weight_decay: float, where: str) -> Choice:
-    """A class of torch's with its arguments. Groups say how much is decayed, unless the arguments have groups."""
+    """The choice for a torch class and its arguments. Without groups, TrainingArguments set the weight decay."""
     cls, kwargs = found
     if cls not in CLASSES:
         name = getattr(cls, "__qualname__", repr(cls))
@@ -196,7 +196,7 @@ def of_class(found: tuple[Any, Mapping[str, Any]], weight_decay: float, where: s
 
 
 class Given:
-    """What a torch optimizer in `optimizers=` was made with. Make it before the engine, which replaces parameters."""
+    """A torch optimizer passed in `optimizers=`. Create this before the engine, which replaces parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         self._optimizer = optimizer
@@ -230,14 +230,14 @@ class Given:
             group.update(other)
         own._optimizer_step_pre_hooks.update(given._optimizer_step_pre_hooks)
         own._optimizer_step_post_hooks.update(given._optimizer_step_post_hooks)
-        # Its scheduler looks whether it has stepped, and would warn of a wrong order.
+        # Otherwise its scheduler warns that it was called before the optimizer.
         given._opt_called = True  # type: ignore[attr-defined]
         return own
 
 
 @contextmanager
 def changed(thing: Any, **values: Any) -> Iterator[None]:
-    """An object with other values of some attributes, for a while."""
+    """Change attributes of an object inside the block."""
     before = {name: getattr(thing, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,7 +1,7 @@
-"""A Trainer plans before it attaches: what its arguments and its data say about a step, and what the machine has left.
+"""Makes the plan of a Trainer's run, from its arguments, its data and the memory that is free.
 
-Lengths come from the data: rows are read and collated as the training loop will, the longest together. A stream is not
-started for that; there `megatrain.init(length=...)` says it, or the Trainer's own `max_length`.
+The length comes from the data: the longest rows are read and collated as in training. A stream is not read; its length
+is `megatrain.init(length=...)` or the Trainer's `max_length`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from megatrain.telemetry.notices import announce
 from megatrain.telemetry.progress import progress
 
 ROWS = 512
-"""Rows that are looked at for the longest; all of a smaller dataset, else evenly spaced ones."""
+"""Rows that are read to find the longest: all of a smaller dataset, else evenly spaced ones."""
 FEW_ROWS = 32
-"""The same if the length is known, and only whether rows are padded is not."""
+"""The same if the length is known, and only padding is not."""
 PADS = ("tokenizer", "processing_class", "processor", "pad_token_id")
-"""What collators have that pad."""
+"""Attributes of collators that pad."""
 LENGTHS = ("max_length", "max_seq_length")
-"""Names that Trainers give the longest sequence in their arguments."""
+"""Names of the longest sequence in the arguments of Trainers."""
 AS_ASKED = ("machine", "max_vram_gb", "max_ram_gb", "optimizer_compression", "precision", "compile")
-"""Settings that a plan takes as they are."""
+"""Settings that are passed on to the plan."""
 Collate = Callable[[list[Any]], Any]
 
 
 def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -> Plan | None:
-    """The plan for a Trainer's run, or the one it was given; None if there is none to make, or too little is known."""
+    """The plan for a Trainer's run: the given one, or a new one; None if none is needed or the length is unknown."""
     if settings.plan != "auto":
         return settings.plan  # type: ignore[no-any-return]
     decided = (settings.given | settings.debug.given) & {*PLANNED_SETTINGS, *PLANNED_DEBUG_SETTINGS}
-    # Without a GPU there is one tier, and nothing to decide.
+    # Without a GPU there is only RAM, and nothing to plan.
     one_tier = device.type != "cuda" and settings.machine is None
     if trainer.train_dataset is None or decided or one_tier:
         return None
@@ -93,9 +93,9 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
 
 
 def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | None:
-    """Rows and columns of the largest micro-batch, as far as the data shows, and whether some are padded."""
+    """Rows and columns of the largest micro-batch in a sample of the data, and whether rows are padded."""
     size, length = trainer.args.per_device_train_batch_size, settings.length
-    # Of data that cannot be looked at: collators that know how to pad may.
+    # If the data cannot be read, assume that a collator that can pad does.
     may_pad = size > 1 and any(hasattr(trainer.data_collator, name) for name in PADS)
     if is_stream(trainer.train_dataset):
         named = (length, *(getattr(trainer.args, name, None) for name in LENGTHS))
@@ -116,7 +116,7 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
         announce(f"no plan is made: the first batch of the dataset could not be built ({error!r:.200})")
         return None
     if length is not None:
-        # Collators may make one row of all.
+        # A collator may pack all rows into one.
         joined = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] < size
         return (ids.shape[0], size * length // ids.shape[0], padded) if joined else (size, length, padded)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -126,7 +126,7 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | No
 
 
 def _collated(rows: list[Any], collate: Collate, size: int) -> tuple[Any, bool]:
-    """The `input_ids` of a micro-batch made of the longest rows, and whether attention is given a mask that hides."""
+    """The `input_ids` of a micro-batch of the longest rows, and whether attention gets a mask."""
     rows = sorted(rows, key=_extent, reverse=True)
     longest = rows[:size]
     batch = collate(longest + longest[:1] * (size - len(longest)))
@@ -134,14 +134,14 @@ def _collated(rows: list[Any], collate: Collate, size: int) -> tuple[Any, bool]:
         return None, False
     padded = _hides(batch)
     if not padded:
-        # Rows that cannot be together in a batch are not, then.
+        # Skip rows that the collator cannot batch together.
         with suppress(Exception):
             padded = _hides(collate([*longest[: size - 1], min(rows, key=_tokens)]))
     return batch.get("input_ids"), padded
 
 
 def _hides(batch: Any) -> bool:
-    """Whether a token may not see all before it: some are padding, or of another document (positions start again)."""
+    """Whether some earlier tokens are masked: padding, or another document (positions restart)."""
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if isinstance(mask, torch.Tensor):
         return not bool(mask.all())
@@ -149,13 +149,13 @@ def _hides(batch: Any) -> bool:
 
 
 def _tokens(row: Any) -> int:
-    """Those of a row that its own mask does not hide."""
+    """The number of tokens in a row that its mask does not hide."""
     mask = row.get("attention_mask") if isinstance(row, Mapping) else None
     return _extent(row) if mask is None else int(torch.as_tensor(mask).sum())
 
 
 def _extent(row: Any) -> int:
-    """The longest thing in a row."""
+    """The length of the longest value in a row."""
     values = row.values() if isinstance(row, Mapping) else [row]
     arrays = (torch.Tensor, numpy.ndarray)
     sized = [value for value in values if hasattr(value, "__len__")]
@@ -164,7 +164,7 @@ def _extent(row: Any) -> int:
 
 @contextmanager
 def sampled(trainer: Any, most: int) -> Iterator[tuple[list[Any], Collate]]:
-    """Some rows of the dataset, evenly spaced, and the collator, as the training loop has them.
+    """Evenly spaced rows of the dataset, and the collator, as in training.
 
     Both may draw random numbers, also from a generator of their own; training must draw the same.
     """

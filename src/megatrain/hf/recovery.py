@@ -1,7 +1,7 @@
-"""A Trainer's step that runs out of memory: taken back and done again with less, or ended with a checkpoint.
+"""What a Trainer does when memory runs out: retry the step with less GPU memory, or save a checkpoint and stop.
 
-A step that is done again gives the bits that it would have given: gradients are dropped, random numbers start where
-they started, and what changes is only how much is kept on the GPU: graphs, then holds (engine/memory_limit.py).
+A retried step has the same result to the bit: gradients are dropped, random generators are restored, and only what is
+kept on the GPU changes: first stored graphs, then held state (engine/memory_limit.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Result = TypeVar("Result")
 
 
 def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, bool]:
-    """Do the work of a step; if the GPU runs out of memory, take it back and do it once more with less.
+    """Run the work of a step. If the GPU runs out of memory, undo it and retry with less.
 
-    Its result, and whether it took the second time.
+    Returns the result, and whether the retry was needed.
     """
     clean = not any(slab.grad.present for slab in engine.slabs)
     versions = [slab.version for slab in engine.slabs]
     buffers = [(name, buffer, buffer._version) for name, buffer in engine.model.named_buffers()]
-    drawn = Generators.capture(engine.device)
+    generators = Generators.capture(engine.device)
 
     def obstacle() -> str | None:
-        """Why the step cannot be taken back; None: it can."""
+        """Why the step cannot be undone; None: it can."""
         if not clean:
             return "gradients of earlier micro-batches had been summed already"
         if versions != [slab.version for slab in engine.slabs]:
@@ -51,12 +51,12 @@ def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callabl
         if (reason := obstacle()) is not None:
             error.add_note(f"megatrain: the step could not be done again, since {reason}.")
             raise
-        # Copies under way still write to memory that goes with the error.
+        # Running copies still write to memory that is freed with the error.
         engine.quiesce()
         said = str(error).split(". ")[0]
-    # Here the error is gone, and with it the frames that held the failed step's tensors.
+    # The error is freed by now, and with it the frames that held the failed step's tensors.
     zero_grad()
-    drawn.restore()
+    generators.restore()
     _free(engine)
     warn(
         f"{said}: the step was undone and is repeated with less kept on the GPU, which is slower and gives the "
@@ -67,9 +67,9 @@ def retry_after_oom(engine: Engine, zero_grad: Callable[[], None], work: Callabl
 
 
 def grad_norm_with_retry(engine: Engine) -> float:
-    """The norm of gradients, which changes nothing; if the GPU runs out of memory, once more with more of it.
+    """The gradient norm. If the GPU runs out of memory, free what can be freed and retry.
 
-    Lanes are quiet then, nothing is kept for later, and a plan's figure is no limit.
+    For the retry all lanes are idle, caches are empty and the plan's limit is lifted.
     """
     try:
         return engine.grad_norm()
@@ -92,13 +92,13 @@ def _free(engine: Engine) -> None:
 
 
 class RamStop(TrainerCallback):
-    """Ends a run at the end of a step, with a checkpoint, when RAM is running out."""
+    """Stops a run at the end of a step, with a checkpoint, when RAM is running out."""
 
     def __init__(self, engine: Callable[[], Engine]) -> None:
         self._engine = engine
         self.reason: str | None = None
         self.sealed: tuple[int, str] | None = None
-        """The last checkpoint of this run that can be resumed: its step and folder."""
+        """Step and directory of the last checkpoint of this run that can be resumed."""
         self._versions: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -109,19 +109,19 @@ class RamStop(TrainerCallback):
 
     @property
     def moved(self) -> bool:
-        """Whether weights have changed since the last step began: updates may start in its backward."""
+        """Whether weights have changed since the last step began. Updates may start in its backward."""
         return self._versions != [slab.version for slab in self._engine().slabs]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._versions = [slab.version for slab in self._engine().slabs]
-        # The last step has nothing after it that would need RAM.
+        # After the last step nothing needs RAM.
         if state.global_step < state.max_steps:
             self.reason = self._engine().ram.short()
         if self.reason is not None:
             control.should_save = control.should_training_stop = True
 
     def check(self) -> None:
-        """Raise if the run was ended."""
+        """Raise `OutOfRam` if the run was stopped."""
         reason, self.reason = self.reason, None
         if reason is None:
             return

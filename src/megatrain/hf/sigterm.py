@@ -1,6 +1,6 @@
-"""SIGTERM while a Trainer trains: the step is finished, a checkpoint is saved, and the process exits.
+"""On SIGTERM a Trainer finishes the step, saves a checkpoint, and the process exits.
 
-A second SIGTERM goes to the handler that was there before, at once. A forked child has that handler from its start:
+A second SIGTERM goes to the previous handler at once. A forked child has that handler from the start, because data
 loaders and pools end their workers with SIGTERM.
 """
 
@@ -24,11 +24,11 @@ _masks = threading.local()
 
 
 class EvaluationCut(Exception):
-    """Leaves an evaluation that runs while a Trainer trains; the run ends."""
+    """Ends an evaluation during training, because the run ends."""
 
 
 class Termination(TrainerCallback):
-    """Ends a run at the end of the step in which SIGTERM came, with a checkpoint."""
+    """Ends a run, with a checkpoint, at the end of the step in which SIGTERM arrives."""
 
     def __init__(self, training: Callable[[], bool]) -> None:
         self._training = training
@@ -38,9 +38,9 @@ class Termination(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGTERM inside; afterwards pass on one that came. Only the main thread can do that.
+        """Handle SIGTERM inside the block, and pass it on afterwards. Has no effect outside the main thread.
 
-        A process that ignores SIGTERM goes on ignoring it, and a handler that was not set by Python stays.
+        If the process ignores SIGTERM, or its handler was not set by Python, nothing changes.
         """
         previous = signal.getsignal(signal.SIGTERM)
         in_main = threading.current_thread() is threading.main_thread()
@@ -54,7 +54,7 @@ class Termination(TrainerCallback):
             yield
         finally:
             _listening.remove(self)
-            # Somebody may have put a handler of their own in its place, which then stays.
+            # A handler that was set in the meantime stays.
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, previous)
             self._owner = 0
@@ -64,7 +64,7 @@ class Termination(TrainerCallback):
         if callable(previous):
             previous(signal.SIGTERM, None)
         else:
-            # The exit status of a process that SIGTERM ended, after `finally` blocks and exit handlers have run.
+            # The exit status of SIGTERM, but with `finally` blocks and exit handlers.
             raise SystemExit(EXIT)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -93,7 +93,7 @@ class Termination(TrainerCallback):
 
 
 def _before_fork() -> None:
-    # A signal that reaches the child before it has its own handler would be lost: it waits.
+    # Block the signal: in the child it would be lost before the previous handler is restored.
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _listening else None
 
 

@@ -1,8 +1,8 @@
-"""What a Trainer may do that transformers' own does not: declared by its class, or seen in its methods and callbacks.
+"""Finds out how a Trainer differs from transformers' own: by declaration, or from its methods and callbacks.
 
-A window runs all micro-batches of a step at the first call of `training_step`. That is right only if no method of the
-Trainer can notice. It is known of transformers' own classes and of the TRL classes in `VERIFIED`; another class
-declares it with `micro_batches_are_independent = True`. Every other Trainer gets its calls as transformers makes them.
+A window runs all micro-batches of a step in the first call of `training_step`. That is correct only if no method of the
+Trainer depends on the order of calls, which is known of transformers' own classes and of the TRL classes in `VERIFIED`.
+Another class declares it with `micro_batches_are_independent = True`. All other Trainers run call by call.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ PER_MICRO_BATCH = (
     "training_step", "_prepare_inputs", "_prepare_input", "compute_loss", "compute_loss_context_manager",
     "autocast_smart_context_manager", "_prepare_context_parallel_inputs",
 )  # fmt: skip
-"""Methods that run for every micro-batch: one that keeps state sees whether micro-batches run in order."""
+"""Methods that run for every micro-batch. If one keeps state, the order of micro-batches matters."""
 VERIFIED = frozenset(
     f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward")
 )  # fmt: skip
-"""Classes of TRL 1.16 whose overrides append metrics, in the order of micro-batches, and read none of them; gradients
-pass a block once for each micro-batch."""
+"""Classes of TRL 1.16 whose overrides only append metrics, in the order of micro-batches, and whose backward passes
+each block once per micro-batch."""
 
 
 class Subclass:
-    """Questions about one Trainer. Each is answered anew: methods and callbacks may be added at any time."""
+    """Properties of one Trainer. Nothing is cached, because methods and callbacks may be added at any time."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     @property
     def declared(self) -> bool | None:
-        """What the nearest class that declares anything says of its micro-batches."""
+        """The declaration of the nearest class that has one."""
         spaces = (space for _, space in self._spaces())
         return next((space[DECLARATION] for space in spaces if space.get(DECLARATION) is not None), None)
 
     @property
     def why_in_turn(self) -> str | None:
-        """Why micro-batches must each run at its own call; None if they may run together."""
+        """Why each micro-batch must run in its own call; None if they may share a window."""
         trainer, declared = self._trainer, self.declared
         if declared is False:
             return f"{DECLARATION} is False"
-        # TRL's activation offloading is one object, which every training step enters.
+        # TRL's activation offloading is one context manager that every training step enters.
         verified = frozenset() if getattr(trainer.args, "activation_offloading", False) else VERIFIED
         overridden = self._unknown_override(verified)
         if overridden is not None or declared:
@@ -56,7 +56,7 @@ class Subclass:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a micro-batch can be done a second time without a method of somebody else's noticing."""
+        """Whether a micro-batch can be retried without side effects in overridden methods."""
         declared = self.declared
         return (
             declared is not False
@@ -70,17 +70,17 @@ class Subclass:
 
     @property
     def own_step(self) -> bool:
-        """Whether the training step is another one, which may look at gradients, or do several backwards."""
+        """Whether `training_step` is overridden, and may read gradients or run several backwards."""
         return not self._stock("training_step")
 
     @property
     def looks_at_logits(self) -> bool:
-        """Whether training may compute logits whole."""
+        """Whether training may need all logits."""
         return self.own_loss or self.own_step
 
     @property
     def evaluates_logits(self) -> bool:
-        """Whether evaluations compute logits whole: for metrics, or for a step or a loss that is not transformers'."""
+        """Whether evaluations need all logits: for metrics, or for an overridden step or loss."""
         trainer = self._trainer
         metrics = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
         smooths = trainer.label_smoother is not None
@@ -88,7 +88,7 @@ class Subclass:
 
     @property
     def watches_gradients(self) -> bool:
-        """Whether it may change gradients between the backward and the update, which then must not have begun."""
+        """Whether it may change gradients between backward and update, so that updates must not start early."""
         return not self._stock("_get_grad_norm") or self._listener("on_pre_optimizer_step") is not None
 
     @property
@@ -96,12 +96,12 @@ class Subclass:
         return not self._stock("get_optimizer_cls_and_kwargs")
 
     def _stock(self, method: str) -> bool:
-        """Whether a method is transformers' own, but for what MegaTrain puts around it."""
+        """Whether nobody but MegaTrain overrides a method of transformers' Trainer."""
         found = [(name, _package(space[method])) for name, space in self._spaces() if method in space]
         return [it for it in found if it[1] != "megatrain"] == [("transformers.trainer.Trainer", "transformers")]
 
     def _unknown_override(self, verified: frozenset[str]) -> str | None:
-        """A method of which nothing is known: in a class in front of the one that declares, if one does."""
+        """An unverified override of a per-micro-batch method, in a class before the one with a declaration."""
         for name, space in self._spaces():
             if space.get(DECLARATION) is not None:
                 return None
@@ -112,7 +112,7 @@ class Subclass:
         return None
 
     def _listener(self, event: str) -> str | None:
-        """A callback that is not MegaTrain's own and does something at an event."""
+        """The name of a callback, not one of MegaTrain's, that handles an event."""
         for callback in self._trainer.callback_handler.callbacks:
             method = getattr(callback, event)
             does = getattr(method, "__func__", method) is not vars(TrainerCallback).get(event)
@@ -121,13 +121,13 @@ class Subclass:
         return None
 
     def _spaces(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The Trainer object and its classes, nearest first: what each of them holds."""
+        """Name and attributes of the Trainer object and of its classes, nearest first."""
         yield f"this {type(self._trainer).__name__}", vars(self._trainer)
         for cls in type(self._trainer).__mro__:
             yield f"{cls.__module__}.{cls.__qualname__}", vars(cls)
 
 
 def _package(thing: Any) -> str:
-    """Where a function was written, also if it was put into another's class or wrapped; of a class, its package."""
+    """The package that defines a function, even if it was patched into another class; or that of a class."""
     module = thing.__globals__["__name__"] if isinstance(thing, FunctionType) else getattr(thing, "__module__", "")
     return str(module).split(".")[0]
