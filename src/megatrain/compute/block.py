@@ -118,9 +118,19 @@ class Block:
         return bound
 
     def call(
-        self, weights: Weights, args: Any, kwargs: Any, buffers: Buffers | None = None, *, compiled: bool = False
+        self,
+        weights: Weights,
+        args: Any,
+        kwargs: Any,
+        buffers: Buffers | None = None,
+        *,
+        compiled: bool = False,
+        recompute: bool = False,
     ) -> Any:
-        """Run the module's original forward on these weights, and on copies of `buffers` if given."""
+        """Run the module's original forward on these weights, and on copies of `buffers` if given.
+
+        With `recompute` only the graph of the call is needed: what it returns may be uninitialized.
+        """
         self._check_modules_unchanged()
         binding: Binding = {content: {key: weights[at] for key, at in names} for content, names in self._names}
         copies = {} if buffers is None else {name: buffer.clone() for name, buffer in buffers.items()}
@@ -129,10 +139,12 @@ class Block:
             binding.setdefault(id(content), {})[key] = buffer
         with self._call_lock:
             if compiled:
-                return self._call_compiled(binding, weights, copies, args, kwargs)
+                return self._call_compiled(binding, weights, copies, args, kwargs, recompute)
             return call_bound(binding, self.original, *args, **kwargs)
 
-    def _call_compiled(self, binding: Binding, weights: Weights, buffers: Buffers, args: Any, kwargs: Any) -> Any:
+    def _call_compiled(
+        self, binding: Binding, weights: Weights, buffers: Buffers, args: Any, kwargs: Any, recompute: bool
+    ) -> Any:
         assert self.compiled is not None
         state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.locations.items()}
         state |= {f"block.{name}": buffer for name, buffer in buffers.items()}
@@ -143,7 +155,7 @@ class Block:
                 content.reset_traced()
         self._traced = True
         # Code after a graph break runs eagerly and needs the same weights bound.
-        result = call_bound(binding, self.compiled, self._stateless, state, args, kwargs)
+        result = call_bound(binding, self.compiled, self._stateless, state, args, kwargs, recompute)
         for content in of_buffers if not buffers else ():
             content.keep_traced()
         for content in contents:

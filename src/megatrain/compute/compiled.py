@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.func import functional_call
 
+from megatrain.compute.binding import call_with
 from megatrain.errors import MegaTrainError
 from megatrain.process import compile_limits
 from megatrain.telemetry.notices import announce
@@ -21,6 +23,9 @@ from megatrain.telemetry.progress import progress
 
 MAX_GRAPHS = 64
 """Compilations per call site before an error is raised. Dynamo would silently fall back to eager."""
+
+
+_recomputing: ContextVar[bool] = ContextVar("megatrain_recomputing", default=False)
 
 
 def _call(module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
@@ -36,7 +41,10 @@ class Compiled:
     """The compiled stateless call, and the structures that cannot be compiled."""
 
     def __init__(self) -> None:
-        self._compiled: Any = torch.compile(_call)
+        # Imported here: it takes seconds, and engines that do not compile do without it.
+        from megatrain.compute.partition import backend
+
+        self._compiled: Any = torch.compile(_call, backend=backend(_call, _recomputing.get))
         self._uncompilable: set[Hashable] = set()
         self._called: set[str] = set()
 
@@ -63,11 +71,13 @@ class Compiled:
         self._called.add(name)
         return progress(None, "", f"Compiling {name}")
 
-    def __call__(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any, recompute: bool
+    ) -> Any:
         before = self.graphs()
         try:
             with compile_limits(MAX_GRAPHS), self._bar(type(module.block).__name__):
-                result = self._compiled(module, state, args, kwargs)
+                result = call_with({_recomputing: recompute}, self._compiled, module, state, args, kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as cause:
             raise MegaTrainError(
                 f"a block was compiled {MAX_GRAPHS} times for different shapes; pad batches to a few lengths, or "

@@ -122,10 +122,13 @@ class _Call:
         self.ambient.generators.restore()
         return self.run(inputs, weights)
 
-    def run(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], FlattenSpec]:
+    def run(
+        self, inputs: list[torch.Tensor], weights: Weights, *, recompute: bool = False
+    ) -> tuple[list[torch.Tensor], FlattenSpec]:
         args, kwargs = self.spec.unflatten(inputs)
         with torch.enable_grad():
-            call = partial(self.block.call, weights, args, kwargs, self.buffers or None, compiled=self.compiled)
+            how = {"compiled": self.compiled, "recompute": recompute}
+            call = partial(self.block.call, weights, args, kwargs, self.buffers or None, **how)
             return capture_outputs(call, weights, args, kwargs, self.capture)
 
     def offload_inputs(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -162,7 +165,7 @@ class _Call:
         weights = self.block.bind(views, leaves=True)
         for _ in range(MAX_RECOMPUTES):
             with self.ambient.replayed(self.generators_after), self.info.replay_call_ids():
-                outputs, _ = self.run(inputs, weights)
+                outputs, _ = self.run(inputs, weights, recompute=True)
                 if self.random_numbers_match():
                     return _Graph(inputs, weights, outputs, None)
         raise UnsupportedCall(
