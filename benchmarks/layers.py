@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatrain as mt
 from benchmarks.shapes import SHAPES
+from megatrain.compute.partition import backend
 from megatrain.model.shapes import describe
 from megatrain.planner.activations import graph_bytes, layer_bytes
 from megatrain.planner.cost import Costs
@@ -48,12 +49,13 @@ def measure(name: str, batch: int, length: int, compiled: bool) -> dict[str, obj
     hidden = torch.randn(batch, length, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     positions = torch.arange(length, device="cuda")[None]
     rotary = model.model.rotary_emb(hidden, positions)
-    call = torch.compile(layer.forward) if compiled else layer.forward
     leaves = [hidden, *layer.parameters()]
 
-    def forward() -> torch.Tensor:
-        result = call(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+    def call() -> torch.Tensor:
+        result = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
         return result[0] if isinstance(result, tuple) else result
+
+    forward = torch.compile(call, backend=backend(call, lambda: False)) if compiled else call
 
     output = forward()
     towards = torch.ones_like(output)

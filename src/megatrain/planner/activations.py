@@ -29,20 +29,22 @@ class SavedBytes:
     """Of the layer's input."""
     norm: float
     """Per norm that computes in FP32 without a fused kernel."""
+    fused_norm: float
+    """Per norm with a fused kernel."""
     head_norm: float
     """Per unit of queries and keys, if they are normalized."""
     mlp: float
     """Of a mixture of experts: per expert that a token is routed to."""
 
 
-EAGER = SavedBytes(hidden=2, norm=8, head_norm=6, mlp=8)
+EAGER = SavedBytes(hidden=2, norm=8, fused_norm=4, head_norm=6, mlp=8)
 """A norm saves its input in FP32, the normalized input in BF16, and its output. Attention saves q, k, v and its output
 (4 bytes per unit of queries and of keys) and one FP32 number per head. The MLP saves gate, its activation, up and their
 product. Experts save their input and output rows. `benchmarks/layers.py` measures the same, within 0.5% for experts and
 exactly otherwise."""
-COMPILED = SavedBytes(hidden=0, norm=4, head_norm=2, mlp=6)
-"""The same compiled: norms are recomputed from their input, the activation of the MLP from gate and up."""
-FUSED_NORM = 4
+COMPILED = SavedBytes(hidden=0, norm=2, fused_norm=2, head_norm=2, mlp=4)
+"""The same compiled: norms are recomputed from their input, the MLP's activation and product from gate and up
+(compute/partition.py)."""
 EXPERT_ROWS = 4
 """Per expert that a token is routed to, and unit of hidden size."""
 CLAMPED_MLP = 6
@@ -108,7 +110,7 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
         return _traced(block, block.traced.graph, run, attention, run.micro_tokens, more)
     kept = COMPILED if run.compile else EAGER
     heads = block.attention_width + block.kv_width
-    per_token = (kept.hidden + kept.norm * block.norms + FUSED_NORM * block.fused_norms) * block.hidden_size
+    per_token = (kept.hidden + kept.norm * block.norms + kept.fused_norm * block.fused_norms) * block.hidden_size
     per_token += (ATTENTION + (kept.head_norm if block.head_norms else 0)) * heads + LSE_BYTES * block.heads
     per_token += kept.mlp * block.intermediate_size
     if block.experts:
@@ -128,8 +130,8 @@ def _traced(block: BlockShape, counted: SizeFormula, run: Run, attention: str, t
 def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> int:
     """Peak of a layer's backward, beside what the policy keeps: its graph, its weight gradients and temporaries.
 
-    The peak is early, with gradients as wide as the MLP (two, or one if compiled) and that of its last weights. After
-    that the graph is released faster than weight gradients are produced.
+    The peak is early, with two tensors as wide as the MLP (gradients, or one and the product if compiled) and the
+    gradient of its last weights. After that the graph is released faster than weight gradients are produced.
     """
     inputs, weights = input_bytes(block, run), block.trainable * run.itemsize
     graph, temporary = graph_bytes(block, run, attention), _attention_extra(block, run, attention)[1]
@@ -140,7 +142,7 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
         width = block.intermediate_size * run.micro_tokens * run.itemsize
         last = weights // 3 if block.experts else block.hidden_size * block.intermediate_size * run.itemsize
         rows = 2 * block.experts_per_token * inputs
-        early = last + rows + (width + inputs if run.compile else 2 * width)
+        early = last + rows + 2 * width + (2 * inputs if run.compile else 0)
     # When attention computes scores, only the weight gradients of the MLP are still there.
     late = weights + 2 * inputs
     extra = max(early, late - graph, late + run.micro_tokens * temporary if temporary else 0)

@@ -99,7 +99,7 @@ class Piece:
         updated = block.trainable * costs.relative
         self.forward, self.backward = costs.compute(block, state)
         self.forward_during_updates = max(self.forward, LAUNCH_SLOWDOWN * costs.launched[0] if layer else 0.0)
-        self.recompute = 0.0 if head else self.forward
+        self.recompute = 0.0 if head else self.forward - costs.left_out(block)
         """The second forward of a block without a stored graph. The head computes its gradients in the forward."""
         self.fetch = _copy(state.weights, costs.h2d)
         """Weights to the GPU, in the forward."""
@@ -186,6 +186,14 @@ class Costs:
         backward = 2 * products + (moved[1] + 2 * state.weights) / self.hbm + 5 * scores
         # The host runs ahead of the GPU, unless launching a layer takes longer than computing it.
         return max(forward, self.launched[0]), max(backward + stored, self.launched[1])
+
+    def left_out(self, block: BlockShape) -> float:
+        """Seconds of the product that a recompute leaves out (compute/partition.py)."""
+        # A layer that ends in a norm needs the product. Graphs of varying lengths have no fixed sizes, and keep it.
+        ends_in_product = block.kind == "layer" and not block.experts and block.norms + block.fused_norms <= 2
+        if not self.run.compile or self.run.padded or not ends_in_product or block.traced is not None:
+            return 0.0
+        return 2 * self.run.micro_tokens * block.hidden_size * block.intermediate_size / self._matmul
 
     def _traffic(self, block: BlockShape, moved: Traffic) -> float:
         """Bytes moved for one micro-batch."""

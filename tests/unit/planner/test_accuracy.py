@@ -7,7 +7,7 @@ others: the same configurations on other machines, and configurations that nothi
 """
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -29,6 +29,8 @@ TAKEN_AHEAD = list(RUNS)[2:]
 `test_memory.py` holds tensors alone."""
 OLD_HEAD = list(RUNS)[:6]
 """Runs with PyTorch's own cross-entropy, and chunks of half as many logits."""
+OLD_PARTITION = list(RUNS)[:8]
+"""Runs in which compiled layers were split by PyTorch's default, and a recompute computed all of a layer."""
 FITTED_RUN = "533b65e"
 """Its ten rows gave the seconds around calls, fetches and parked inputs, and the RAM of the process."""
 FITTED_ROWS = [
@@ -59,7 +61,13 @@ def planned(commit, number):
     run, limits = resolve_run(None, shape.precision, options)
     traffic = patch.dict(cost.LOGIT_TRAFFIC, {True: cost.LOGIT_TRAFFIC[False]})
     memory = patch.object(activations, "bytes_per_logit", lambda *_: activations.LOGIT_BYTES)
-    with traffic if old else nullcontext(), memory if old else nullcontext():
+    with ExitStack() as patches:
+        for each in (traffic, memory) if old else ():
+            patches.enter_context(each)
+        if commit in OLD_PARTITION:
+            saved = activations.SavedBytes(hidden=0, norm=4, fused_norm=4, head_norm=2, mlp=6)
+            patches.enter_context(patch.object(activations, "COMPILED", saved))
+            patches.enter_context(patch.object(cost.Costs, "left_out", lambda *_: 0.0))
         search, decision = Search(shape, machine, run, **limits), Decision(**row["decision"])
         return search.simulator.step(decision).seconds, search.ledger.account(decision)
 
