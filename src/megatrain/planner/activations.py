@@ -130,8 +130,9 @@ def _traced(block: BlockShape, counted: SizeFormula, run: Run, attention: str, t
 def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> int:
     """Peak of a layer's backward, beside what the policy keeps: its graph, its weight gradients and temporaries.
 
-    The peak is early, with two tensors as wide as the MLP (gradients, or one and the product if compiled) and the
-    gradient of its last weights. After that the graph is released faster than weight gradients are produced.
+    The peak is early, with the gradient of the MLP's last weights and two gradients as wide as the MLP (compiled: and
+    their product, which one kernel computes). After that the graph is released faster than weight gradients are
+    produced.
     """
     inputs, weights = input_bytes(block, run), block.trainable * run.itemsize
     graph, temporary = graph_bytes(block, run, attention), _attention_extra(block, run, attention)[1]
@@ -142,7 +143,7 @@ def layer_bytes(block: BlockShape, run: Run, attention: str, stored: bool) -> in
         width = block.intermediate_size * run.micro_tokens * run.itemsize
         last = weights // 3 if block.experts else block.hidden_size * block.intermediate_size * run.itemsize
         rows = 2 * block.experts_per_token * inputs
-        early = last + rows + 2 * width + (2 * inputs if run.compile else 0)
+        early = last + rows + (3 * width + 5 * inputs if run.compile else 2 * width)
     # When attention computes scores, only the weight gradients of the MLP are still there.
     late = weights + 2 * inputs
     extra = max(early, late - graph, late + run.micro_tokens * temporary if temporary else 0)

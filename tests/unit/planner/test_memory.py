@@ -75,7 +75,7 @@ def test_memory_is_what_was_measured(name, run, decision, allocated, ram):
 
 def test_a_layers_graph_is_what_was_measured():
     block = shape_of("qwen2.5-7b").blocks[1]
-    for compiled, measured, peak in ((False, 1.7743, 0.7045), (True, 0.8134, 0.4155)):
+    for compiled, measured, peak in ((False, 1.7743, 0.7045), (True, 0.8134, 1.1562)):
         run = Run(micro_batch=4, compile=compiled)
         assert activations.graph_bytes(block, run, "sdpa") / GIB == pytest.approx(measured, rel=1e-3)
         assert is_just_above(activations.layer_bytes(block, run, "sdpa", stored=True) / GIB, peak)
