@@ -1,0 +1,121 @@
+"""How compiled layers are split: gradients are right, dropout included, and a recompute leaves out the last product."""
+
+import logging
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatrain.compute.partition import backend
+
+
+@pytest.fixture(autouse=True)
+def _traced_again(caplog):
+    """Partitioning is skipped for graphs in PyTorch's cache on disk."""
+    torch._dynamo.reset()
+    caplog.set_level(logging.DEBUG, "megatrain.compute.partition")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"norm": (8,), "up": (8, 12), "gate": (8, 12), "down": (12, 8)}
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for n, s in shapes.items()}
+
+
+def normed(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def mlp(x, w, dropout=0.0):
+    hidden = normed(x, w["norm"])
+    hidden = functional.silu(hidden @ w["gate"]) * (hidden @ w["up"])
+    return x + functional.dropout(hidden, dropout) @ w["down"]
+
+
+def ends_in_a_norm(x, w):
+    return normed(mlp(x, w), w["norm"])
+
+
+def drops_its_result(x, w):
+    return functional.dropout(mlp(x, w), 0.3)
+
+
+def left_out(caplog):
+    return [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+
+
+def compiled(function):
+    """The function as a layer is compiled, and as its recompute is; both draw the numbers of seed 0."""
+    recomputing = False
+    call = torch.compile(function, backend=backend(function, lambda: recomputing))
+
+    def run(x, w, recompute=False):
+        nonlocal recomputing
+        recomputing = recompute
+        torch.manual_seed(0)
+        return call(x, w)
+
+    return run
+
+
+def with_dropout(x, w):
+    return mlp(x, w, dropout=0.4)
+
+
+@pytest.mark.parametrize("function", [with_dropout, drops_its_result], ids=lambda f: f.__name__)
+def test_gradients_with_dropout_are_those_of_finite_differences(function):
+    """Of the forward's own graph and of the recompute's, along a random direction of input and weights."""
+    run, w = compiled(function), weights()
+    x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    generator = torch.Generator().manual_seed(2)
+    inputs = {"x": x, **w}
+    direction = {n: torch.randn(t.shape, dtype=t.dtype, generator=generator) for n, t in inputs.items()}
+
+    def value(step):
+        moved = {n: (t + step * direction[n]).detach().requires_grad_() for n, t in inputs.items()}
+        return run(moved.pop("x"), moved).square().sum().item()
+
+    expected = (value(1e-5) - value(-1e-5)) / 2e-5
+    towards = 2 * run(x, w).detach()
+    for recompute in (False, True):
+        grads = torch.autograd.grad(run(x, w, recompute), [*inputs.values()], towards)
+        found = sum((g * d).sum().item() for g, d in zip(grads, direction.values(), strict=True))
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_recompute_leaves_out_the_last_product(caplog):
+    run, w = compiled(mlp), weights()
+    x = torch.randn(6, 8, dtype=torch.float64).requires_grad_()
+    result, again = run(x, w), run(x, w, recompute=True)
+    assert len(left_out(caplog)) == 1
+    assert again.shape == result.shape
+    assert again.stride() == result.stride()
+    assert not torch.equal(result, again)
+    towards = torch.ones_like(result)
+    both = [torch.autograd.grad(each, [x, *w.values()], towards) for each in (result, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("function", [ends_in_a_norm, drops_its_result], ids=lambda f: f.__name__)
+def test_what_the_backward_needs_is_computed_again(function, caplog):
+    """The norm's backward needs the product; a mask that is drawn after the product could be fused with it."""
+    run, w = compiled(function), weights()
+    x = torch.randn(6, 8, dtype=torch.float64).requires_grad_()
+    assert torch.equal(run(x, w), run(x, w, recompute=True))
+    assert not left_out(caplog)
+
+
+def test_a_graph_that_is_a_part_of_the_call_is_computed_again(caplog):
+    """What the first part returns is the second part's input."""
+
+    def in_two_parts(x, w):
+        x = mlp(x, w)
+        torch._dynamo.graph_break()
+        return mlp(x, w)
+
+    run, w = compiled(in_two_parts), weights()
+    x = torch.randn(6, 8, dtype=torch.float64).requires_grad_()
+    assert torch.equal(run(x, w), run(x, w, recompute=True))
+    assert not left_out(caplog)
