@@ -68,7 +68,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_is_said(said, monkeypatch):
 
     model = llama()
     plain = copy.deepcopy(model)
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: fail)
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: fail)
     assert train(model, [16, 16], compile=True)[0] == train(plain, [16, 16])[0]
     assert sum("cannot be compiled here and run eagerly" in message for message in said.messages) == 1
 
@@ -77,7 +77,7 @@ def test_too_many_shapes_are_an_error_not_a_silent_fall_back(monkeypatch):
     def fail(*args, **kwargs):
         raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile limit")
 
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: fail)
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: fail)
     with pytest.raises(mt.errors.MegaTrainError, match="compiled 64 times for different shapes"):
         train(llama(), [16], compile=True)
 
@@ -120,7 +120,7 @@ def without_erfinv(graph, example_inputs):
 @pytest.fixture
 def no_erfinv(monkeypatch):
     plain = torch.compile
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: plain(function, backend=without_erfinv))
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: plain(function, backend=without_erfinv))
 
 
 def mixed_gradients(policy, between=lambda model: None):
@@ -146,8 +146,8 @@ def test_a_shape_that_fails_between_forward_and_backward(monkeypatch, said):
     failing = []
     plain = torch.compile
 
-    def compile(function):
-        inner = plain(function)
+    def compile(function, **options):
+        inner = plain(function, **options)
 
         def call(module, state, args, kwargs):
             if failing and args[0].shape[0] == 7:
@@ -172,8 +172,8 @@ def test_what_cannot_be_compiled_again_is_an_error(monkeypatch):
     calls = []
     plain = torch.compile
 
-    def compile(function):
-        inner = plain(function)
+    def compile(function, **options):
+        inner = plain(function, **options)
 
         def call(*args):
             calls.append(args)

@@ -11,8 +11,8 @@ import megatrain as mt
 from megatrain import errors
 
 SOURCE = Path(__file__).parents[3] / "src" / "megatrain"
-INTERNAL = {"EvaluationCut"}
-"""Raised and caught inside MegaTrain: it leaves an evaluation when the run is told to end."""
+INTERNAL = {"EvaluationCut", "_NothingToLeaveOut"}
+"""Raised and caught inside MegaTrain: to leave an evaluation when the run is told to end, or a compilation."""
 BUILTIN = {
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
 }
