@@ -64,7 +64,7 @@ class MegaMixin(MicroBatches, Checkpoints):
         self.callback_handler = Handler(self.callback_handler, own)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As ever, less what a stock Trainer would do to the model that an engine does itself, or cannot do."""
+        """Create the accelerator without what the engine does itself, or does not support."""
         args = self.args
         if args.fp16:
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
@@ -76,7 +76,7 @@ class MegaMixin(MicroBatches, Checkpoints):
                 "torch_compile=True in TrainingArguments, but megatrain.init asked for compile=False; leave one of "
                 "them out."
             )
-        # The accelerator may be made again (hyperparameter search), and the argument is gone then.
+        # The accelerator may be created again (hyperparameter search), after the argument was reset below.
         self._compile = self._compile or bool(args.torch_compile)
         if args.torch_compile:
             for name, usual in (("torch_compile_backend", "inductor"), ("torch_compile_mode", None)):
@@ -84,7 +84,7 @@ class MegaMixin(MicroBatches, Checkpoints):
                     warn(
                         f"{name}={value!r} has no effect: the engine compiles its blocks with torch.compile's defaults"
                     )
-            # The engine compiles its blocks; compiling the whole model around them would only break the graph.
+            # The engine compiles its blocks. Compiling the whole model around them would only add graph breaks.
             args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
         super().create_accelerator_and_postprocess()
         self._set_autocast()
@@ -93,20 +93,20 @@ class MegaMixin(MicroBatches, Checkpoints):
         return super()._build_accelerator_args(**kwargs) | {"device_placement": False}
 
     def _set_autocast(self) -> None:
-        """Precision is the engine's: autocast on top would cast the weights of every block again. One block computes as
-        the model of a stock Trainer does: FP32 weights, under autocast."""
+        """Disable autocast, which would cast the weights of every block again. A model without blocks computes as in a
+        stock Trainer: FP32 weights, under autocast."""
         one_block = hasattr(self, "engine") and not self.engine.blocks
-        # Of this accelerator alone: its state is the process's, and other Trainers have it too.
+        # Set on this accelerator alone: the accelerator state is shared by all Trainers of the process.
         self.accelerator.native_amp = bool(self.args.bf16) and one_block
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ever. accelerate counts the rows of a stream's last batch, for means over them, only if it places it."""
+        """For streams, device placement stays on: accelerate counts the rows of the last batch only then."""
         placed = isinstance(dataset, IterableDataset) or bool(self.accelerator.dispatch_batches)
         with changed(self.accelerator, device_placement=placed):
             return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """The engine puts each block where it is computed."""
+        """Do nothing: the engine moves each block."""
 
     def _attach_with_optimizer(self) -> None:
         if self.optimizer is None or isinstance(self.optimizer, Optimizer):
@@ -119,7 +119,7 @@ class MegaMixin(MicroBatches, Checkpoints):
         announce(f"the {name} in optimizers= is replaced by the engine's {given.kind}, with its options and state")
 
     def _attach(self) -> None:
-        """Give the model an engine, or take the one it has (a second Trainer on the same model)."""
+        """Attach an engine to the model, or use the one it has (a second Trainer on the same model)."""
         self._find_engine()
         if self.engine.blocks and self.args.gradient_checkpointing:
             self.args.gradient_checkpointing = False
@@ -153,7 +153,7 @@ class MegaMixin(MicroBatches, Checkpoints):
                 f"megatrain.init asked for device={asked.device!r}, but TrainingArguments is on {device}; "
                 "set use_cpu=True there, or leave device out."
             )
-        # bf16-sr is asked for by megatrain.init alone, and computes in BF16 too.
+        # bf16-sr, which only megatrain.init can select, computes in BF16 too.
         streams = self.args.bf16 and bool(layered_blocks(self.model, transformers_api.load()))
         if streams and asked.precision == "fp32":
             raise SettingsError(
@@ -178,7 +178,7 @@ class MegaMixin(MicroBatches, Checkpoints):
         self.engine = Engine(self.model, _kind=choice.kind, **settings.override(plan=plan).chosen())
 
     def _follow_model(self) -> None:
-        """`model_init` may have made another model: the first one's memory is wanted then."""
+        """If `model_init` created another model, close the old engine and attach to the new model."""
         if engine_of(self.model) is not self.engine:
             self.engine.close()
             del self.engine
@@ -192,7 +192,7 @@ class MegaMixin(MicroBatches, Checkpoints):
         directory = self._get_output_dir(trial=trial)
         with self._termination.listening(), self.run_record.running(directory), ExitStack() as lasting:
             lasting.enter_context(hidden(self.args.disable_tqdm))
-            # A run that does not save may share its directory with others.
+            # A run that saves nothing needs no lock.
             if self.args.save_strategy != "no":
                 lasting.callback(lock.acquire(directory))
             if resume_from_checkpoint is True:
@@ -207,7 +207,7 @@ class MegaMixin(MicroBatches, Checkpoints):
                 self._stop_with_a_checkpoint(error)
                 raise
             finally:
-                # Whatever comes now (generating, say) was not planned.
+                # Later work, such as generating, is not part of the plan.
                 if hasattr(self, "engine"):
                     self.engine.memory_limit.apply(False)
         self._ram_stop.check()
@@ -234,12 +234,12 @@ class MegaMixin(MicroBatches, Checkpoints):
         return found
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        """Nobody looks at logits if only the loss is asked for: then no more than a chunk of them is computed."""
+        """If only the loss is needed, compute logits chunk by chunk."""
         with self.engine.loss_only() if prediction_loss_only else nullcontext():
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ever; a model that gives no loss because nothing was labelled is told apart from one that never does."""
+        """Compute the loss. Raises `MissingLabels` if there is none because the batch has no labels."""
         names = self.label_names or ["labels"]
         labelled = not isinstance(inputs, Mapping) or any(name in inputs for name in names)
         if labelled or self._subclass.own_loss:
@@ -257,7 +257,7 @@ class MegaMixin(MicroBatches, Checkpoints):
             raise missing from error
         loss = found[0] if isinstance(found, tuple) else found
         if loss.requires_grad and loss.numel() > 1:
-            # What a model returns first in a tuple is its loss only if there were labels.
+            # Without labels, the first element of a tuple is not the loss.
             raise missing
         return found
 
@@ -295,7 +295,7 @@ class Trainer(MegaMixin, transformers.Trainer):
 
 
 class Handler(CallbackHandler):
-    """Calls the Trainer's callbacks, whose list stays the user's, then MegaTrain's, which have the last word."""
+    """Calls the Trainer's callbacks, then MegaTrain's, which are not in the user's list."""
 
     def __init__(self, handler: CallbackHandler, own: Sequence[TrainerCallback]) -> None:
         self.__dict__.update(vars(handler))
@@ -309,13 +309,13 @@ class Handler(CallbackHandler):
 
 
 def _check_attached(engine: Engine, asked: Settings) -> None:
-    """Refuse or name what `megatrain.init` was given after the engine was made that the model has."""
+    """Refuse or warn about settings of `megatrain.init` that came after the model's engine was created."""
     if asked is engine.defaults:
         return  # what the engine has otherwise, it was given itself
     has = vars(engine.settings) | {"device": str(engine.device), "precision": engine.precision}
     # Whether a run is recorded is asked when it begins.
     other = {name: value for name, value in asked.chosen().items() if has[name] != value and name != "record"}
-    # None and "cuda" leave it open.
+    # None and "cuda" match any GPU.
     device = torch.device(asked.device or engine.device)
     if device.type == engine.device.type and device.index in (None, engine.device.index):
         other.pop("device", None)
