@@ -1,4 +1,4 @@
-"""Every test starts from the default settings, offline, and on one thread: tensors are tiny here."""
+"""Every test starts with default settings, offline, and on one thread, because its tensors are tiny."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import torch
 
 from megatrain import settings
 
-# A shell's background jobs ignore Ctrl-C, and what they start inherits that: tests of it need Python's own handler.
+# Background jobs of a shell ignore SIGINT, and their children inherit that. Tests of Ctrl-C need Python's handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -28,6 +28,6 @@ def defaults() -> Iterator[None]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What MegaTrain announces; `said.messages` is the list."""
+    """Captures MegaTrain's notices; `said.messages` lists them."""
     caplog.set_level("INFO", logger="megatrain")
     return caplog

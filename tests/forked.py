@@ -1,4 +1,4 @@
-"""Functions run in forked children; what they return or raise comes back."""
+"""Run functions in forked children and collect their results or errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST = 60
-"""Seconds after which a child that hangs is ended, so that the test fails and does not hang itself."""
+"""A child that runs longer than this many seconds is killed, so that the test fails instead of hanging."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a child: a value, or what it raised (class and message), or the signal that ended it."""
+    """How a child ended: its return value, the exception it raised (class and message), or the signal that ended it."""
 
     value: Any = None
     raised: tuple[str, str] | None = None
@@ -29,14 +29,16 @@ def run(work: Callable[[], Any]) -> Ended:
 
 
 def start(work: Callable[[], Any]) -> tuple[int, int]:
-    """A forked child that calls `work` and ends without leaving through its caller: its pid, and where it answers."""
+    """Fork a child that runs `work` and exits without returning to the caller. Returns its pid and the pipe with its
+    result.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writer)
         return pid, reader
     signal.alarm(LONGEST)
-    # A fault may be what the test waits for.
+    # Some tests expect the child to crash.
     faulthandler.disable()
     try:
         answer = Ended(work())

@@ -1,8 +1,8 @@
-"""Every error message and every notice of the source on one page, to be read top to bottom: `python -m tests.messages`.
+"""Print every error message and notice of the source on one page: `python -m tests.messages`.
 
-They are found in the syntax tree: calls of an exception class, of `announce`, `warn` and `renamed`. Fields of f-strings
-are shown by name, `{name}`. Below a message stands the text that its fields are filled with, where the source has it:
-constants, local variables, and arguments that other functions pass in.
+Messages are found in the syntax tree: calls of an exception class, and of `announce`, `warn` and `renamed`. Fields of
+f-strings are shown by name, as `{name}`. Below each message are the texts that its fields can have, where the source
+contains them: constants, local variables, and arguments from other functions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Message:
     file: str
     line: int
     kind: str
-    """The exception class, or the function that says it."""
+    """The exception class, or the function that prints the notice."""
     text: str
     parts: dict[str, list[str]] = field(default_factory=dict)
-    """Field → the texts that it may have."""
+    """Field → its possible texts."""
 
 
 def find(root: Path = SOURCE) -> list[Message]:
@@ -35,18 +35,18 @@ def find(root: Path = SOURCE) -> list[Message]:
     errors = exceptions(trees.values())
     found: list[Message] = []
     passed: dict[str, dict[str, int]] = {}
-    """Function → its parameters that are part of a message, and where they stand in a call."""
+    """Function → those of its parameters that appear in a message, with their positions."""
     for path, tree in trees.items():
         for scopes, call in calls(tree):
             kind = name_of(call.func)
             if kind in errors or kind in NOTICES:
                 found.append(message(str(path.relative_to(root)), kind, call, scopes))
-                for name, place in parameters(call, scopes).items():
-                    passed.setdefault(scopes[-1].name, {})[name] = place  # type: ignore[union-attr]
+                for name, position in parameters(call, scopes).items():
+                    passed.setdefault(scopes[-1].name, {})[name] = position  # type: ignore[union-attr]
     for path, tree in trees.items():
         for _, call in calls(tree):
             places = passed.get(name_of(call.func), {})
-            given = {name: argument(call, name, place) for name, place in places.items()}
+            given = {name: argument(call, name, position) for name, position in places.items()}
             if texts := {shown(value): name for name, value in given.items() if value is not None and has_text(value)}:
                 text = "; ".join(f"{name} = {value}" for value, name in texts.items())
                 found.append(Message(str(path.relative_to(root)), call.lineno, f"{name_of(call.func)}(...)", text))
@@ -54,7 +54,7 @@ def find(root: Path = SOURCE) -> list[Message]:
 
 
 def exceptions(trees: object) -> set[str]:
-    """Names of all exception classes: Python's, and those of the source."""
+    """Names of all exception classes: the built-in ones and those defined in the source."""
     names = {
         name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
     }
@@ -65,7 +65,7 @@ def exceptions(trees: object) -> set[str]:
 
 
 def calls(tree: ast.AST, scopes: tuple[Scope, ...] = ()) -> Iterator[tuple[tuple[Scope, ...], ast.Call]]:
-    """Every call, and the module and functions that it stands in."""
+    """Yield every call with the module and functions that enclose it."""
     scopes = (*scopes, tree) if isinstance(tree, ast.Module | ast.FunctionDef) else scopes
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Call):
@@ -78,7 +78,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def message(file: str, kind: str, call: ast.Call, scopes: tuple[Scope, ...]) -> Message:
-    # Others have one text, or numbers beside it; of an OSError the text comes after its number.
+    # Other classes take one text, with or without numbers. The text of an OSError is its second argument.
     several = kind == "renamed" or (kind in vars(builtins) and issubclass(getattr(builtins, kind), OSError))
     made = Message(file, call.lineno, kind, " → ".join(map(shown, call.args if several else call.args[:1])))
     waiting = list(call.args)
@@ -93,7 +93,7 @@ def message(file: str, kind: str, call: ast.Call, scopes: tuple[Scope, ...]) -> 
 
 
 def assigned(name: str, scopes: tuple[Scope, ...]) -> list[ast.expr]:
-    """What a variable is set to, in the innermost scope that sets it."""
+    """The values assigned to a variable in the innermost scope that assigns it."""
     for scope in reversed(scopes):
         values = []
         for node in ast.walk(scope) if isinstance(scope, ast.FunctionDef) else scope.body:
@@ -110,29 +110,29 @@ def assigned(name: str, scopes: tuple[Scope, ...]) -> list[ast.expr]:
 
 
 def parameters(call: ast.Call, scopes: tuple[Scope, ...]) -> dict[str, int]:
-    """The parameters of the function around a call that its message shows as they are, and their places."""
+    """Parameters of the enclosing function that appear unchanged in the message, with their positions."""
     function = scopes[-1]
     if not isinstance(function, ast.FunctionDef):
         return {}
     names = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs) if arg.arg not in ("self", "cls")]
     fields = [node.value for arg in call.args for node in ast.walk(arg) if isinstance(node, ast.FormattedValue)]
     used = {name_of(value) for value in (*call.args, *fields) if isinstance(value, ast.Name)}
-    return {name: place for place, name in enumerate(names) if name in used}
+    return {name: position for position, name in enumerate(names) if name in used}
 
 
-def argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
+def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
     named = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-    return named or (call.args[place] if place < len(call.args) else None)
+    return named or (call.args[position] if position < len(call.args) else None)
 
 
 def has_text(node: ast.expr) -> bool:
-    """Whether it holds words, and not just a name or a number."""
+    """Whether the expression contains words, not only a name or a number."""
     texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
     return any(any(map(str.isalpha, text)) for text in texts)
 
 
 def shown(node: ast.expr) -> str:
-    """An expression as a reader would meet it; what is no text is shown as {source}."""
+    """The expression as a user would read it; parts that are not text are shown as {source}."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

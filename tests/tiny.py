@@ -1,4 +1,4 @@
-"""Models with almost no arithmetic: what they show is where their weights came from and where gradients went."""
+"""Models with almost no arithmetic. Their results show which weights were read and which gradients were added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 8
 
 
 class Layer(nn.Module):
-    """A scale and a shift, so that a wrong or late weight changes every element."""
+    """A scale and a shift: a wrong or late weight changes every element."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers one after the other, between a leftover module and a loose parameter of the model itself."""
+    """Layers in sequence, after a module that is not a layer; the model itself owns one parameter."""
 
     def __init__(self, depth: int = 3, layer: type[nn.Module] = Layer, seed: int = 0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def inputs(seed: int, rows: int = 2) -> Tensor:
 
 
 def engine_of(model: nn.Module, **settings: Any) -> mt.Engine:
-    """On the CPU; the fields of `Debug` stand beside the others here."""
+    """An engine on the CPU. Fields of `Debug` are passed like other settings."""
     debug = {name: settings.pop(name) for name in DEBUG if name in settings}
     return mt.Engine(model, **{"device": "cpu", **settings, **({"debug": mt.Debug(**debug)} if debug else {})})
 
@@ -59,7 +59,9 @@ def backward(model: nn.Module, seed: int, **options: Any) -> None:
 
 
 def started(max_grad_norm: float | None = None, **settings: Any) -> tuple[Any, mt.Engine, Any]:
-    """A model, its engine and its optimizer after the first step: from now on updates may start in the backward."""
+    """A model, its engine and its optimizer after the first step. From the second step on, updates can start in the
+    backward.
+    """
     model = Stack()
     engine = engine_of(model, **settings)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=max_grad_norm)
@@ -75,7 +77,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def roles(engine: mt.Engine) -> dict[str, Any]:
-    """Every role of every slab, and the step counts, once all that was submitted is done."""
+    """Every role of every slab and the step counts, after all submitted work is done."""
     engine.synchronize()
     found: dict[str, Any] = {}
     for slab in engine.slabs:
@@ -88,7 +90,7 @@ def roles(engine: mt.Engine) -> dict[str, Any]:
 
 
 def differences(left: Any, right: Any, where: str = "") -> list[str]:
-    """Places at which two nested results are not the same, bit for bit."""
+    """Paths at which two nested results are not bitwise equal."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return [] if same_bits(left, right) else [where]
     if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -103,7 +105,7 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Unlike `torch.equal`, tells 0.0 from -0.0 and finds a NaN equal to itself."""
+    """Bitwise equality: unlike with `torch.equal`, 0.0 differs from -0.0, and a NaN equals itself."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))

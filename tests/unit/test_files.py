@@ -1,4 +1,4 @@
-"""File operations: what is durable in which order, what observers see, and what a fault leaves behind."""
+"""File operations: the order in which data becomes durable, what observers see, and what a fault leaves behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_file_is_synced_before_it_has_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["write", "sync", "rename"])
-def test_what_cannot_be_written_leaves_the_old(tmp_path: Path, operation: str) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, operation: str) -> None:
     files.write(tmp_path / "name", "old")
 
     def full(found: str, path: Path) -> None:
@@ -57,7 +57,7 @@ def test_what_cannot_be_written_leaves_the_old(tmp_path: Path, operation: str) -
     assert tree(tmp_path) == {"name": b"old"}
 
 
-def test_a_link_stays_one_and_a_device_is_written_to(tmp_path: Path) -> None:
+def test_links_stay_links_and_devices_are_written_to(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     files.write(tmp_path / "link", "new")
@@ -68,7 +68,7 @@ def test_a_link_stays_one_and_a_device_is_written_to(tmp_path: Path) -> None:
     assert not Path("/dev/null").is_file()
 
 
-def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+def test_a_written_file_has_the_default_mode(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     files.write(tmp_path / "name", "")
     assert (tmp_path / "name").stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -90,8 +90,8 @@ def test_a_tree_is_synced_from_the_bottom_up(tmp_path: Path) -> None:
     assert seen[3:] == [("sync_directory", name) for name in ("deep", "inner", tmp_path.name)]
 
 
-def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
-    """The second would succeed, and what the kernel dropped after the first would be missed."""
+def test_a_failed_sync_is_not_retried(tmp_path: Path) -> None:
+    """A second sync would succeed although the kernel dropped the data after the first."""
     (tmp_path / "name").write_text("lost")
     with files.observing(failing("sync", "name")), pytest.raises(OSError, match="while syncing") as failed:
         files.sync_tree(tmp_path, files.regular_files(tmp_path))
@@ -123,7 +123,7 @@ def test_syncing_is_timed(tmp_path: Path) -> None:
     assert stopwatch.report("x", files.sync(tmp_path / "name")).startswith("x written to disk: 1.5 MB in ")
 
 
-# ---- directories that change places
+# ---- replacing directories
 
 
 def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
@@ -134,14 +134,14 @@ def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_one_takes_the_place_of_the_other(tmp_path: Path, code: int | None) -> None:
+def test_a_directory_replaces_another(tmp_path: Path, code: int | None) -> None:
     observer = recording([]) if code is None else failing("exchange", "target", code)
     with files.observing(observer):
         files.replace_directory(*pair(tmp_path))
     assert tree(tmp_path) == {"target/content": b"fresh", "aside/content": b"target"}
 
 
-def test_between_two_renames_the_old_one_is_aside(tmp_path: Path) -> None:
+def test_an_interrupt_between_two_renames_restores_the_old_directory(tmp_path: Path) -> None:
     found = []
 
     def observe(operation: str, path: Path) -> None:
@@ -154,7 +154,7 @@ def test_between_two_renames_the_old_one_is_aside(tmp_path: Path) -> None:
     with files.observing(observe), pytest.raises(KeyboardInterrupt):
         files.replace_directory(*pair(tmp_path))
     assert found == [["aside", "fresh"]]
-    assert tree(tmp_path) == {"target/content": b"target", "fresh/content": b"fresh"}, "taken back"
+    assert tree(tmp_path) == {"target/content": b"target", "fresh/content": b"fresh"}, "the first rename is undone"
 
 
 def test_a_directory_that_may_not_be_renamed_stays(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_directory_that_may_not_be_renamed_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [None, errno.EPERM, errno.EXDEV])
-def test_linked_or_copied(tmp_path: Path, code: int | None) -> None:
+def test_link_or_copy(tmp_path: Path, code: int | None) -> None:
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to("file")
     with files.observing(recording([]) if code is None else failing("link", "other", code)):
@@ -175,7 +175,7 @@ def test_linked_or_copied(tmp_path: Path, code: int | None) -> None:
     assert os.readlink(tmp_path / "another") == "file"
 
 
-def test_a_tree_is_gone_at_once(tmp_path: Path) -> None:
+def test_a_tree_is_renamed_before_it_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "tree" / "inner").mkdir(parents=True)
     (tmp_path / ".other.megatrain-deleted" / "half").mkdir(parents=True)
     seen: list[list[str]] = []
@@ -191,11 +191,11 @@ def test_a_tree_is_gone_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# ---- reading what may be anything
+# ---- reading untrusted paths
 
 
 @pytest.mark.parametrize("name", ["", "/etc/hostname", "../outside", "inner/../../outside", "./file", "a//b", "a\0b"])
-def test_names_that_lead_out(tmp_path: Path, name: str) -> None:
+def test_names_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_text("")
     (tmp_path / "in" / "inner").mkdir(parents=True)
     with pytest.raises(OSError, match="not a name"), files.opened_inside(tmp_path / "in", name):
@@ -230,7 +230,7 @@ def test_a_folder_may_not_be_a_link(tmp_path: Path) -> None:
         assert file.read() == b"content"
     with pytest.raises(OSError, match="Not a directory"), files.opened_inside(tmp_path, "link/file"):
         pass
-    # The directory itself may be one.
+    # The directory that is opened may itself be a link.
     with files.opened_inside(tmp_path / "link", "file") as file:
         assert file.read() == b"content"
 
@@ -245,11 +245,11 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:
+def test_free_bytes_of_a_path_that_does_not_exist(tmp_path: Path) -> None:
     assert files.free_bytes(tmp_path / "not" / "yet") > 0
 
 
-def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "there")

@@ -1,4 +1,4 @@
-"""All global random number generators are taken along: PyTorch's, Python's and NumPy's."""
+"""Captured random state covers every global generator: PyTorch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "numpy": numpy.random.rand,
     "numpy normal": numpy.random.randn,
 }
-"""Normal numbers are made in pairs, and the second one is kept for later."""
+"""Normal numbers are generated in pairs; the second is cached."""
 
 
 @pytest.fixture(autouse=True)
-def left_alone() -> Iterator[None]:
+def restore_generators() -> Iterator[None]:
     generator = mtrand.get_bit_generator()
     python, numpys = random.getstate(), numpy.random.get_state(legacy=False)
     yield
@@ -41,7 +41,7 @@ def everything() -> list[Any]:
 
 @pytest.mark.parametrize("before", [0, 1, 2, 700])
 @pytest.mark.parametrize("kind", DRAWS)
-def test_numbers_come_again(kind: str, before: int) -> None:
+def test_a_restored_state_repeats_its_numbers(kind: str, before: int) -> None:
     generators.seed(before)
     for _ in range(before):
         DRAWS[kind]()
@@ -54,8 +54,8 @@ def test_numbers_come_again(kind: str, before: int) -> None:
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_a_single_draw_is_noticed(kind: str) -> None:
-    """Also the second of a pair, which leaves the generator itself where it is."""
+def test_a_single_draw_changes_the_captured_state(kind: str) -> None:
+    """The second number of a pair counts too, although it does not advance the generator."""
     generators.seed(1)
     states, found = [], []
     for _ in range(5):
@@ -77,26 +77,26 @@ def test_seeds() -> None:
             assert not any(a == b for a, b in zip(seen[one], seen[other], strict=True)), (one, other)
 
 
-def test_as_long_as_nobody_draws_numpy_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer to tell than all the others together, and every block would keep a copy."""
+def test_numpys_state_is_read_once_between_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading NumPy's state takes longer than all others together, and every block would keep a copy."""
     generators.seed(3)
-    asked = []
+    reads = []
     tell = numpy.random.get_state
-    monkeypatch.setattr(numpy.random, "get_state", lambda **kwargs: asked.append(1) or tell(**kwargs))
+    monkeypatch.setattr(numpy.random, "get_state", lambda **kwargs: reads.append(1) or tell(**kwargs))
     first = Generators.capture(CPU)
     assert all(Generators.capture(CPU).numpy is first.numpy for _ in range(5))
-    assert len(asked) == 1
+    assert len(reads) == 1
     numpy.random.rand()
     second = Generators.capture(CPU)
     first.restore()
     assert Generators.capture(CPU).numpy is first.numpy
     second.restore()
     assert Generators.capture(CPU).numpy is second.numpy
-    assert len(asked) == 2
+    assert len(reads) == 2
 
 
 @pytest.mark.parametrize("make", [numpy.random.PCG64, numpy.random.MT19937])
-def test_another_generator_in_numpy(make: Any) -> None:
+def test_other_bit_generators_of_numpy(make: Any) -> None:
     Generators.capture(CPU)
     mtrand.set_bit_generator(make(5))
     state = Generators.capture(CPU)

@@ -1,4 +1,4 @@
-"""Facts that engine and planner share."""
+"""Facts shared by engine and planner."""
 
 import pytest
 
@@ -9,7 +9,7 @@ def test_rings_are_within_a_factor_of_two():
     sizes = [100, 100, 51, 50, 49, 200, 8, 3]
     assert group_by_size(sizes, lambda size: size) == [[200, 100, 100], [51, 50, 49], [8], [3]]
     named = [("b", 4), ("a", 4), ("c", 3)]
-    assert group_by_size(named, lambda item: item[1]) == [named], "equal ones stay in order"
+    assert group_by_size(named, lambda item: item[1]) == [named], "equal sizes keep their order"
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ def test_windows_of_a_step(sizes, micro_batches, windows):
     assert sum(windows) == micro_batches
 
 
-def test_two_cores_launch():
+def test_two_cores_are_left_for_launches():
     assert [update_threads(cores) for cores in (1, 2, 4, 5, 16)] == [1, 2, 4, 3, 14]

@@ -1,4 +1,4 @@
-"""What is set in the process is set while an engine needs it; what users set, and what they compile, stays theirs."""
+"""Process-wide settings last while an engine needs them, and leave what the user set or compiled alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatrain.errors import MegaTrainError
 from megatrain.process import EXPANDABLE_SEGMENTS, SWITCH_INTERVAL
 
 PYTHONS = 0.005
-"""Python's own switch interval."""
+"""Python's default switch interval."""
 
 
 @pytest.fixture(autouse=True)
 def interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if no other test had an engine."""
+    """Each test starts as if no other engine were open."""
     before, shared = sys.getswitchinterval(), process.switch_interval
     monkeypatch.setattr(
         process, "switch_interval", process.ProcessSetting(shared.read, shared.write, shared.combine, shared.same)
@@ -40,23 +40,23 @@ def test_the_switch_interval_is_short_while_an_engine_is_open() -> None:
     second.close()
     assert sys.getswitchinterval() == pytest.approx(PYTHONS)
     with engine_of(Stack(), lanes="sync"):
-        assert sys.getswitchinterval() == pytest.approx(PYTHONS), "no thread to wait for"
+        assert sys.getswitchinterval() == pytest.approx(PYTHONS), "there is no thread to wait for"
 
 
-def test_a_shorter_one_of_the_users_is_not_made_longer() -> None:
+def test_a_shorter_interval_of_the_user_stays() -> None:
     sys.setswitchinterval(2e-5)
     with engine_of(Stack(), lanes="threads"):
         assert sys.getswitchinterval() == pytest.approx(2e-5)
     assert sys.getswitchinterval() == pytest.approx(2e-5)
 
 
-def test_one_that_the_user_sets_meanwhile_stays() -> None:
+def test_an_interval_that_the_user_sets_meanwhile_stays() -> None:
     with engine_of(Stack(), lanes="threads"):
         sys.setswitchinterval(0.02)
     assert sys.getswitchinterval() == pytest.approx(0.02)
 
 
-# ---- PyTorch's allocator: it keeps its settings also where there is no GPU
+# ---- PyTorch's allocator, which keeps its settings even without a GPU
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_segments_grow_while_an_engine_wants_them_to(allocator: Callable[[], str
 
 
 def test_segments_do_not_grow_afterwards(allocator: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator keeps what nothing is said of, so saying nothing is not enough."""
-    said: list[str] = []
+    """The allocator keeps options that a new setting does not mention, so the option has to be disabled explicitly."""
+    written: list[str] = []
     plain = torch._C._accelerator_setAllocatorSettings
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: (said.append(text), plain(text)))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: (written.append(text), plain(text)))
     process.use_expandable_segments("a")
     process.release("a")
-    assert said == [EXPANDABLE_SEGMENTS, "expandable_segments:False", ""]
+    assert written == [EXPANDABLE_SEGMENTS, "expandable_segments:False", ""]
 
 
 def test_what_the_user_configured_at_run_time_stays(allocator: Callable[[], str]) -> None:
@@ -108,7 +108,7 @@ LENGTHS = range(2, 2 + LIMIT + 2)
 
 @pytest.fixture(params=[True, False], ids=["per thread", "per process"])
 def dynamo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Blocks compiled for every shape anew, without a C compiler; how many graphs they were compiled to."""
+    """Blocks are compiled for every shape, without a C compiler. Returns a function that counts the compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(process, "DYNAMO_CONFIG_PER_THREAD", request.param)
@@ -120,7 +120,7 @@ def dynamo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 def compiled_by_the_user(**options: Any) -> tuple[Callable[[int], Any], list[int]]:
-    """A function that is compiled for every length anew, and the lengths that it was compiled for."""
+    """A function that is compiled for every length, and the list of lengths it was compiled for."""
     lengths: list[int] = []
 
     def backend(graph: Any, inputs: list[torch.Tensor]) -> Any:
@@ -136,7 +136,7 @@ def backwards(model: Any, rows: range) -> None:
         model(torch.ones(count, WIDTH)).sum().backward()
 
 
-def test_what_users_compile_falls_back_where_it_would(dynamo: Callable[[], int]) -> None:
+def test_functions_compiled_by_users_fall_back_at_their_own_limit(dynamo: Callable[[], int]) -> None:
     model = Stack()
     with engine_of(model, compile=True):
         own, seen = compiled_by_the_user()
@@ -144,10 +144,10 @@ def test_what_users_compile_falls_back_where_it_would(dynamo: Callable[[], int])
             backwards(model, range(length, length + 1))
             assert torch.equal(own(length), torch.ones(length))
         assert seen == list(LENGTHS)[:LIMIT]
-        assert dynamo() == len(LENGTHS) + LIMIT, "every shape of ours"
+        assert dynamo() == len(LENGTHS) + LIMIT, "every shape of the blocks was compiled"
 
 
-def test_what_users_compile_whole_raises_where_it_would(dynamo: Callable[[], int]) -> None:
+def test_full_graphs_compiled_by_users_raise_at_their_own_limit(dynamo: Callable[[], int]) -> None:
     model = Stack()
     with engine_of(model, compile=True):
         backwards(model, range(1, 2))
@@ -161,7 +161,7 @@ def test_what_users_compile_whole_raises_where_it_would(dynamo: Callable[[], int
 def test_blocks_that_are_compiled_too_often_raise_in_any_thread(
     dynamo: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fall-back to eager in silence would draw other dropout masks in a recompute."""
+    """Falling back to eager silently would draw different dropout masks in the recompute."""
     most = LIMIT + 2
     monkeypatch.setattr(compiled, "MAX_GRAPHS", most)
     model, raised = Stack(), []
@@ -185,10 +185,10 @@ def test_blocks_that_are_compiled_too_often_raise_in_any_thread(
 
 @pytest.mark.parametrize("per_thread", [True, False])
 def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever ends first, in both threads."""
+    """Holds in both threads, whichever call ends first."""
     monkeypatch.setattr(process, "DYNAMO_CONFIG_PER_THREAD", per_thread)
     if not per_thread:
-        # Dynamo's settings before they became a thread's own.
+        # As in versions of PyTorch where dynamo's settings are not per thread.
         everywhere = process._read_limits()
         monkeypatch.setattr(process, "_read_limits", lambda: dict(everywhere))
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Settings know what was asked for: a default that was set is a choice, one that was not is free."""
+"""Settings record which values the user set: an explicit default overrides a plan, an unset one does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHOICES = {
     "resident": (), "held_weights": (), "held_gradients": (), "policy": "recompute", "window": None, "slots": 3,
     "grad_slots": 2,
 }  # fmt: skip
-"""What a plan decides, at the defaults of `Settings` and `Debug`."""
+"""Settings that a plan decides, with the defaults of `Settings` and `Debug`."""
 
 
 def asking(name: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def value_of(settings: mt.Settings, name: str) -> Any:
 
 
 def decided() -> mt.Plan:
-    """A plan that decides something else than each default."""
+    """A plan whose decisions all differ from the defaults."""
     found = mt.plan(small.llama(), machine=MACHINE, batch=2, length=8, accumulation=3)
     placed: dict[str, Any] = {
         "resident": ("lm_head",),
@@ -45,9 +45,9 @@ def decided() -> mt.Plan:
     return dataclasses.replace(found, **placed, policy={"*": "store"}, windows=(3,), slots=2, grad_slots=1)
 
 
-def test_what_was_given_is_known_and_kept() -> None:
+def test_settings_record_what_was_given() -> None:
     settings = mt.Settings(resident=())
-    assert settings == mt.Settings(), "equal in every value"
+    assert settings == mt.Settings(), "all values are equal"
     assert settings.given == {"resident"}
     further = settings.override(window=None, debug=mt.Debug(slots=3))
     for copied in (further, copy.copy(further), copy.deepcopy(further), pickle.loads(pickle.dumps(further))):
@@ -57,7 +57,7 @@ def test_what_was_given_is_known_and_kept() -> None:
     assert mt.Settings().given == frozenset()
 
 
-def test_windows_may_differ() -> None:
+def test_window_takes_one_size_or_several() -> None:
     for sizes in (3, (2, 1), [4, 1]):
         assert mt.Settings(window=sizes).window == sizes
     for wrong in (0, True, "2", (), [2, 0], [2, True], (1.5,), {2: 1}):
@@ -65,7 +65,7 @@ def test_windows_may_differ() -> None:
             mt.Settings(window=wrong)  # type: ignore[arg-type]
 
 
-def test_init_knows_what_it_was_given() -> None:
+def test_init_records_what_was_given() -> None:
     assert mt.init().given == frozenset()
     assert mt.init(None, 80).given == {"offload_dir", "max_vram_gb"}
     assert mt.init(optimizer_compression=False, debug=mt.Debug()).given == {"optimizer_compression", "debug"}
@@ -74,7 +74,7 @@ def test_init_knows_what_it_was_given() -> None:
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("by", ["init", "engine"])
-def test_a_default_that_was_asked_for_stands_against_a_plan(name: str, by: str) -> None:
+def test_an_explicit_default_overrides_a_plan(name: str, by: str) -> None:
     plan, asked = decided(), asking(name)
     if by == "init":
         mt.init(**asked)
@@ -96,7 +96,7 @@ def test_a_trainer_plans_only_where_nothing_was_decided(name: str, tmp_path: Pat
     assert value_of(trainer.engine.settings, name) == CHOICES[name]
 
 
-def test_a_trainer_takes_the_default_that_was_asked_for_over_its_plan(tmp_path: Path) -> None:
+def test_an_explicit_default_overrides_a_trainers_plan(tmp_path: Path) -> None:
     mt.init(plan=decided(), resident=())
     settings = made(tmp_path).engine.settings
     assert (settings.resident, settings.window) == ((), 3)
@@ -120,13 +120,13 @@ def test_arguments_that_contradict_init_are_refused(
         made(tmp_path, **arguments)
 
 
-def test_what_init_did_not_say_is_for_the_arguments_to_say(tmp_path: Path) -> None:
+def test_arguments_decide_what_init_left_open(tmp_path: Path) -> None:
     mt.init(max_ram_gb=None)
     engine = made(tmp_path, optim="adamw_8bit", bf16=True).engine
     assert (engine.settings.optimizer_compression, engine.precision) == ("8bit", "bf16")
 
 
-# ---- what an entry point cannot use, it names or refuses
+# ---- settings without effect are named or refused
 
 
 def warned(said: pytest.LogCaptureFixture) -> list[str]:
@@ -163,14 +163,14 @@ def test_a_model_of_one_block_names_what_it_cannot_use(said: pytest.LogCaptureFi
 def test_settings_against_a_plan_are_named(said: pytest.LogCaptureFixture) -> None:
     plan = decided()
     engine_of(small.llama(), plan=plan, policy="store", resident=["lm_head"], window=3)
-    assert warned(said) == [], "they are what the plan has"
+    assert warned(said) == [], "these settings equal the plan's"
     engine_of(small.llama(), plan=plan, policy="offload", slots=3, length=9, machine="rtx4090-64gb")
     lines = warned(said)
     assert "policy='offload', slots=3 overrides the plan: memory and time will differ from it" in lines
     assert "length=9, machine='rtx4090-64gb' has no effect: the plan is for something else" in lines
     said.clear()
     engine_of(small.llama(), plan=plan, length=8, machine=mt.Machine.load(MACHINE))
-    assert warned(said) == [], "this is what it was planned for"
+    assert warned(said) == [], "the plan was made for these"
 
 
 def test_a_trainer_uses_what_it_plans_with(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
@@ -192,7 +192,7 @@ def test_a_trainer_on_an_attached_model_uses_the_engine_that_is_there(
     def trainer(**changes: Any) -> mt.Trainer:
         return mt.Trainer(model=engine.model, args=small.arguments(tmp_path, **changes), train_dataset=small.rows())
 
-    assert trainer().engine is engine, "the engine was made under these settings, and given others itself"
+    assert trainer().engine is engine, "the engine was made under these settings, and its own override them"
     with pytest.raises(SettingsError, match="torch_compile=True, but the model already belongs"):
         trainer(torch_compile=True)
     for asked in ({"compile": True}, {"precision": "bf16"}, {"optimizer_compression": "8bit"}, {"head_chunk": 7}):
@@ -216,7 +216,7 @@ def test_options_of_torch_compile_that_have_no_effect_are_named(tmp_path: Path, 
     assert warned(said) == []
 
 
-def test_questions_are_asked_with_what_init_was_given(said: pytest.LogCaptureFixture) -> None:
+def test_planning_uses_the_settings_of_init(said: pytest.LogCaptureFixture) -> None:
     model = small.llama()
     asked = {"max_vram_gb": 9, "max_ram_gb": 20, "optimizer_compression": "8bit", "precision": "bf16", "compile": True}
     expected = mt.plan(model, machine=MACHINE, length=64, head_chunk=0, **asked)
@@ -225,12 +225,12 @@ def test_questions_are_asked_with_what_init_was_given(said: pytest.LogCaptureFix
     assert mt.plan(model, machine="rtx4090-64gb", length=8, max_vram_gb=None).machine == "rtx4090-64gb"
     assert mt.largest_batch(model).plan.run.length == 64
     assert mt.largest_context(model).value > 64
-    assert mt.largest_model(run=mt.Run()).plan.run == mt.Run(), "a run is not changed"
-    assert mt.largest_model(run=mt.Run()).plan.capacity["ram"] == expected.capacity["ram"], "the limits hold"
+    assert mt.largest_model(run=mt.Run()).plan.run == mt.Run(), "an explicit run is not changed"
+    assert mt.largest_model(run=mt.Run()).plan.capacity["ram"] == expected.capacity["ram"], "the limits still apply"
     assert warned(said) == []
 
 
-def test_questions_name_what_they_cannot_use(said: pytest.LogCaptureFixture) -> None:
+def test_planning_names_settings_without_effect(said: pytest.LogCaptureFixture) -> None:
     mt.init(offload_dir="/nowhere", resident=(), policy="store", device="cpu", plan=None)
     mt.plan(small.llama(), machine=MACHINE)
     assert warned(said) == ["a plan ignores offload_dir='/nowhere', policy='store', resident=() of megatrain.init"]
@@ -242,7 +242,7 @@ def test_questions_name_what_they_cannot_use(said: pytest.LogCaptureFixture) -> 
         mt.plan(small.llama(), machine=MACHINE, policy="store")
 
 
-def test_a_chunk_and_a_window_that_do_not_hold_are_named(said: pytest.LogCaptureFixture) -> None:
+def test_a_head_chunk_and_a_window_without_effect_are_named(said: pytest.LogCaptureFixture) -> None:
     engine = engine_of(Stack(), head_chunk=64, window=2)
     assert warned(said) == ["head_chunk=64 has no effect: logits of Stack are computed whole"]
     said.clear()
@@ -257,7 +257,7 @@ def test_a_chunk_and_a_window_that_do_not_hold_are_named(said: pytest.LogCapture
     assert warned(said) == ["window=2 has no effect on engine.window(), which runs all 3 tasks together"]
 
 
-# ---- what is for debugging stands apart
+# ---- debug settings
 
 
 def test_debug_is_checked_and_completed_by_overrides() -> None:
@@ -285,7 +285,7 @@ def test_old_names_still_work_and_warn_where_they_are_used(name: str) -> None:
     ):
         with pytest.warns(FutureWarning, match=rf"{name}=\.\.\. is now debug=megatrain\.Debug\({name}=") as caught:
             settings = make(**{name: value})
-        assert [warning.filename for warning in caught] == [__file__], "one warning, at the caller"
+        assert [warning.filename for warning in caught] == [__file__], "one warning, at the caller's line"
         assert getattr(settings.debug, name) == value
         assert settings.debug.given == {name}
         settings_module.store(mt.Settings())

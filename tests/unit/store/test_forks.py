@@ -1,4 +1,4 @@
-"""A forked child reads its parent's weights without a copy; whatever would change them raises."""
+"""A forked child reads its parent's weights without a copy. Everything that would change them raises."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def with_gradients(**settings: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
-def test_what_would_write_raises_one_sentence(write: str, lanes: str) -> None:
+def test_writes_raise_one_sentence(write: str, lanes: str) -> None:
     model, engine, optimizer, before = with_gradients(lanes=lanes)
     ended = forked.run(lambda: WRITES[write](model, engine, optimizer))
     after = roles(engine) | {name: p.grad + 0 for name, p in model.named_parameters()}
     assert not differences(before, after)
     assert ended.raised is not None, ended
     kind, message = ended.raised
-    # torch gathers what goes wrong while it loads a state dict.
+    # PyTorch wraps errors raised while loading a state dict.
     assert kind == ("RuntimeError" if write == "load_state_dict" else "ForkedProcess")
     assert f"process {os.getpid()}" in message
     assert "spawn" in message
@@ -138,8 +138,8 @@ def test_a_grandchild_cannot_write_what_a_child_made() -> None:
     assert ended.value[0] == "ForkedProcess"
 
 
-def test_updates_that_were_submitted_are_in_what_a_child_reads() -> None:
-    """Lanes do not outlive a fork, so a child could not wait for them."""
+def test_a_child_sees_updates_submitted_before_the_fork() -> None:
+    """Lanes do not survive a fork, so the child could not wait for them."""
     model = Stack()
     lanes = ThreadLanes(seed=0, max_delay=0.05)
     engine = engine_of(model, lanes=lanes)
@@ -155,7 +155,7 @@ def test_updates_that_were_submitted_are_in_what_a_child_reads() -> None:
 
 
 def test_reading_costs_a_child_no_memory() -> None:
-    """Private pages would be 64 MiB; the bound is 8, for what the interpreter changes while it runs."""
+    """Private pages would add 64 MiB; the bound of 8 MiB leaves room for what the interpreter changes."""
     memory = HostMemory(pin=False, threads=1)
     buffer = memory.allocate(64 * MIB, transferred=True)
     buffer.bytes.fill_(3)
@@ -243,8 +243,10 @@ print("went on")
 """
 
 
-def test_children_that_end_leave_the_parent_at_work() -> None:
-    """Normally, out of a `with`, closing, releasing or dropping the engine, as loader workers and in a pool."""
+def test_the_parent_continues_after_children_end() -> None:
+    """Children end normally, inside a `with`, after closing, releasing or dropping the engine, as data loader workers,
+    and in a pool.
+    """
     done = subprocess.run(
         [sys.executable, "-c", EXITS],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
@@ -254,8 +256,8 @@ def test_children_that_end_leave_the_parent_at_work() -> None:
     assert "Exception ignored" not in done.stderr, done.stderr
 
 
-def test_buffers_that_are_gone_are_not_protected() -> None:
-    """The address may be somebody else's by then."""
+def test_freed_buffers_are_not_protected() -> None:
+    """Their addresses may belong to other memory by then."""
     buffer = HostBuffer(MIB, threads=1)
     view = buffer.bytes
     memory = HostMemory(pin=False, threads=1)
@@ -263,7 +265,7 @@ def test_buffers_that_are_gone_are_not_protected() -> None:
     memory.free(kept)
     del kept
     assert forked.run(lambda: int(view.sum())) == forked.Ended(0)
-    # What a dropped object still shares through its views stays shared memory, and stays protected.
+    # While a view of a dropped buffer is alive, its memory stays shared and protected.
     del buffer
     assert forked.run(lambda: view.fill_(1)).signal == signal.SIGSEGV
     assert not view.any()

@@ -1,4 +1,4 @@
-"""Where parameters lie in a slab: aligned, apart, in whole pages."""
+"""Layout of parameters in a slab: aligned, disjoint, padded to whole pages."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ def named(shapes):
 
 
 @given(SHAPES, DTYPES)
-def test_every_parameter_has_its_own_aligned_place(shapes, dtype):
+def test_segments_are_aligned_and_disjoint(shapes, dtype):
     layout = lay_out(named(shapes), dtype)
     assert [(s.name, s.shape, s.numel) for s in layout.segments] == [(n, s, s.numel()) for n, s in named(shapes)]
     end = 0
@@ -40,17 +40,17 @@ def test_slabs_are_whole_pages_and_no_more(shapes, dtype):
 
 
 @given(SHAPES, st.data())
-def test_runs_cover_what_was_asked_and_nobody_else(shapes, data):
+def test_runs_cover_exactly_the_requested_segments(shapes, data):
     layout = lay_out(named(shapes), torch.float32)
-    asked = data.draw(
+    requested = data.draw(
         st.permutations(range(len(shapes))).flatmap(lambda p: st.integers(0, len(p)).map(lambda n: p[:n]))
     )
-    runs = layout.runs(asked)
+    runs = layout.runs(requested)
     assert runs == sorted(runs)
     covered = [any(start <= s.offset and s.end <= end for start, end in runs) for s in layout.segments]
     for index, segment in enumerate(layout.segments):
         touched = any(max(start, segment.offset) < min(end, segment.end) for start, end in runs)
-        if index in asked:
+        if index in requested:
             assert covered[index]
         else:
             assert not touched

@@ -1,4 +1,4 @@
-"""What users see as parameters behaves like parameters, and every write reaches the store."""
+"""Stored parameters behave like ordinary parameters, and every write reaches the store."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from megatrain.stream.lanes import ThreadLanes
 
 @pytest.fixture(params=["fp32", "bf16"])
 def pair(request):
-    """(an adopted model, its plain twin)"""
+    """A model attached to an engine, and a plain copy of it."""
     plain = Stack()
     model = copy.deepcopy(plain)
     if request.param == "bf16":
@@ -29,7 +29,7 @@ def pair(request):
 
 
 def stored(parameter):
-    """The bytes in the store, past everything that the tensor class does."""
+    """The bytes in the store, read without the tensor subclass."""
     segment = parameter.slab.layout.segments[parameter.segment]
     return parameter.slab.weight[segment.offset : segment.end].view(segment.shape).clone()
 
@@ -40,7 +40,7 @@ def assert_same(model, plain):
         assert torch.equal(ours.detach() + 0, theirs), name
 
 
-# ---- what it looks like
+# ---- reading
 
 
 def test_shape_dtype_and_kind(pair):
@@ -69,7 +69,7 @@ def test_repr_shows_values():
         assert "StoreTensor(" in repr(model.gain.detach())
 
 
-def test_numbers_out_of_it(pair):
+def test_conversion_to_python_numbers(pair):
     model, plain = pair
     ours, theirs = model.entry.weight, plain.entry.weight
     assert ours.tolist() == theirs.tolist()
@@ -158,7 +158,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_write_reaches_the_store_and_only_its_place(write, pair):
+def test_a_write_reaches_only_its_elements_of_the_store(write, pair):
     model, plain = pair
     before = [p.detach().clone() for p in plain.parameters()]
     for target in (model, plain):
@@ -190,8 +190,8 @@ def test_load_state_dict(pair):
         model.load_state_dict({**other, "gain": torch.ones(3)})
 
 
-def test_a_written_split_master_is_exactly_the_value():
-    """The low half of the old master must not survive a write; that of its neighbours must."""
+def test_a_write_sets_the_split_master_exactly():
+    """A write replaces the low half of the old master; the low halves of its neighbours stay."""
     model = Stack()
     exact = model.layers[0].shift.detach().clone()
     with engine_of(model, precision="bf16"):
@@ -248,7 +248,7 @@ def test_grad_is_none_until_there_is_one(pair):
         assert ours.grad.is_leaf
 
 
-def test_grad_none_clears_one_and_the_next_replaces_it(pair):
+def test_setting_grad_to_none_drops_it_and_the_next_replaces_it(pair):
     model, plain = pair
     backward(model, plain)
     for target in (model, plain):
@@ -277,7 +277,9 @@ GRADIENT_CHANGES = {
 
 @pytest.mark.parametrize("change", GRADIENT_CHANGES.values(), ids=GRADIENT_CHANGES.keys())
 def test_a_changed_gradient_is_what_the_optimizer_uses(change):
-    """By hand on a plain twin, with an optimizer that shows the gradient: the moment after one step."""
+    """Compared with a plain model, where the same change is made by hand. The first moment after one step shows the
+    gradient.
+    """
     plain = Stack()
     model = copy.deepcopy(plain)
     with engine_of(model) as engine:
@@ -345,7 +347,7 @@ def test_autograd_grad_of_a_parameter_used_outside_any_block():
 
 
 def test_state_dict_is_current_right_after_a_step():
-    """On slow lanes: whoever reads waits for the update."""
+    """On slow lanes: reading waits for the update."""
     results = []
     for lanes in ("sync", ThreadLanes(seed=3, max_delay=5e-3)):
         model = Stack()
@@ -436,8 +438,8 @@ def test_frozen_before_the_engine_and_unfrozen_later():
 # ---- interrupted
 
 
-def test_what_an_interrupted_backward_left_in_a_parameter_is_dropped():
-    """Autograd has added the gradient, and the Ctrl-C comes before it is taken to the store."""
+def test_a_gradient_left_by_an_interrupted_backward_is_dropped():
+    """Ctrl-C arrives after autograd has added the gradient and before the store takes it."""
     model = Stack()
     with engine_of(model) as engine:
         optimizer = engine.optimizer(lr=0.1)
@@ -455,7 +457,7 @@ def test_a_slab_that_is_fetched_while_it_is_written_is_fetched_again():
 
         def copy_(self, values, **options):
             if not seen:
-                # Another thread, in the middle of the write.
+                # Another thread runs the model during the write.
                 seen.append(True)
                 thread = threading.Thread(target=lambda: model(inputs(0)))
                 thread.start()

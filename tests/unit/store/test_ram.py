@@ -1,4 +1,4 @@
-"""Host memory: exactly what was asked for, zeroed, aligned, and only if the guard agrees."""
+"""Host memory: exactly as large as requested, zeroed, aligned, and allocated only if the guard agrees."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from megatrain.store.ram import HostBuffer, HostMemory
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, (8 << 20) + 4096])
-def test_a_buffer_is_as_long_as_asked_zeroed_and_page_aligned(nbytes):
+def test_a_buffer_has_the_requested_size_zeroed_and_page_aligned(nbytes):
     buffer = HostBuffer(nbytes, threads=2)
     assert buffer.bytes.numel() == buffer.nbytes == nbytes
     assert buffer.address % 4096 == 0
@@ -34,7 +34,7 @@ def test_memory_outlives_the_buffer_object():
     assert bool((view == 7.0).all())
 
 
-def test_the_guard_sees_what_is_wanted_and_what_is_held():
+def test_the_guard_sees_requested_and_allocated_bytes():
     calls = []
     memory = HostMemory(pin=False, threads=1, guard=lambda wanted, held: calls.append((wanted, held)))
     memory.allocate(100, transferred=True)
@@ -43,7 +43,7 @@ def test_the_guard_sees_what_is_wanted_and_what_is_held():
     assert memory.allocated_bytes == 300
 
 
-def test_what_the_guard_refuses_is_not_allocated():
+def test_nothing_is_allocated_if_the_guard_refuses():
     def guard(wanted, held):
         if wanted + held > 100:
             raise MemoryError
@@ -56,7 +56,7 @@ def test_what_the_guard_refuses_is_not_allocated():
 
 
 class Driver:
-    """What PyTorch binds of the CUDA runtime, and no more: `pin` must not call anything else."""
+    """Has only the functions of the CUDA runtime that PyTorch binds: `pin` must not call any other."""
 
     def __init__(self, code):
         self.code, self.registered = code, []
@@ -70,7 +70,7 @@ class Driver:
         return 0
 
 
-def test_pinning_registers_the_exact_bytes_and_gives_them_back(monkeypatch):
+def test_pinning_registers_and_unregisters_the_exact_bytes(monkeypatch):
     driver = Driver(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     memory = HostMemory(pin=True, threads=1)
@@ -82,8 +82,8 @@ def test_pinning_registers_the_exact_bytes_and_gives_them_back(monkeypatch):
     assert driver.registered == []
 
 
-def test_a_refusal_leaves_memory_usable_and_no_error_behind(monkeypatch, caplog):
-    """The code that the driver leaves behind would otherwise surface at the next kernel launch."""
+def test_memory_stays_usable_if_pinning_is_refused(monkeypatch, caplog):
+    """The driver's pending error code must be cleared, or the next kernel launch would report it."""
     launched = []
 
     class Launch:
@@ -104,20 +104,20 @@ def test_a_refusal_leaves_memory_usable_and_no_error_behind(monkeypatch, caplog)
     assert bool((buffer.bytes == 7).all())
 
 
-def test_a_driver_that_refuses_is_asked_once_and_announced(monkeypatch, caplog):
-    asked = []
+def test_a_refusing_driver_is_called_once_and_announced(monkeypatch, caplog):
+    requests = []
 
     def refuse(buffer):
-        asked.append(buffer.nbytes)
+        requests.append(buffer.nbytes)
         return False
 
     monkeypatch.setattr(HostBuffer, "pin", refuse)
     memory = HostMemory(pin=True, threads=1)
     memory.allocate(4096, transferred=False)
-    assert asked == []
+    assert requests == []
     first = memory.allocate(8192, transferred=True)
     memory.allocate(4096, transferred=True)
-    assert asked == [8192]
+    assert requests == [8192]
     assert not first.pinned
     assert not memory.pinning
     assert caplog.text.count("refused to pin") == 1

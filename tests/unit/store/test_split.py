@@ -1,4 +1,4 @@
-"""The split FP32 master: lossless, and its high half is the nearest BF16."""
+"""The split FP32 master is lossless, and its high half is the nearest BF16 value."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sums of gradients: of any dtypes, in pieces, the same bits as at once and almost no memory beside the sum."""
+"""Gradients of any dtype are added in pieces, with the bits of one addition and almost no memory beside the sum."""
 
 import pytest
 import torch
@@ -31,11 +31,11 @@ def test_pieces_do_not_change_bits(dtype, piece, monkeypatch):
 
 
 def test_a_sum_makes_no_copy_of_the_gradient():
-    """PyTorch makes both sides of an addition FP32 first."""
+    """PyTorch's addition of BF16 to FP32 would first convert the gradient."""
     layout = laid_out(8 << 20)
     total, flat = torch.zeros(layout.numel), torch.ones(layout.numel, dtype=torch.bfloat16)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         gradient.add_segments(layout, total, flat, frozenset({0}), {0})
     taken = [event.self_cpu_memory_usage for event in profiler.events() if event.self_cpu_memory_usage > 0]
-    assert taken, "nothing was recorded"
+    assert taken, "the profiler recorded no allocation"
     assert max(taken) <= gradient.ADD_CHUNK_ELEMENTS * 4

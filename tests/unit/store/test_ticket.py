@@ -1,12 +1,12 @@
-"""Whose turn it is at one piece of memory: the last reader of every queue, and no other's, stands for those before."""
+"""A writer waits for the last reader of every queue. Earlier readers of the same queue are implied."""
 
 from typing import Any
 
 from megatrain.store.ticket import Order
 
 
-class Given:
-    """Work in a queue."""
+class Submitted:
+    """Submitted work of one queue."""
 
     lane = "compute"
     done = False
@@ -20,8 +20,8 @@ class Given:
 
 def test_a_writer_waits_for_the_last_reader_of_every_queue() -> None:
     order = Order("slot")
-    # One thread on two streams, and another thread on one of them.
-    first, last, elsewhere, other = Given((1, 0)), Given((1, 0)), Given((1, 7)), Given((2, 0))
+    # Two streams of one thread, and a second thread on one of them.
+    first, last, elsewhere, other = Submitted((1, 0)), Submitted((1, 0)), Submitted((1, 7)), Submitted((2, 0))
     for ticket in (first, elsewhere, other, last):
         order.read(ticket)
     assert {id(wait.ticket) for wait in order.before_writing()} == {id(last), id(elsewhere), id(other)}

@@ -1,4 +1,4 @@
-"""Memory that compute has given back and still uses, seen without a GPU: who comes after whom."""
+"""Freed device memory is not reused before the stream that used it last; checked without a GPU."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -10,17 +10,17 @@ from megatrain.store import vram
 
 
 class Stream:
-    """Remembers what it is behind: pieces of work, by name."""
+    """Records the names of the work it is ordered after."""
 
     def __init__(self) -> None:
-        self.behind: set[str] = set()
+        self.ordered_after: set[str] = set()
 
     def wait_stream(self, other: Any) -> None:
-        self.behind |= other.behind
+        self.ordered_after |= other.ordered_after
 
 
-def test_nobody_gets_bytes_before_the_stream_that_used_them_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    home, compute, visitor = Stream(), Stream(), Stream()
+def test_memory_is_reused_only_after_the_stream_that_used_it_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, compute, evaluation = Stream(), Stream(), Stream()
     current = [compute]
     monkeypatch.setattr(vram, "_persistent_stream", lambda _: home)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
@@ -30,10 +30,10 @@ def test_nobody_gets_bytes_before_the_stream_that_used_them_last(monkeypatch: py
     monkeypatch.setattr(torch, "zeros", lambda *args, **more: real(*args, **{**more, "device": "cpu"}))
     memory = vram.DeviceMemory(torch.device("cuda", 0))
     buffer = memory.allocate(8, transferred=True)
-    compute.behind.add("copy out of the buffer")
+    compute.ordered_after.add("copy out of the buffer")
     memory.free(buffer)
-    assert home.behind == {"copy out of the buffer"}, "the driver gets it back after that"
-    current[0] = visitor
+    assert home.ordered_after == {"copy out of the buffer"}, "the driver gets the memory back after the copy"
+    current[0] = evaluation
     memory.allocate(8, transferred=True)
-    assert visitor.behind == {"copy out of the buffer"}
+    assert evaluation.ordered_after == {"copy out of the buffer"}
     assert memory.allocated_bytes == 8

@@ -1,4 +1,4 @@
-"""Gradients out: the first lands as it is, further ones are summed in FP32 in order, and rounding happens once."""
+"""Gradients out: the first is copied as it is, further ones are added in FP32 in order, and the sum is rounded once."""
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ def lanes():
 
 @pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_three_hundred_ones_are_three_hundred(lanes, slots):
-    """In BF16 they would be 256."""
+def test_the_sum_of_300_ones_is_300(lanes, slots):
+    """A BF16 sum would stop at 256."""
     bench = Bench(slots=slots, lanes=lanes)
     for _ in range(300):
         bench.collect(a=torch.ones(8, dtype=torch.bfloat16))
@@ -61,7 +61,7 @@ def test_three_hundred_ones_are_three_hundred(lanes, slots):
 
 
 def test_the_sum_is_rounded_once():
-    """1 + 2^-9 + 2^-9 is not 1 in FP32; each addend alone would vanish in BF16."""
+    """1 + 2^-9 + 2^-9 exceeds 1 in FP32; in BF16 each addend would vanish."""
     bench = Bench()
     for value in (1.0, 2.0**-9, 2.0**-9, 2.0**-8):
         bench.collect(a=torch.full((8,), value, dtype=torch.bfloat16))
@@ -80,7 +80,7 @@ def test_the_order_of_the_sum_is_the_order_of_arrival():
         assert torch.equal(bench.sum_of("a"), expected)
 
 
-def test_one_gradient_lands_in_its_own_dtype():
+def test_a_single_gradient_keeps_its_dtype():
     bench = Bench()
     value = torch.randn(8).bfloat16()
     bench.collect(a=value)
@@ -89,7 +89,7 @@ def test_one_gradient_lands_in_its_own_dtype():
     assert list(bench.part.buffers) == [torch.bfloat16]
 
 
-def test_an_fp32_gradient_for_a_bf16_slab_is_rounded_when_it_lands():
+def test_an_fp32_gradient_of_a_bf16_slab_is_rounded_on_arrival():
     bench = Bench()
     value = torch.randn(8)
     bench.collect(a=value)
@@ -106,8 +106,8 @@ def test_parameters_without_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_first_gradient_replaces_whatever_was_there(dtype):
-    """A parameter that comes in later in the step, in a buffer that still holds the sum of the step before."""
+def test_a_first_gradient_replaces_the_old_contents(dtype):
+    """The parameter gets its first gradient late in the step; its buffer still holds the previous step's sum."""
     bench = Bench(dtype)
     for _ in range(2):
         bench.collect(a=torch.full((8,), 100.0), b=torch.full((8,), 100.0))
@@ -120,7 +120,7 @@ def test_a_first_gradient_replaces_whatever_was_there(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_dropped_gradient_does_not_come_back(dtype):
+def test_a_dropped_gradient_is_not_added_later(dtype):
     bench = Bench(dtype)
     for _ in range(2):
         bench.collect(a=torch.full((8,), 5.0), b=torch.full((8,), 5.0))
@@ -143,7 +143,7 @@ def test_gradients_of_any_stride():
 
 @pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_sum_of_squares_that_comes_along_is_the_one_computed_afterwards(dtype, lanes):
+def test_the_transferred_sum_of_squares_equals_one_computed_in_ram(dtype, lanes):
     bench = Bench(dtype, lanes=lanes)
     bench.collect(a=torch.randn(8), c=torch.randn(8))
     bench.part.order.until_readable()
@@ -162,25 +162,25 @@ def test_the_sum_of_squares_that_comes_along_is_the_one_computed_afterwards(dtyp
 
 @pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_places_are_summed_one_after_the_other(dtype, lanes):
-    """A tied weight: all micro-batches of the first place, plus all of the second, whatever order they came in."""
+def test_gradients_are_summed_by_call_then_added(dtype, lanes):
+    """A tied weight: all micro-batches of the first call, plus all of the second, whatever the order of arrival."""
     values = {
-        (place, micro): torch.randn(8, generator=torch.Generator().manual_seed(4 * place + micro)).to(dtype)
-        for place in range(2)
+        (call, micro): torch.randn(8, generator=torch.Generator().manual_seed(4 * call + micro)).to(dtype)
+        for call in range(2)
         for micro in range(3)
     }
     results = []
     for order in (sorted(values), sorted(values, key=lambda key: (key[1], -key[0]))):
         bench = Bench(dtype, lanes=lanes)
-        for place, micro in order:
-            bench.collect((place, 0), a=values[place, micro])
+        for call, micro in order:
+            bench.collect((call, 0), a=values[call, micro])
         results.append(bench.sum_of("a").clone())
-    sums = [sum(values[place, micro].float() for micro in range(3)) for place in range(2)]
+    sums = [sum(values[call, micro].float() for micro in range(3)) for call in range(2)]
     assert torch.equal(results[0], sums[0] + sums[1])
     assert torch.equal(results[1], results[0])
 
 
-def test_a_place_that_comes_after_the_sum_was_looked_at():
+def test_a_gradient_that_arrives_after_the_sum_was_read_is_added():
     bench = Bench(torch.float32)
     bench.collect((0, 0), a=torch.ones(8))
     bench.collect((1, 0), a=torch.full((8,), 2.0))
@@ -192,7 +192,7 @@ def test_a_place_that_comes_after_the_sum_was_looked_at():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_snapshot_outlives_zero_grad_until_the_update_is_done(dtype):
-    """The next landing waits for whoever reads the last one."""
+    """The next gradient waits for readers of the previous one."""
     bench = Bench(dtype, lanes=ThreadLanes(seed=0, max_delay=2e-3))
     seen = []
     for step in range(20):
@@ -212,7 +212,7 @@ def test_a_snapshot_outlives_zero_grad_until_the_update_is_done(dtype):
 
 
 @pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
-def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
+def test_a_growing_staging_buffer_frees_the_old_one(lanes):
     memory = HostMemory(pin=False, threads=1)
     sizes = [5_000, 20_000, 80_000]
     slabs = [
@@ -232,7 +232,9 @@ def test_a_staging_buffer_that_grows_gives_the_old_one_back(lanes):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_sum_on_the_device_has_one_buffer(several):
-    """As it landed if a step has one micro-batch, FP32 if it has more; no staging, no slot, no second buffer."""
+    """The sum has the gradient's dtype with one micro-batch per step, FP32 with more. There is no staging, no slot and
+    no second buffer.
+    """
     memory = DeviceMemory(CPU)
     slab = Slab(0, "slab", lay_out([("a", torch.Size([5000]))], torch.bfloat16), Homes.all_in(memory))
     before = memory.allocated_bytes
@@ -248,7 +250,7 @@ def test_a_sum_on_the_device_has_one_buffer(several):
 
 
 @pytest.mark.parametrize("lanes", lanes(), ids=lambda lanes: type(lanes).__name__)
-def test_buffers_that_hold_nothing_can_be_given_back(lanes):
+def test_unused_buffers_can_be_freed(lanes):
     bench = Bench(lanes=lanes)
     memory = bench.slab.homes.sums
     before = memory.allocated_bytes

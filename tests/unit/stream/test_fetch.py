@@ -1,4 +1,4 @@
-"""The ring of slots: what is there is not copied again, what is stale is, and nothing evicts what is needed."""
+"""Rings of slots: current weights are not copied again, stale ones are, and slots in use are not evicted."""
 
 import threading
 
@@ -41,7 +41,7 @@ class Bench:
         return self.fetcher.acquire([self.slabs[i] for i in indices], [self.slabs[i] for i in ahead])
 
     def use(self, *indices, ahead=()):
-        """Acquire, look at the values, release."""
+        """Acquire the slabs, read their first values, and release them."""
         lease = self.acquire(*indices, ahead=ahead)
         seen = [lease.views[i][0].item() for i in indices]
         self.fetcher.release(lease)
@@ -51,13 +51,13 @@ class Bench:
         return sorted((ring.nbytes, len(ring.slots)) for ring in set(self.fetcher._rings.values()))
 
 
-def test_slabs_of_like_size_share_a_ring():
+def test_slabs_of_similar_size_share_a_ring():
     bench = Bench(10, 9, 8, 2, 2, 2, 1, slots=2)
     assert bench.sizes() == [(2 * PAGE * 4, 2), (10 * PAGE * 4, 2)]
     assert bench.fetcher.slot_bytes() == 2 * (10 + 2) * PAGE * 4
 
 
-def test_half_the_size_is_like_enough_and_less_is_not():
+def test_slabs_down_to_half_the_size_share_a_ring():
     assert Bench(8, 4, slots=5).sizes() == [(8 * PAGE * 4, 2)]
     assert Bench(8, 3, slots=5).sizes() == [(3 * PAGE * 4, 1), (8 * PAGE * 4, 1)]
 
@@ -80,7 +80,7 @@ def test_every_element_arrives():
     assert lease.views[1].data_ptr() != bench.slabs[1].weight.data_ptr()
 
 
-def test_what_is_there_is_a_hit():
+def test_a_slab_in_its_slot_is_a_hit():
     bench = Bench(1, 1, 1)
     for _ in range(3):
         assert [bench.use(i) for i in range(3)] == [[1.0], [2.0], [3.0]]
@@ -95,7 +95,7 @@ def test_the_least_recently_used_slot_is_refilled():
     assert (bench.counters.fetches, bench.counters.hits) == (3, 2)
 
 
-def test_one_slot_is_no_prefetch():
+def test_one_slot_allows_no_prefetch():
     bench = Bench(1, 1, slots=1)
     assert bench.fetcher.depth == 0
     for index in (0, 1, 0, 1):
@@ -114,7 +114,7 @@ def test_prefetched_slabs_are_hits_later():
 
 
 def test_prefetching_stops_when_slots_run_out():
-    """The nearest first; a later one must not push out an earlier one, nor the one in use."""
+    """Slabs that are needed sooner come first. A later one must not evict an earlier one or the one in use."""
     bench = Bench(1, 1, 1, 1, 1, slots=3)
     lease = bench.acquire(0, ahead=[1, 2, 3, 4])
     assert bench.counters.prefetched == 2
@@ -133,8 +133,8 @@ def test_a_version_change_fetches_again():
     assert (bench.counters.fetches, bench.counters.hits) == (2, 0)
 
 
-def test_a_stale_slot_goes_first():
-    """It is worth nothing, however recently it was used."""
+def test_a_stale_slot_is_evicted_first():
+    """Its contents are useless, however recently it was used."""
     bench = Bench(1, 1, 1, slots=2)
     bench.use(0)
     bench.use(1)
@@ -164,7 +164,7 @@ def test_a_block_with_more_slabs_than_slots():
 
 
 def test_a_slab_acquired_twice_at_once():
-    """The same block used inside itself: one slot, and it stays pinned until the last release."""
+    """A block used inside itself takes one slot, which stays pinned until the last release."""
     bench = Bench(1, 1, slots=1)
     outer, inner = bench.acquire(0), bench.acquire(0)
     bench.fetcher.release(inner)
@@ -173,7 +173,7 @@ def test_a_slab_acquired_twice_at_once():
     assert bench.counters.grown_slots == 1
 
 
-def test_a_failed_copy_leaves_nothing_claimed():
+def test_a_failed_copy_leaves_no_slot_pinned():
     bench = Bench(1, 1, 1, slots=3)
     transfer = bench.link.transfers["h2d"]
     copy = transfer.to_device
@@ -208,7 +208,7 @@ def test_a_fetch_waits_for_the_update_and_an_update_can_wait_for_the_fetch():
     bench.lanes.close()
 
 
-def test_what_was_held_shares_the_rings_that_there_are():
+def test_slabs_no_longer_held_share_the_existing_rings():
     bench = Bench(4, 3, 8, 4, 1, 1, slots=2, held=(1, 2, 4, 5))
     kib = PAGE * 4
     assert bench.sizes() == [(kib, 1), (kib, 1), (3 * kib, 1), (4 * kib, 2), (8 * kib, 1)]
@@ -219,7 +219,7 @@ def test_what_was_held_shares_the_rings_that_there_are():
     assert [bench.use(index) for index in range(6)] == [[1], [2], [3], [4], [5], [6]]
 
 
-def test_what_is_held_is_given_back_when_the_last_thread_that_reads_it_has_left():
+def test_held_slots_are_freed_after_their_last_reader():
     bench = Bench(1, 1, held=(0, 1))
     lease = bench.acquire(0)
     happened = []

@@ -1,4 +1,4 @@
-"""Lanes run work in order, after what it waits for; a failure reaches the user once, with its cause."""
+"""Lanes run work in order and after what it waits for. A failure reaches the user once, with its cause."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_one_lane_keeps_order(lanes):
     assert seen == list(range(50))
 
 
-def test_work_comes_after_what_it_waits_for(lanes):
+def test_work_runs_after_what_it_waits_for(lanes):
     seen = []
     ticket = DONE
     for number in range(30):
@@ -56,8 +56,8 @@ def test_work_comes_after_what_it_waits_for(lanes):
     assert seen == list(range(30))
 
 
-def test_lanes_run_beside_each_other(threads):
-    """One lane's work ends only when another lane's has run."""
+def test_lanes_run_concurrently(threads):
+    """Work on one lane ends only when work on another has run."""
     gate = threading.Event()
     stuck = threads["update"].submit(gate.wait)
     threads["h2d"].submit(gate.set).wait()
@@ -71,7 +71,7 @@ def test_the_caller_does_not_wait(threads):
     ticket.wait()
 
 
-def test_a_mark_is_finished_on_the_cpu(lanes):
+def test_a_mark_is_done_at_once_on_the_cpu(lanes):
     lanes.mark().wait()
     lanes.mark().order_stream()
 
@@ -112,7 +112,7 @@ def test_only_the_first_failure_is_kept(threads):
     threads.check()
 
 
-def test_work_after_a_failure_does_not_run_and_names_the_root(threads):
+def test_work_after_a_failure_does_not_run_and_names_the_cause(threads):
     seen = []
     root = ValueError("root")
     first = threads["h2d"].submit(lambda: fail(root), label="first")
@@ -127,7 +127,7 @@ def test_work_after_a_failure_does_not_run_and_names_the_root(threads):
     threads.check()
 
 
-def test_a_lane_goes_on_after_a_failure(threads):
+def test_a_lane_continues_after_a_failure(threads):
     seen = []
     with pytest.raises(LaneFailed):
         threads["update"].submit(lambda: fail(KeyboardInterrupt())).wait()
@@ -135,8 +135,8 @@ def test_a_lane_goes_on_after_a_failure(threads):
     assert seen == [1]
 
 
-def test_close_finishes_what_was_submitted():
-    """Also work that waits for other lanes."""
+def test_close_finishes_submitted_work():
+    """This includes work that waits for other lanes."""
     lanes = ThreadLanes(seed=1, max_delay=2e-3)
     seen = []
     ticket = DONE
@@ -156,8 +156,8 @@ def test_close_ends_the_threads():
     assert threading.active_count() == before
 
 
-def test_a_finished_job_is_let_go(threads):
-    """Its closure may hold the buffers of a model."""
+def test_a_finished_job_is_released(threads):
+    """Its closure may keep buffers of a model alive."""
 
     class Big:
         pass
@@ -172,7 +172,7 @@ def test_a_finished_job_is_let_go(threads):
     assert alive() is None
 
 
-def test_delays_are_those_of_the_seed():
+def test_the_seed_determines_delays():
     def delays(seed):
         lanes = ThreadLanes(seed=seed, max_delay=1.0)
         found = {lane.name: [lane._delay() for _ in range(50)] for lane in lanes._by_name.values()}
@@ -187,7 +187,7 @@ def test_delays_are_those_of_the_seed():
     assert all(0 < sum(delay == 0 for delay in lane) < 50 for lane in first.values())
 
 
-# ---- lanes that do not get on
+# ---- stalled and dead lanes
 
 
 def test_a_dead_lane_is_named(threads, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_dead_lane_is_named(threads, monkeypatch):
         ticket.wait()
 
 
-def test_a_stalled_lane_is_named_and_then_given_up(threads, monkeypatch, said):
+def test_a_stalled_lane_is_named_and_then_abandoned(threads, monkeypatch, said):
     monkeypatch.setattr(lanes_module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(lanes_module, "WARN_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(lanes_module, "FAIL_AFTER_SECONDS", 0.3)
@@ -222,7 +222,7 @@ def test_a_slow_lane_is_waited_for(threads, monkeypatch):
     assert done == [1]
 
 
-def test_leaving_a_stalled_lane_behind(monkeypatch, said):
+def test_close_abandons_a_stalled_lane(monkeypatch, said):
     made = ThreadLanes()
     release = threading.Event()
     made["update"].submit(release.wait, label="layers.2")
@@ -257,7 +257,7 @@ def test_ctrl_c_gets_through_within_five_seconds():
     found = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
     assert "interrupted after" in found.stdout, found.stderr
     waited = float(found.stdout.split("interrupted after ")[1].split(" s")[0])
-    assert 1.0 <= waited < 6.0, "one second before the signal, five after it"
+    assert 1.0 <= waited < 6.0, "one second before the signal and at most five after it"
     assert "update lane did not stop and was abandoned: it has been running 'stuck'" in found.stderr
     assert found.returncode == 0
     assert time.monotonic() - start < 50

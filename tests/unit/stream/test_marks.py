@@ -1,7 +1,7 @@
-"""Order between compute's stream and the vram lane's, seen without a GPU: who names a mark that is new enough.
+"""Work on the gpu_update lane waits for compute's stream, checked without a GPU: it must name a recent enough mark.
 
-On CUDA, what the user's thread does to a resident slab (fill it with zeros, write to a gradient) is only *queued* on
-compute's stream when the call returns. Work on the vram lane that touches the same bytes must name a later mark.
+On CUDA, what the user's thread does to a resident slab (filling it with zeros, writing a gradient) is only *queued* on
+compute's stream when the call returns. Work on the gpu_update lane that touches the same bytes must name a later mark.
 """
 
 from typing import Any
@@ -26,54 +26,54 @@ class Mark:
 
 
 class Done(Mark):
-    """A ticket of the vram lane, which is behind the marks its work was behind."""
+    """A ticket of the gpu_update lane, ordered after the same marks as its work."""
 
 
-class Watched(SyncLanes):
-    """Counts what compute was given; remembers how much of it each piece of work on the vram lane is behind."""
+class RecordingLanes(SyncLanes):
+    """Counts the work queued on compute, and records up to where each job of the gpu_update lane waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.time = 0
-        self.vram_time = 0
+        self.lane_time = 0
         self.jobs: list[tuple[str, int]] = []
         plain = self["gpu_update"].submit
 
         def submit(work: Any, after: Any = (), label: str = "", job: str = "") -> Any:
-            # A stream is in order: what it was behind once, it stays behind.
-            self.vram_time = max([self.vram_time, *(getattr(wait.ticket, "time", 0) for wait in after)])
-            self.jobs.append((label, self.vram_time))
+            # A stream runs in order, so it stays ordered after everything it has waited for.
+            self.lane_time = max([self.lane_time, *(getattr(wait.ticket, "time", 0) for wait in after)])
+            self.jobs.append((label, self.lane_time))
             plain(work, after, label)
-            return Done(self.vram_time)
+            return Done(self.lane_time)
 
         self["gpu_update"].submit = submit  # type: ignore[method-assign]
 
     def mark(self) -> Any:
         return Mark(self.time)
 
-    def given(self) -> int:
-        """Compute is given something."""
+    def queue_compute(self) -> int:
+        """Count one more piece of work queued on compute."""
         self.time += 1
         return self.time
 
 
 def test_update_of_a_resident_slab_waits_for_a_gradient_that_the_user_wrote() -> None:
-    lanes = Watched()
+    lanes = RecordingLanes()
     model = Stack()
     engine = engine_of(model, lanes=lanes, resident=("*",))
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
     model(inputs(0)).square().mean().backward()
     for parameter in model.parameters():
         parameter.grad.mul_(0.5)
-    written = lanes.given()
+    written = lanes.queue_compute()
     lanes.jobs.clear()
     optimizer.step()
     late = [job for job in lanes.jobs if job[1] < written]
-    assert not late, f"not behind what the user wrote: {late}"
+    assert not late, f"not ordered after the user's write: {late}"
 
 
 def test_update_of_a_resident_slab_waits_for_a_weight_that_the_user_wrote() -> None:
-    lanes = Watched()
+    lanes = RecordingLanes()
     model = Stack()
     engine = engine_of(model, lanes=lanes, resident=("*",))
     optimizer = engine.optimizer(lr=0.1)
@@ -81,21 +81,21 @@ def test_update_of_a_resident_slab_waits_for_a_weight_that_the_user_wrote() -> N
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    written = lanes.given()
+    written = lanes.queue_compute()
     lanes.jobs.clear()
     optimizer.step()
     late = [job for job in lanes.jobs if job[1] < written]
-    assert not late, f"not behind what the user wrote: {late}"
+    assert not late, f"not ordered after the user's write: {late}"
 
 
-def _sums_behind_their_zeros(monkeypatch: Any, train: Any) -> None:
-    lanes = Watched()
+def _check_sums_wait_for_zeros(monkeypatch: Any, train: Any) -> None:
+    lanes = RecordingLanes()
     filled: list[int] = []
     plain = DeviceMemory.allocate
 
     def allocate(self: Any, nbytes: int, *, transferred: bool) -> Any:
         buffer = plain(self, nbytes, transferred=transferred)
-        filled.append(lanes.given())  # torch.zeros: a kernel on compute's stream
+        filled.append(lanes.queue_compute())  # torch.zeros runs as a kernel on compute's stream
         return buffer
 
     monkeypatch.setattr(DeviceMemory, "allocate", allocate)
@@ -114,7 +114,7 @@ def _sums_behind_their_zeros(monkeypatch: Any, train: Any) -> None:
 
 
 def test_a_sum_in_gpu_memory_waits_for_the_zeros_of_its_buffer(monkeypatch: Any) -> None:
-    """Accumulation outside a window: `Drain._add` allocates the FP32 sum after its mark."""
+    """Accumulation outside a window: `Drain._add` allocates the FP32 sum after taking its mark."""
 
     def train(lanes: Any) -> None:
         model = Stack()
@@ -122,11 +122,11 @@ def test_a_sum_in_gpu_memory_waits_for_the_zeros_of_its_buffer(monkeypatch: Any)
         for seed in range(2):
             model(inputs(seed)).square().mean().backward()
 
-    _sums_behind_their_zeros(monkeypatch, train)
+    _check_sums_wait_for_zeros(monkeypatch, train)
 
 
 def test_a_merge_in_gpu_memory_waits_for_the_zeros_of_its_buffer(monkeypatch: Any) -> None:
-    """A tied embedding: `Drain.merge` allocates the FP32 sum and names no mark."""
+    """A tied embedding: `Drain.merge` allocates the FP32 sum without naming a mark."""
 
     def train(lanes: Any) -> None:
         model = small.llama(tie_word_embeddings=True)
@@ -135,4 +135,4 @@ def test_a_merge_in_gpu_memory_waits_for_the_zeros_of_its_buffer(monkeypatch: An
         model(**small.batch(2)).loss.backward()
         optimizer.step()
 
-    _sums_behind_their_zeros(monkeypatch, train)
+    _check_sums_wait_for_zeros(monkeypatch, train)

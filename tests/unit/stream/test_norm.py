@@ -1,4 +1,4 @@
-"""Sums of squares: exact to FP64, the same bits everywhere, and unafraid of large numbers."""
+"""Sums of squares: accurate to FP64, bitwise the same everywhere, and without overflow."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_same_bits_for_any_thread_count(size):
 
 @pytest.mark.parametrize("size", [2, 3, 129, 70_000])
 def test_trailing_zeros_do_not_matter_within_a_chunk_tree(size):
-    """The sum of a shorter tensor padded to the same length is that of the padded one."""
+    """A shorter tensor padded with zeros has the sum of one whose tail is zero."""
     flat = values(size)
     flat[size // 2 :] = 0
     again = torch.zeros(size)
@@ -55,7 +55,7 @@ def test_trailing_zeros_do_not_matter_within_a_chunk_tree(size):
 
 
 def test_the_order_is_a_fixed_tree():
-    """Halves are added to each other, not one after the other: (a + c) + (b + d)."""
+    """Halves are added to each other, not element after element: (a + c) + (b + d)."""
     tiny = 2.0**-53
     flat = torch.tensor([1.0, tiny**0.5, tiny**0.5, tiny**0.5], dtype=torch.float64)
     a, b, c, d = (v * v for v in flat.tolist())
@@ -72,7 +72,7 @@ def test_huge_values_do_not_overflow():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, 77, 199_999])
-def test_non_finite_values_show(bad, place):
+def test_non_finite_values_make_the_sum_non_finite(bad, place):
     flat = torch.zeros(200_000)
     flat[place] = bad
     assert not math.isfinite(global_norm([1.0, square_sum(flat).item()]))
@@ -95,7 +95,7 @@ def snapshot(flat, dtype, present, known=None):
 
 
 def test_snapshot_ignores_absent_parameters():
-    """What lies in the places of absent parameters is not defined."""
+    """The contents of absent parameters are undefined."""
     layout = snapshot(None, torch.float32, ()).layout
     flat = values(layout.numel)
     flat[256:356] = math.nan
@@ -104,7 +104,7 @@ def test_snapshot_ignores_absent_parameters():
     assert got == pytest.approx(expected.item(), rel=1e-12)
 
 
-def test_snapshot_is_of_the_rounded_gradient_and_equals_the_one_made_on_the_device():
+def test_snapshot_sum_is_of_the_rounded_gradient_as_on_the_device():
     layout = snapshot(None, torch.bfloat16, ()).layout
     flat = torch.zeros(layout.numel)
     for segment in layout.segments:
@@ -114,13 +114,13 @@ def test_snapshot_is_of_the_rounded_gradient_and_equals_the_one_made_on_the_devi
     assert got != square_sum(flat).item()
 
 
-def test_snapshot_prefers_what_is_known():
+def test_a_known_sum_of_squares_is_used():
     known = torch.tensor(42.0, dtype=torch.float64)
     assert snapshot_square_sum(snapshot(None, torch.float32, {0}, known)) == 42.0
 
 
 def parts_of(layout, dtypes, presents):
-    """Gradients of several places, NaN where a place has none."""
+    """Gradients of several calls, NaN where a call has none."""
     parts = []
     for number, (dtype, present) in enumerate(zip(dtypes, presents, strict=True)):
         flat = torch.zeros(layout.numel, dtype=dtype)
@@ -131,8 +131,8 @@ def parts_of(layout, dtypes, presents):
     return tuple(parts)
 
 
-def whole_sum(layout, parts, dtype):
-    """The definition: a sum of everything in memory, rounded, and its squares in one tree."""
+def plain_sum(layout, parts, dtype):
+    """The definition: add all parts in memory, round, and sum the squares in one tree."""
     total, known = torch.zeros(layout.numel), set()
     for flat, present in parts:
         for index in present:
@@ -161,19 +161,19 @@ BF16, FP32 = torch.bfloat16, torch.float32
 )
 @pytest.mark.parametrize("sizes", [(100, 300, 200), (3 * CHUNK + 5, 70_000, 200_000)], ids=["short", "long"])
 @pytest.mark.parametrize("native", [True, False])
-def test_pieces_of_parts_have_the_bits_of_the_whole(monkeypatch, sizes, dtype, dtypes, presents, chunks, native):
+def test_sums_in_pieces_have_the_bits_of_the_plain_sum(monkeypatch, sizes, dtype, dtypes, presents, chunks, native):
     monkeypatch.setattr(norm, "_PIECE_ELEMENTS", chunks * CHUNK)
     if not native:
         monkeypatch.setattr(norm, "_kernel_square_sum", lambda *_: None)
     layout = lay_out([(name, torch.Size([size])) for name, size in zip("abc", sizes, strict=True)], dtype)
     parts = parts_of(layout, dtypes, presents)
-    expected = whole_sum(layout, parts, dtype)
+    expected = plain_sum(layout, parts, dtype)
     assert math.isfinite(expected)
     assert torch.equal(norm.gradient_square_sum(Snapshot(layout, parts, dtype)), expected)
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that is made inside, in bytes."""
+class LargestTensor(TorchDispatchMode):
+    """Records the size in bytes of the largest tensor that is created."""
 
     nbytes = 0
 
@@ -186,12 +186,12 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("places", [1, 2])
-def test_no_copy_of_the_whole_is_made(monkeypatch, places):
-    """Of a tied embedding it would be gigabytes that no plan has."""
+@pytest.mark.parametrize("calls", [1, 2])
+def test_the_full_gradient_is_not_copied(monkeypatch, calls):
+    """For a tied embedding, a copy would take gigabytes that no plan counts."""
     monkeypatch.setattr(norm, "_PIECE_ELEMENTS", CHUNK)
     layout = lay_out([("a", torch.Size([10 * CHUNK])), ("b", torch.Size([CHUNK]))], BF16)
-    gradient = Snapshot(layout, parts_of(layout, [BF16] * places, [{0}] * places), BF16)
-    with Largest() as largest:
+    gradient = Snapshot(layout, parts_of(layout, [BF16] * calls, [{0}] * calls), BF16)
+    with LargestTensor() as largest:
         norm.gradient_square_sum(gradient)
     assert 0 < largest.nbytes <= 4 * CHUNK

@@ -1,4 +1,4 @@
-"""Guesses of what is used next: what came next the last time, and nothing beyond a step."""
+"""Predictions of the next uses: what followed last time, up to the end of the step."""
 
 from itertools import islice
 
@@ -28,14 +28,14 @@ def test_the_first_uses_of_the_next_step_are_known_at_the_boundary():
     assert after(*step, *step)[:2] == ["a", "b"]
 
 
-def test_not_beyond_a_boundary():
-    """Weights beyond it are about to change."""
+def test_predictions_stop_at_a_boundary():
+    """Weights beyond the boundary are about to change."""
     step = ["a", "b", BOUNDARY]
     assert after(*step, *step, *step, "a") == ["b"]
 
 
 def test_two_uses_tell_forward_from_backward():
-    """b comes after a on the way there, and before it on the way back."""
+    """b follows a in the forward and precedes it in the backward."""
     step = ["a", "b", "c", "b", "a", BOUNDARY]
     assert after(*step, *step, "a", "b") == ["c", "b", "a"]
     assert after(*step, *step, "a", "b", "c", "b") == ["a"]
@@ -46,19 +46,19 @@ def test_a_change_is_learned_at_once():
     assert after(*first, *first, *second, "a") == ["x", "c"]
 
 
-def test_loops_end():
+def test_predictions_end_in_a_loop():
     assert after(*"ababab", count=5) == ["a", "b"]
     assert after(*"ababab", count=1) == ["a"]
     assert after(*"ababab", count=0) == []
 
 
-def test_uses_that_repeat_are_one():
-    """Four micro-batches at every block: the next two blocks are what is needed, not the same block again."""
+def test_repeated_uses_count_once():
+    """Four micro-batches pass every block; the prediction must name the next two blocks, not the same one again."""
     step = [*"aaaabbbbccccdddd", BOUNDARY]
     assert after(*step, *step, *"aa", count=2) == ["b", "c"]
 
 
-def test_all_that_follows_is_known():
+def test_an_assumed_sequence_is_predicted_to_its_end():
     predictor = Predictor()
     predictor.assume([*range(40)])
     predictor.record(BOUNDARY)
@@ -66,7 +66,7 @@ def test_all_that_follows_is_known():
     assert [*predictor.upcoming()] == [*range(2, 40)]
 
 
-def test_a_circle_ends():
+def test_predictions_end_in_an_assumed_loop():
     predictor = Predictor()
     predictor.assume([1, 2, 3] * 3)
     assert [*predictor.upcoming()] == [1, 2, 3]

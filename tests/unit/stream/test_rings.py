@@ -1,4 +1,4 @@
-"""Gradient slots: sized by what trains, as the plan counts them; what is unfrozen later gets its own."""
+"""Gradient slots are sized by what trains, as the plan counts them. Blocks unfrozen later get their own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatrain.planner.run import Run
 
 
 def slot_bytes(engine: Any) -> int:
-    """What the slots of all rings hold on the device."""
+    """Bytes of the slots of all rings on the device."""
     return sum(slot.bytes.numel() for rings in engine._step.drain.rings.values() for slot in rings.all)
 
 
 def llama(frozen: str) -> Any:
-    """The embedding's slab is within a factor of two of a layer's, so that both would share a ring."""
+    """The embedding's slab is at most twice as large as a layer's, so they would share a ring."""
     model = small.llama(vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=4)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen not in name)
@@ -37,7 +37,7 @@ def train(model: Any, engine: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("frozen", ["nothing", "embed", "layers", "layers.1", "mlp", "head"])
 @pytest.mark.parametrize("slots", [1, 2])
-def test_rings_are_what_the_plan_counts(frozen: str, slots: int) -> None:
+def test_rings_have_the_planned_size(frozen: str, slots: int) -> None:
     model = llama(frozen)
     planned = Ledger(shapes.describe(model), Run(precision="fp32"))._ring_sizes(STREAMED, 0, 0, slots)[0]
     engine = engine_of(model, grad_slots=slots)
@@ -46,7 +46,7 @@ def test_rings_are_what_the_plan_counts(frozen: str, slots: int) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["embed", "layers.1", "mlp"])
-def test_what_is_unfrozen_later_trains_as_before(frozen: str) -> None:
+def test_blocks_unfrozen_later_train_bitwise(frozen: str) -> None:
     runs = []
     for unfrozen_at_attach in (True, False):
         model = llama("nothing" if unfrozen_at_attach else frozen)

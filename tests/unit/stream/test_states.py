@@ -1,4 +1,6 @@
-"""States that come to the device for their update: which ones do, through how much memory, and when they do not."""
+"""Optimizer states that stream to the device for their update: which ones, through how much memory, and when they do
+not.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from megatrain.geometry import STAGING_SLOTS
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
-VISITS = HELD | {"streamed_states": ("*",)}
+STREAMED = HELD | {"streamed_states": ("*",)}
 
 
 def jobs_of(engine: mt.Engine) -> list[tuple[str, str, str]]:
-    """Lane, job and label of all that is submitted from now on."""
+    """Lane, job and label of everything submitted from now on."""
     seen: list[tuple[str, str, str]] = []
     real = engine._lanes.submit
 
@@ -45,9 +47,11 @@ def train(engine: mt.Engine, model: Any, steps: int = 3, clip: float | None = 0.
 @pytest.mark.parametrize("compression", [False, "8bit", "4bit"])
 @pytest.mark.parametrize("clip", [0.5, None])
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-sr"])
-def test_the_bits_are_those_of_updates_on_the_cpu(precision: str, clip: float | None, compression: Any) -> None:
+def test_streamed_updates_have_the_bits_of_updates_on_the_cpu(
+    precision: str, clip: float | None, compression: Any
+) -> None:
     found = []
-    for settings in ({}, VISITS):
+    for settings in ({}, STREAMED):
         model = Stack(4)
         lanes = ThreadLanes(seed=1, max_delay=1e-4)
         with engine_of(
@@ -68,13 +72,13 @@ def test_only_named_blocks_stream_their_states() -> None:
     assert set(updates.values()) == {"gpu_update", "update"}
     travelled = Counter((lane, label) for lane, job, label in seen if lane in ("states_in", "states_out"))
     assert travelled == {(f"states_{way}", f"layers.{i}"): n for i in (1, 3) for way, n in (("in", 2), ("out", 4))}
-    # Their weights are not fetched again, and their gradients stay where they are.
+    # Their weights are not fetched again, and their sums stay on the device.
     assert not [job for job in seen[first:] if job[0] in ("refresh", "sums_out") and job[2] in ("layers.1", "layers.3")]
 
 
-def test_weights_go_home_after_all_states() -> None:
+def test_weights_are_written_back_after_all_states() -> None:
     model = Stack(4)
-    engine = engine_of(model, precision="bf16", **VISITS)
+    engine = engine_of(model, precision="bf16", **STREAMED)
     seen = jobs_of(engine)
     train(engine, model, steps=1)
     order = [job for lane, job, _ in seen if lane == "states_out"]
@@ -82,9 +86,9 @@ def test_weights_go_home_after_all_states() -> None:
     assert set(order) == {"send states", "send weight"}
 
 
-def test_the_device_has_room_for_a_few() -> None:
+def test_slots_for_states_are_few() -> None:
     model = Stack(8)
-    engine = engine_of(model, precision="bf16", **VISITS)
+    engine = engine_of(model, precision="bf16", **STREAMED)
     train(engine, model, steps=2)
     slots = engine.memory_limit.held_state._states.rings.all
     assert len(engine.slabs) > len(slots) == STAGING_SLOTS
@@ -92,10 +96,10 @@ def test_the_device_has_room_for_a_few() -> None:
     assert all(state <= slot.bytes.numel() <= 2 * state + 4096 for slot in slots)
 
 
-def test_a_weight_that_somebody_reads_is_updated_on_the_cpu() -> None:
-    """The copy on the device must stay what it is as long as another thread computes with it."""
+def test_a_weight_in_use_is_updated_on_the_cpu() -> None:
+    """The copy on the device must not change while another thread computes with it."""
     model, expected = Stack(3), Stack(3)
-    engine = engine_of(model, precision="bf16", **VISITS)
+    engine = engine_of(model, precision="bf16", **STREAMED)
     optimizer = engine.optimizer(lr=0.1)
     backward(model, 0)
     fetcher = engine._step.fetcher
@@ -116,19 +120,19 @@ def test_a_weight_that_somebody_reads_is_updated_on_the_cpu() -> None:
 @pytest.mark.parametrize("missing", ["held_weights", "held_gradients"])
 def test_streamed_states_need_held_weights_and_sums(missing: str) -> None:
     with pytest.raises(SettingsError, match="name it in held_weights and held_gradients too"):
-        engine_of(Stack(2), **{name: value for name, value in VISITS.items() if name != missing})
+        engine_of(Stack(2), **{name: value for name, value in STREAMED.items() if name != missing})
 
 
 def test_a_resident_block_has_nothing_to_stream() -> None:
     model = Stack(3)
-    engine = engine_of(model, precision="bf16", **VISITS, resident=("layers.*",))
+    engine = engine_of(model, precision="bf16", **STREAMED, resident=("layers.*",))
     seen = jobs_of(engine)
     train(engine, model, steps=1)
     assert not [job for job in seen if job[0] == "states_in" and job[2].startswith("layers")]
 
 
 class Marking(SyncLanes):
-    """Inline lanes on which compute has work that may not be done yet."""
+    """Inline lanes on which compute always has unfinished work."""
 
     class _Mark:
         lane, queue, done = "compute", "compute", False
@@ -142,9 +146,9 @@ class Marking(SyncLanes):
 
 
 def test_the_first_copy_into_a_slot_comes_after_compute() -> None:
-    """The bytes may have been a gradient that compute is still summing."""
+    """Compute may still be adding to a gradient in the same bytes."""
     model, lanes = Stack(4), Marking()
-    engine = engine_of(model, precision="bf16", lanes=lanes, **VISITS)
+    engine = engine_of(model, precision="bf16", lanes=lanes, **STREAMED)
     waits: list[set[str]] = []
     real = lanes["states_in"].submit
 
@@ -158,10 +162,10 @@ def test_the_first_copy_into_a_slot_comes_after_compute() -> None:
 
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
-def test_states_may_grow(lanes: str) -> None:
-    """Another optimizer has more moments, and those of the first are still there."""
+def test_states_can_grow(lanes: str) -> None:
+    """A second optimizer has more moments, while the states of the first are still allocated."""
     found = []
-    for settings in ({}, VISITS):
+    for settings in ({}, STREAMED):
         model = Stack(4)
         engine = engine_of(model, precision="bf16", lanes=lanes, **settings)
         for kind in ("sgd", "adamw"):
@@ -174,9 +178,9 @@ def test_states_may_grow(lanes: str) -> None:
     assert differences(*found) == []
 
 
-def test_a_step_that_fails_half_way_leaves_ram_and_device_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_step_ram_and_device_weights_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack(5)
-    engine = engine_of(model, precision="bf16", **VISITS)
+    engine = engine_of(model, precision="bf16", **STREAMED)
     optimizer = engine.optimizer(lr=0.1)
     backward(model, 0)
     updates = engine._step.updates

@@ -1,4 +1,4 @@
-"""The record of what lanes did."""
+"""The timeline of lanes and the times of a step."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ def timeline(*spans):
     return made
 
 
-def test_nothing_is_recorded_unless_asked():
+def test_nothing_is_recorded_before_start():
     record = Timeline()
     with record.host_span("h2d", "a"):
         pass
@@ -38,7 +38,7 @@ def test_spans_while_recording():
     assert 0 <= outer.start <= inner.start <= inner.end <= outer.end <= last.start <= last.end
 
 
-def test_starting_again_forgets():
+def test_starting_again_clears_the_record():
     record = timeline(("h2d", "old", 0.0, 1.0))
     record.start()
     assert record.spans == []
@@ -85,7 +85,7 @@ def test_a_step_shows_every_lane(lanes):
         assert len(record.spans) == count
 
 
-# ---- what a step waited for
+# ---- waits of a step
 
 
 def page(spans=(), waits=()):
@@ -106,7 +106,7 @@ def test_a_wait_counts_for_the_lane_that_was_waited_for():
     assert times.waited == {"d2h": 1, "h2d": 2}
 
 
-def test_behind_a_copy_that_waits_for_an_update_it_counts_for_the_update():
+def test_a_wait_for_a_copy_that_waits_for_an_update_counts_for_the_update():
     waits = [("compute", "h2d", 2, 8), ("h2d", "update", 1, 5), ("h2d", "update", 4, 6), ("update", "d2h", 0, 9)]
     assert page(waits=waits).times().waited == {"h2d": 2, "update": 4}
 
@@ -120,7 +120,7 @@ def test_every_step_is_timed():
     for step in range(3):
         model(inputs(step)).square().mean().backward()
         if step == 1:
-            # The update of this step does not start before compute has waited for it.
+            # The update of this step starts only after compute has waited for this.
             engine._lanes["update"].submit(lambda: slow.wait(0.3), label="in the way")
         optimizer.step()
         optimizer.zero_grad()
@@ -142,7 +142,7 @@ def test_pages_do_not_pile_up():
         model(inputs(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert len(engine._lanes.timeline._closed) == 1  # the last one is read in the next step, or when it is asked for
+    assert len(engine._lanes.timeline._closed) == 1  # read in the next step, or on request
     assert engine.step_times.step == 19
     assert engine._lanes.timeline._closed == []
     assert engine._lanes.timeline.spans == []

@@ -1,4 +1,4 @@
-"""Memory that grows."""
+"""Timelines do not grow without bound."""
 
 import contextlib
 from typing import Any
@@ -21,7 +21,7 @@ class FakeEvent:
         return 0.0
 
 
-def test_what_a_stream_lane_did_is_not_kept_for_ever(monkeypatch: Any) -> None:
+def test_spans_of_a_stream_lane_are_dropped(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: FakeEvent())
     monkeypatch.setattr(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
