@@ -1,8 +1,8 @@
-"""How far the native update is from the truth: FP32 states within a few ulps, codes within a level and unbiased.
+"""Accuracy of the native update: FP32 states within a few ulps, quantized moments within one level and unbiased.
 
-u = 2^-24 is the unit roundoff: an operation's relative error is at most u, which is at most one ulp, and its absolute
-error at most half an ulp of its result. Truth is the same formula in FP64 from the same FP32 inputs and scalars; its
-own error is 2^-29 of an FP32 ulp.
+u = 2^-24 is the unit roundoff. The relative error of an operation is at most u, which is at most one ulp; its absolute
+error is at most half an ulp of the result. The reference is the same formula in FP64 from the same FP32 inputs and
+scalars; its own error is 2^-29 of an FP32 ulp.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ulp(values: np.ndarray) -> np.ndarray:
 
 
 def one_step(rule, weight, step=7):
-    """Inputs and results in FP64: (w, m, v, g), (w, m, v), scalars. Moments are as after some steps, far from zero."""
+    """Inputs and results in FP64: (w, m, v, g), (w, m, v), scalars. Moments are nonzero, as after some steps."""
     generator = torch.Generator().manual_seed(1)
     state = state_of(rule, weight, "fp32", COUNT)
     for number, piece in enumerate(state.moments):
@@ -63,22 +63,23 @@ def test_adamw_in_ulps(weight):
     clip, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, decay, step_size = scalars
     x = g * clip
     true_m, true_v = m * beta1 + x * one_minus_beta1, v * beta2 + one_minus_beta2 * x * x
-    # m: half an ulp for m β₁, one and a half for x (1-β₁) since x is rounded too, and the sum is at most twice the
-    # larger addend: half an ulp of it is one of the addend's.
+    # m: half an ulp for m β₁; one and a half for x (1-β₁), since x is rounded too. The sum is at most twice the larger
+    # addend, so half an ulp of the sum is at most one of the addend.
     addend = np.maximum(np.abs(m * beta1), np.abs(x * one_minus_beta1))
     assert (np.abs(new_m - true_m) <= 3.0 * ulp(addend)).all()
-    # v: both addends are positive, so their ulps are no larger than the sum's. Half for v β₂; three u (x twice, and its
-    # first product) and half an ulp for the other; half for the sum.
+    # v: both addends are positive, so their ulps are at most the sum's. Half an ulp for v β₂; three u (x twice, and its
+    # first product) and half an ulp for the other addend; half an ulp for the sum.
     assert (np.abs(new_v - true_v) <= 4.5 * ulp(true_v)).all()
-    # w: half an ulp for decay · w, half for the difference. The step's numerator carries the error of m (6u of the
-    # addend) and one product; the denominator 2.5u for the root of v and u each for √, /, +; the quotient one more.
+    # w: half an ulp for decay · w, half an ulp for the difference. The numerator of the step has the error of m (6u of
+    # the addend) and one product; the denominator 2.5u for the root of v and u each for √, / and +; the quotient one
+    # more.
     denominator = np.sqrt(true_v) / root_correction + eps
     true_w = w * decay - step_size * true_m / denominator
     size = step_size * addend / denominator
     bound = ulp(np.maximum(np.abs(w), np.abs(true_w))) + (6 + 2 * 7.5) * U * size
     error = np.abs(new_w - true_w)
     assert (error <= bound).all()
-    assert np.median(error / ulp(true_w)) < 0.5, "the bound is no excuse: most are rounded about correctly"
+    assert np.median(error / ulp(true_w)) < 0.5, "typical errors must be well below the bound"
 
 
 @pytest.mark.parametrize("weight", ["fp32", "split"])
@@ -87,10 +88,10 @@ def test_lion_in_ulps(weight):
     clip, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, lr = scalars
     x = g * clip
     blend, true_m = m * beta1 + x * one_minus_beta1, m * beta2 + x * one_minus_beta2
-    # As AdamW's first moment.
+    # Same bound as for AdamW's first moment.
     addend = np.maximum(np.abs(m * beta2), np.abs(x * one_minus_beta2))
     assert (np.abs(new_m - true_m) <= 3.0 * ulp(addend)).all()
-    # The sign is the true one unless the blend cancels to within its error; lr · sign is exact; two roundings remain.
+    # The sign is right unless the blend cancels to within its error; lr · sign is exact; two roundings remain.
     certain = np.abs(blend) > 3.0 * ulp(np.maximum(np.abs(m * beta1), np.abs(x * one_minus_beta1)))
     assert certain.mean() > 0.999
     true_w = w * decay - lr * np.sign(blend)
@@ -102,21 +103,21 @@ def test_lion_in_ulps(weight):
 def test_sgd_in_ulps(weight):
     (w, m, g), (new_w, new_m), (clip, momentum, weight_decay, lr) = one_step(RULE_LIST[2], weight)
     true_m = m * momentum + (g * clip + w * weight_decay)
-    # Three products at half an ulp of the largest each; a sum of two, at most twice it; a sum of three, at most four
-    # times it as ulps go.
+    # Three products at half an ulp of the largest each; the sum of two has at most twice its ulp, the sum of three at
+    # most four times.
     addend = np.maximum.reduce([np.abs(m * momentum), np.abs(g * clip), np.abs(w * weight_decay)])
     assert (np.abs(new_m - true_m) <= 4.5 * ulp(addend)).all()
     true_w = w - lr * true_m
-    # The momentum's error, the product, the difference.
+    # The error of the momentum, the product and the difference.
     bound = lr * 4.5 * ulp(addend) + 0.5 * ulp(lr * true_m) + 0.5 * ulp(true_w)
     assert (np.abs(new_w - true_w) <= 1.01 * bound).all()
 
 
-# ---- codes
+# ---- quantized moments
 
 
 def encoded(values: torch.Tensor, width: str, signed: bool, seed: int) -> torch.Tensor:
-    """Values as they come back from storage. The rules' scalars are such that the moment becomes the gradient."""
+    """Values after quantization. The scalars make the moment equal to the gradient."""
     rule = RULE_LIST[2] if signed else ADAMW
     state = state_of(rule, "bf16", width, values.numel())
     # Positive values are squares: v = 0 · v + (1 · x) · x.
@@ -128,7 +129,7 @@ def encoded(values: torch.Tensor, width: str, signed: bool, seed: int) -> torch.
 
 
 def levels_of(width: str, signed: bool) -> torch.Tensor:
-    """All magnitudes a code can have, ascending, for a scale of one."""
+    """All magnitudes of a code in ascending order, for a scale of one."""
     kind = FORMATS[width][0 if signed else 1]
     codes = torch.arange(kind.levels).repeat_interleave(kind.block).to(torch.uint8)
     if kind.bits == 4:
@@ -163,7 +164,7 @@ def test_a_code_is_one_of_the_two_levels_around_the_value(width, signed):
     lowest = 0.0 if signed else levels_of(width, signed)[0] * scales
     for seed in range(20):
         error = (encoded(values, width, signed, seed).double() - values).abs()
-        # 2^-20: squares, roots and the inverse of the scale are rounded.
+        # 2^-20: the squares, the roots and the inverse of the scale are rounded.
         assert (error <= gaps(values, scales, width, signed) + lowest + 2.0**-20 * values.abs()).all()
 
 
@@ -176,10 +177,11 @@ def test_codes_are_unbiased(width, signed):
     for seed in range(draws):
         total += encoded(values, width, signed, seed).double()
     gap = gaps(values, scales, width, signed)
-    # A coin between two levels a gap apart has at most half a gap of deviation; 16 random bits cost 2^-16 of a gap.
+    # A random choice between two levels has a standard deviation of at most half their gap; 16 random bits add 2^-16 of
+    # a gap.
     within = 5 * 0.5 * gap / draws**0.5 + 2.0**-16 * gap + 2.0**-20 * values.abs()
     error = (total / draws - values).abs()
-    # A positive format has nothing under its lowest level: such values come back as it.
+    # A positive format has no level below its lowest: smaller values become that level.
     inside = values.abs() >= (0.0 if signed else levels_of(width, signed)[0]) * scales
     assert (error <= within)[inside].all()
     assert inside.float().mean() > 0.9
@@ -202,14 +204,14 @@ def test_second_moments_never_become_zero(width):
 
 
 def test_a_decaying_average_is_not_frozen():
-    """The reason for random rounding: 200 steps of a 0.1% change each, less than half a level's width."""
+    """Random rounding is needed here: 200 steps of 0.1% each, less than half the distance between levels."""
     state = state_of(ADAMW, "bf16", "8bit", 2560)
     gradient = torch.full((2560,), 1e-2)
     native_kernel(1)(state.operands(gradient, False, 1))
     piece = state.moments[1]
     start = piece.format.decode(piece.payload, piece.scales, 2560).double().mean()
     gradient = gradient_of("fp32", 2560, 0).fill_(0.0)
-    gradient[::256] = 1e-2  # keeps the scales
+    gradient[::256] = 1e-2  # keeps the scales unchanged
     for step in range(2, 202):
         native_kernel(1)(state.operands(gradient, False, step))
     values = piece.format.decode(piece.payload, piece.scales, 2560).double()

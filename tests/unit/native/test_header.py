@@ -1,4 +1,4 @@
-"""Facts that C++ and Python both need: the header has what `geometry` says."""
+"""The C++ header agrees with `geometry` on the facts that both need."""
 
 import re
 from pathlib import Path
@@ -16,5 +16,5 @@ def test_bits_and_blocks_of_codes():
         assert (width.bits, width.block) == (int(bits), int(block))
 
 
-def test_a_group_of_random_numbers_is_what_parameters_are_aligned_to():
+def test_parameters_are_aligned_to_a_group_of_random_numbers():
     assert re.search(rf"constexpr int kGroup = {ALIGN_ELEMENTS};", HEADER)

@@ -23,7 +23,7 @@ def fresh_loader():
 
 
 def resident_pages(mapping: mmap.mmap, nbytes: int) -> int:
-    """Pages of a mapping that are in memory, as the kernel counts them (mincore)."""
+    """The number of pages of a mapping that are in memory, from mincore."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     pages = (nbytes + PAGE - 1) // PAGE
     flags = (ctypes.c_ubyte * pages)()
@@ -100,7 +100,7 @@ def test_explicit_path_is_the_only_one_searched(monkeypatch, tmp_path, fresh_loa
         library.touch(0, 0, 1)
 
 
-def test_file_that_is_no_library_is_refused(monkeypatch, tmp_path, fresh_loader):
+def test_a_file_that_is_not_a_library_is_refused(monkeypatch, tmp_path, fresh_loader):
     explicit = tmp_path / library.FILE_NAME
     explicit.write_text("not a library")
     monkeypatch.setenv(library.PATH_VARIABLE, str(explicit))
@@ -108,7 +108,7 @@ def test_file_that_is_no_library_is_refused(monkeypatch, tmp_path, fresh_loader)
         library.touch(0, 0, 1)
 
 
-def test_other_abi_is_refused(monkeypatch, fresh_loader):
+def test_a_different_abi_version_is_refused(monkeypatch, fresh_loader):
     monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
     needed = library.ABI_VERSION
     with pytest.raises(NativeLibraryMissing, match=f"ABI version {needed - 1}, but MegaTrain needs {needed}"):
@@ -123,7 +123,7 @@ def test_other_abi_is_refused(monkeypatch, fresh_loader):
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "1000 100000\n"}, 1),
-        (  # the tightest along the path
+        (  # the tightest limit along the path counts
             {
                 "proc/self/cgroup": "0::/a/b/c\n",
                 "sys/fs/cgroup/cpu.max": "max 100000\n",
@@ -133,11 +133,11 @@ def test_other_abi_is_refused(monkeypatch, fresh_loader):
             },
             3,
         ),
-        (  # a path of the host, seen from inside a container
+        (  # a path of the host, seen inside a container
             {"proc/self/cgroup": "0::/host/only\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"},
             2,
         ),
-        (  # the first version of cgroups, alone and beside the second
+        (  # cgroup v1, alone and with v2
             {
                 "proc/self/cgroup": "9:memory:/x\n4:cpu,cpuacct:/x\n3:cpuset:/y\n0::/\n",
                 "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "150000\n",

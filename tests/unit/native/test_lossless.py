@@ -1,4 +1,4 @@
-"""Exact for every bit pattern, the same bytes from every number of threads, and safe with any bytes at all."""
+"""Lossless compression: exact for every bit pattern, the same bytes with any number of threads, safe with any input."""
 
 import ctypes
 import errno
@@ -96,7 +96,7 @@ def test_special_fp32_patterns_survive():
     dtype=st.sampled_from(DTYPES),
 )
 def test_round_trip_of_any_patterns(patterns, repeats, dtype):
-    # Few patterns, often repeated, make codes of every shape, with lanes that compress very differently.
+    # A few patterns repeated often produce codes of every shape, and lanes that compress very differently.
     shift = 32 - 8 * dtype.itemsize
     values = [pattern >> shift for pattern in patterns]
     check_round_trip(from_bits(values, dtype).repeat(repeats))
@@ -104,7 +104,7 @@ def test_round_trip_of_any_patterns(patterns, repeats, dtype):
 
 
 def test_code_lengths_are_limited():
-    # Counts that grow like Fibonacci numbers ask for the longest codes there are: 23 bits here.
+    # Counts that grow like Fibonacci numbers need the longest codes: 23 bits here.
     counts = [1, 1]
     while sum(counts) + counts[-1] + counts[-2] <= CHUNK:
         counts.append(counts[-1] + counts[-2])
@@ -125,7 +125,7 @@ def test_planes_take_the_cheapest_mode():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_cannot_shrink_hardly_grows(dtype):
+def test_incompressible_data_grows_by_less_than_a_thousandth(dtype):
     source = random_bits(1 << 20, dtype)
     raw = source.numel() * source.itemsize
     assert raw <= lossless.encode(source, 1).numel() <= lossless.bound(source.numel(), source.itemsize) < 1.001 * raw
@@ -159,8 +159,8 @@ LARGE = "5b3c50d88061ae13c553e0b73f9f57fa85623a5a5cc888fb5be5adfe90cfd4b5"
 HALF = "8ca8dd378fd0e94dc96d5dd30bb3cb21df856235262f834dfed4c08e1788c942"
 
 
-def test_the_format_stays_what_it_is():
-    # The bytes of version 1: what was written once is to be read for ever.
+def test_the_byte_format_is_stable():
+    # These are the bytes of version 1, which must stay readable.
     encoded = lossless.encode(torch.tensor([1.0, -2.0, 0.5, 1.0, 1.0]).repeat(10), 1)
     assert bytes(encoded.tolist()).hex() == SMALL
     ramp = torch.arange(1, 3 * CHUNK + 1) * 40503 % 65537 / 65536
@@ -199,7 +199,7 @@ def plain_huffman(payload: bytes, count: int) -> bytes:
 
 
 def plain_decode(encoded: bytes) -> list[int]:
-    """The plain reference of a decoder, of one chunk: the bit patterns, as the format in csrc/lossless.cpp is read."""
+    """Reference decoder for one chunk, following the format in csrc/lossless.cpp. Returns the bit patterns."""
     item = {1: 4, 2: 2}[int.from_bytes(encoded[12:16], "little")]
     count = int.from_bytes(encoded[16:24], "little")
     at, planes = HEADER + ENTRY, []
@@ -221,7 +221,7 @@ def plain_decode(encoded: bytes) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [1, 5, 1001, 4096])
-def test_a_plain_decoder_reads_it(dtype, numel):
+def test_a_reference_decoder_reads_the_format(dtype, numel):
     mask = (1 << 8 * dtype.itemsize) - 1
     half = torch.where(torch.arange(numel) % 3 == 0, normal(numel), 0.0)
     for source in (normal(numel), normal(numel).square(), half, torch.ones(numel)):
@@ -229,7 +229,7 @@ def test_a_plain_decoder_reads_it(dtype, numel):
         assert plain_decode(bytes(encoded.tolist())) == [bits & mask for bits in bits_of(source.to(dtype)).tolist()]
 
 
-def test_other_elements_are_untouched():
+def test_decoding_writes_only_its_elements():
     source = normal(CHUNK + 100)
     encoded = lossless.encode(source, 1)
     around = torch.full((CHUNK + 300,), 7.0)
@@ -239,7 +239,7 @@ def test_other_elements_are_untouched():
     assert (around[-100:] == 7).all()
 
 
-def test_encoding_writes_to_its_end_and_no_further():
+def test_encoding_stays_within_its_buffer():
     source = normal(2 * CHUNK + 77).square_()
     encoded = lossless.encode(source, 1)
     used = ctypes.c_size_t()
@@ -270,7 +270,7 @@ def test_a_damaged_chunk_is_named_and_the_others_are_decoded():
 
 
 def mixed() -> torch.Tensor:
-    """Every mode in one tensor: codes of one and of many symbols a look-up, constants, noise, a short last chunk."""
+    """Every mode in one tensor: codes with one and with many symbols per look-up, constants, noise, a short chunk."""
     return torch.cat([normal(CHUNK), normal(CHUNK).square_(), torch.zeros(CHUNK), random_bits(777, torch.float32)])
 
 
@@ -299,7 +299,7 @@ def test_random_damage_is_noticed(seed):
             decoded(damaged, source)
 
 
-def test_damage_where_the_structure_is_is_noticed():
+def test_damaged_headers_and_directories_are_noticed():
     source = mixed()
     encoded = lossless.encode(source, 1)
     starts = [HEADER + 4 * ENTRY] + [
@@ -330,8 +330,8 @@ def test_truncation_and_trailing_bytes_are_noticed():
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31), numel=st.integers(1, 3000), dtype=st.sampled_from(DTYPES))
-def test_hostile_chunks_do_no_harm(data, seed, numel, dtype):
-    # Behind a header whose checksum is right, anything: planes of random bytes with plausible heads.
+def test_hostile_chunks_are_refused(data, seed, numel, dtype):
+    # The header's checksum is right; the planes are random bytes with plausible heads.
     generator = torch.Generator().manual_seed(seed)
     chunk = b""
     for _ in range(dtype.itemsize):
@@ -347,8 +347,8 @@ def test_hostile_chunks_do_no_harm(data, seed, numel, dtype):
         decoded(framed(chunk, numel, dtype), torch.empty(numel, dtype=dtype))
 
 
-def test_a_framed_chunk_is_otherwise_sound():
-    # The test above fails for the reason it means to: only the checksum of the elements is wrong here.
+def test_only_the_element_checksum_of_a_framed_chunk_is_wrong():
+    # Shows that the test above fails for the intended reason.
     chunk = b"".join((1 << 24 | 9).to_bytes(4, "little") + bytes(range(9)) for _ in range(2))
     out = torch.empty(9, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="chunk 0 of 1"):
@@ -357,7 +357,7 @@ def test_a_framed_chunk_is_otherwise_sound():
 
 
 def framed(chunk: bytes, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """One chunk behind a header and directory that are right."""
+    """One chunk behind a valid header and directory."""
     code = {4: 1, 2: 2}[dtype.itemsize]
     head = b"MTPLANES" + b"".join(
         value.to_bytes(width, "little") for value, width in ((1, 4), (code, 4), (numel, 8), (CHUNK, 8))
@@ -376,7 +376,7 @@ def mix(total: int, word: int) -> int:
 
 
 def checksum(data: bytes) -> int:
-    """The plain reference of `checksum` in csrc/lossless.cpp."""
+    """Reference implementation of `checksum` in csrc/lossless.cpp."""
     totals = [len(data), 1, 2, 3]
     whole = len(data) // 32 * 32
     for at in range(0, len(data), 8):
@@ -386,14 +386,14 @@ def checksum(data: bytes) -> int:
     return (total ^ total >> 32) * MIX & WORD
 
 
-def test_another_tensor_is_told_from_damage():
+def test_a_wrong_target_is_distinguished_from_damage():
     encoded = lossless.encode(normal(1000), 1)
     for out in (torch.empty(999), torch.empty(CHUNK + 1), torch.empty(1000, dtype=torch.bfloat16), torch.empty(0)):
         with pytest.raises(CheckpointError, match=r"intact, but does not hold \d+ elements of"):
             lossless.decode(encoded, out, 1)
 
 
-def test_refusals():
+def test_invalid_arguments_are_refused():
     for refused in (torch.zeros(4, 4), torch.zeros(8)[::2], torch.zeros(4, dtype=torch.float64)):
         with pytest.raises(ValueError, match="only flat FP32 or BF16"):
             lossless.encode(refused, 1)
@@ -415,7 +415,7 @@ def test_refusals():
         lossless.encode(normal(1000), 1, torch.empty(8000, dtype=torch.int8))
 
 
-def test_a_room_can_be_used_again():
+def test_an_output_buffer_can_be_reused():
     room = torch.empty(lossless.bound(CHUNK, 4), dtype=torch.uint8)
     for seed in range(2):
         source = normal(CHUNK, seed=seed)

@@ -1,4 +1,4 @@
-"""Sums of squares in host memory: the bits of the PyTorch reference, for all threads and instruction sets."""
+"""Sums of squares in host memory: the bits of the PyTorch reference, with any number of threads and instruction set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "rounded": (torch.float32, torch.bfloat16),
 }
-"""Dtype of the values, and what they count as."""
+"""Dtype of the values, and the dtype to which they are rounded before squaring."""
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -36,11 +36,11 @@ def normal(numel: int) -> torch.Tensor:
 
 
 def wild(numel: int) -> torch.Tensor:
-    """Every exponent, subnormals and zeros of both signs included."""
+    """Values with every exponent, including subnormals and zeros of both signs."""
     bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(numel)).to(torch.int32)
     found = bits.view(torch.float32)
     found = torch.where(found.isfinite(), found, -0.0)
-    # Rounding to BF16 would make an infinity of the largest ones.
+    # Rounding to BF16 would turn the largest values into infinity.
     return found.clamp_(-1e38, 1e38)
 
 
@@ -79,8 +79,8 @@ def halved(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [16, 1024, CHUNK])
-def test_the_order_of_every_chunk(chunk, kind, isa):
-    """Of many chunks, whose values are so far apart that other orders give other bits in some of them."""
+def test_every_chunk_is_summed_in_the_reference_order(chunk, kind, isa):
+    """With values so far apart that another order of addition changes the bits of some chunks."""
     stored, counted = KINDS[kind]
     numel = 40 * CHUNK
     values = (normal(numel) * normal(numel + 1)[1:].mul_(4).exp_()).to(stored)
@@ -104,8 +104,8 @@ def test_special_values(special, place, kind):
         assert same(native_sum(values, kind == "rounded", 2), reference_square_sum(values.to(counted)))
 
 
-def test_every_bf16_and_what_lies_between():
-    """Rounding: ties, carries into the exponent and to infinity, and every pattern of NaN's upper half."""
+def test_rounding_to_bf16():
+    """Rounding: ties, carries into the exponent and to infinity, and every upper half of a NaN."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         values = (upper | lower).view(torch.float32)
@@ -138,7 +138,7 @@ def test_modes_of_the_calling_thread_do_not_matter():
     assert torch.set_flush_denormal(True)
     try:
         found = native_sum(values, False, 2)
-        assert not torch.full((1,), 1e-40).mul(2.0).any()  # as it was set
+        assert not torch.full((1,), 1e-40).mul(2.0).any()  # the mode is still set
     finally:
         torch.set_flush_denormal(False)
     assert same(found, expected)
@@ -148,7 +148,7 @@ def test_modes_of_the_calling_thread_do_not_matter():
 
 
 def snapshot(kind: str, present: set[int], sizes: tuple[int, ...] = (100, 70_001, 3, 130_000)) -> Snapshot:
-    """With zeros between parameters, and undefined values in absent ones and behind the last."""
+    """Zeros between parameters; undefined values in absent parameters and after the last one."""
     stored, counted = KINDS[kind]
     layout = lay_out([(str(number), torch.Size([size])) for number, size in enumerate(sizes)], counted)
     flat = torch.zeros(layout.numel)
@@ -181,7 +181,7 @@ def test_snapshot_lengths(sizes, kind):
     assert same(gradient_square_sum(gradient), expected)
 
 
-def test_a_whole_gradient_is_not_copied(monkeypatch):
+def test_a_complete_gradient_is_not_copied(monkeypatch):
     gradient = snapshot("rounded", {0, 1, 2, 3})
     expected = gradient_square_sum(gradient)
     monkeypatch.setattr(norm, "_piecewise", None)
@@ -189,13 +189,13 @@ def test_a_whole_gradient_is_not_copied(monkeypatch):
     assert same(gradient_square_sum(gradient), expected)
 
 
-def test_what_is_not_native_takes_the_reference(monkeypatch):
+def test_unsupported_tensors_use_the_reference(monkeypatch):
     monkeypatch.setattr(library, "square_sums", None)
     for values in (normal(1000).double(), normal(1000).half(), normal(2000)[::2]):
         assert same(square_sum(values), reference_square_sum(values.clone()))
 
 
-def test_refusals():
+def test_invalid_arguments_are_refused():
     values, sums = torch.zeros(100), torch.zeros(2, dtype=torch.float64)
 
     def call(values=values, partials=sums, chunk=64, threads=1):

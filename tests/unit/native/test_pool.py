@@ -1,4 +1,4 @@
-"""The threads behind the native update: results do not depend on them, whoever calls, also after a fork."""
+"""The thread pool of the native update: results do not depend on thread count, calling thread or forks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.optim.update import Kernel, Operands, native_kernel
 
 
 @pytest.mark.parametrize(("weight", "width"), [*(("split", width) for width in WIDTHS), ("bf16", "bf16")])
-def test_threads_do_not_matter(weight, width):
+def test_results_do_not_depend_on_the_thread_count(weight, width):
     count = 3_000_001
     alone = state_of(ADAMW, weight, width, count)
     values = gradient_of("bf16", count, 0)
@@ -34,7 +34,7 @@ def workers() -> int:
 
 
 def run_in_child(kernel: Kernel, operands: Operands) -> int:
-    """Exit status of a forked child that runs the kernel: the number of its workers, or 99."""
+    """Run the kernel in a forked child. Returns its exit status: the number of its workers, or 99 after an error."""
     child = os.fork()
     if child == 0:
         code = 99
@@ -48,8 +48,8 @@ def run_in_child(kernel: Kernel, operands: Operands) -> int:
 
 
 @pytest.mark.timeout(60)
-def test_a_forked_child_has_a_pool_of_its_own():
-    """Also when the parent's is at work that very moment."""
+def test_a_forked_child_starts_its_own_pool():
+    """Also while the parent's pool is running."""
     count = 200_000
     values = gradient_of("bf16", count, 0)
     expected, state, busy = (state_of(ADAMW, "split", "8bit", count) for _ in range(3))
@@ -81,7 +81,7 @@ def usable_cpus() -> int:
 
 
 @pytest.mark.timeout(120)
-def test_callers_on_several_threads():
+def test_several_threads_can_call_at_once():
     count, rounds = 600_000, 6
     values = [gradient_of("bf16", count, seed) for seed in range(4)]
     states = [state_of(ADAMW, "split", width, count) for width in WIDTHS]

@@ -1,4 +1,4 @@
-"""The native update: the bits of the written sequence, on every instruction set, at every size."""
+"""The native update has the bits of the reference on every instruction set, for every size."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class State:
         return replace(self, weight=self.weight.clone(), residual=_clone(self.residual), moments=moments)
 
     def operands(self, gradient: torch.Tensor, rounded: bool, step: int, start: int = 0, count: int = -1) -> Operands:
-        """A step of elements [start, start + count); `start` is a multiple of 256."""
+        """Operands of a step on elements [start, start + count); `start` is a multiple of 256."""
         end = self.weight.numel() if count < 0 else start + count
         moments = []
         for piece in self.moments:
@@ -78,7 +78,9 @@ class State:
         )
 
     def differs(self, other: State, real: torch.Tensor | None = None) -> str:
-        """Which stream has other bits, and where; `real` masks out elements that do not count. NaN is NaN."""
+        """The stream and element that differ, or an empty string. Elements outside `real` are ignored; all NaNs are
+        equal.
+        """
         for (name, mine), theirs in zip(self._streams().items(), other._streams().values(), strict=True):
             wrong = _bits(mine) != _bits(theirs)
             if real is not None:
@@ -88,7 +90,7 @@ class State:
         return ""
 
     def _streams(self) -> dict[str, torch.Tensor]:
-        """One value per element of everything that is stored."""
+        """Everything that is stored, with one value per element."""
         count = self.weight.numel()
         found = {"weight": self.weight}
         if self.residual is not None:
@@ -106,7 +108,7 @@ def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    # Which NaN an operation on two NaNs gives is the instruction's choice.
+    # Which NaN results from two NaNs depends on the instruction.
     return torch.where(tensor.isnan(), -1, bits) if tensor.is_floating_point() else bits
 
 
@@ -131,7 +133,7 @@ def gradient_of(kind: str, count: int, seed: int) -> torch.Tensor:
 
 
 def extreme(kind: str, starts: list[tuple[int, int]], count: int, seed: int) -> torch.Tensor:
-    """Gradients whose magnitudes differ from piece to piece: ordinary, all there are, denormal, huge, zeros."""
+    """Gradients whose magnitudes differ between pieces: ordinary, the full range, denormal, huge, zeros."""
     generator = torch.Generator().manual_seed(seed)
     sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1.0
     share = torch.rand(count, generator=generator, dtype=torch.float64)
@@ -148,7 +150,7 @@ def extreme(kind: str, starts: list[tuple[int, int]], count: int, seed: int) -> 
 
 
 def pieces_of(sizes: list[int]) -> tuple[list[tuple[int, int]], int]:
-    """Runs of the given sizes, one after the other, each on a multiple of 256; and their length together."""
+    """Start and size of consecutive runs, each starting at a multiple of 256, and the total length."""
     starts, at = [], 0
     for size in sizes:
         starts.append((at, size))
@@ -160,9 +162,9 @@ def pieces_of(sizes: list[int]) -> tuple[list[tuple[int, int]], int]:
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("rule", RULE_LIST, ids=rule_id)
 def test_every_size_on_every_instruction_set(rule, weight, width):
-    """The reference takes a slab at once, the kernel every run of it by itself: the same elements, the same bits.
+    """The reference updates a slab at once, the kernel each run by itself.
 
-    In the reference the padding behind a run takes part too. It is zero, and so has no say in a scale.
+    The reference also updates the padding behind a run. It is zero, so it does not affect a scale.
     """
     starts, count = pieces_of(SIZES)
     real = torch.zeros(count, dtype=torch.bool)
@@ -192,8 +194,8 @@ def test_every_size_on_every_instruction_set(rule, weight, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rule", RULE_LIST, ids=rule_id)
-def test_tails_exactly(rule, width):
-    """Size by size against the reference, from any codes, down to the unused ones; what lies beyond stays as it was."""
+def test_tails_have_the_bits_of_the_reference(rule, width):
+    """Sizes one by one, starting from random codes that include unused ones. Elements beyond the size do not change."""
     for weight, gradient, size in itertools.product(WEIGHTS, GRADIENTS, FEW_SIZES):
         expected = state_of(rule, weight, width, size + GROUP)
         for piece in expected.moments:
@@ -217,8 +219,8 @@ def test_tails_exactly(rule, width):
 
 
 @pytest.mark.parametrize("width", ["8bit", "4bit"])
-def test_between_zero_and_the_first_level(width, isa):
-    """Magnitudes that decide against their own random bits by exactly one, or not at all."""
+def test_rounding_between_zero_and_the_first_level(width, isa):
+    """Magnitudes that differ from their random bits by exactly 0, 1 or 2."""
     count, seed = 16 * GROUP, seed_of(3, 1)
     kind = FORMATS[width][0]
     draws = Draws(seed, 0, count).moment(0).float()
@@ -226,10 +228,10 @@ def test_between_zero_and_the_first_level(width, isa):
         values = (draws + more) / kind.below
         values[:: kind.block] = 1.0
         edge = (values * kind.below == draws + more).float().mean()
-        assert edge > 0.5, "few are on the edge"
+        assert edge > 0.5, "too few values are on the edge"
         states = [state_of(RULE_LIST[2], "bf16", width, count) for _ in range(2)]
         for state, kernel in zip(states, (reference_kernel, native_kernel(1)), strict=True):
-            # The momentum becomes the gradient.
+            # These scalars set the momentum to the gradient.
             kernel(replace(state.operands(values, False, 1), scalars=(1.0, 0.0, 0.0, 0.0)))
         assert not states[0].differs(states[1])
         assert (states[1].moments[0].payload > 0).float().mean() > (0.4 if more else 0.0)
@@ -251,15 +253,15 @@ def test_streams_need_no_more_alignment_than_their_elements(width, isa):
 
 
 def _shift(tensor: torch.Tensor | None, by: int = 1) -> torch.Tensor | None:
-    """The same values, an element further from alignment."""
+    """The same values, shifted by one element from alignment."""
     if tensor is None:
         return None
     return torch.cat([tensor[:by], tensor])[by:]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_runs_of_one_slab_with_scalars_of_their_own(width, isa):
-    """As for a group with weight decay and one without: each is the update of its run alone, and the padding stays."""
+def test_runs_of_one_slab_with_different_scalars(width, isa):
+    """As with parameter groups: each run is updated with its own scalars, and the padding stays."""
     starts, count = pieces_of([300, 1000, 77, 512])
     slab = state_of(ADAMW, "split", width, count)
     expected, before = slab.copy(), slab.copy()
@@ -295,7 +297,7 @@ def test_flushing_denormals_in_the_caller_changes_nothing(width, isa):
     assert not plain.differs(flushed)
 
 
-def test_refusals():
+def test_invalid_arguments_are_refused():
     state = state_of(ADAMW, "split", "8bit", 300)
     operands = state.operands(gradient_of("bf16", 300, 0), True, 1)
     with pytest.raises(OSError, match="Invalid argument"):
@@ -307,7 +309,7 @@ def test_refusals():
         native_kernel(1)(replace(operands, moments=without))
 
 
-def test_nothing_is_an_update_too():
+def test_an_empty_update_is_allowed():
     state = state_of(ADAMW, "split", "fp32", 0)
     native_kernel(4)(state.operands(torch.zeros(0), True, 1))
 

@@ -1,4 +1,4 @@
-"""Without clipping, inside a backward that is the step's last, updates start as gradients land: same bits, earlier."""
+"""Without clipping, updates start during the last backward, as gradients become complete, with the same bits."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def run(lanes: Any, early: bool, precision: str = "fp32", windows: bool = False,
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("windows", [False, True])
-def test_the_bits_are_those_of_a_step_after_the_backward(lanes: Any, precision: str, windows: bool) -> None:
+def test_early_updates_have_the_bits_of_a_step_after_the_backward(lanes: Any, precision: str, windows: bool) -> None:
     assert differences(run(lanes, True, precision, windows), run("sync", False, precision, windows)) == []
 
 
 def updates_before_step(model: Any, engine: Any, optimizer: Any, batch: Any) -> set[str]:
-    """Which slabs had their update submitted when the last backward ended."""
+    """Names of the slabs whose update was submitted before the last backward ended."""
     before = {slab.index: slab.version for slab in engine.slabs}
     with optimizer.final_backward():
         batch()
@@ -70,13 +70,13 @@ def test_updates_have_started_when_the_backward_ends() -> None:
     model = Stack()
     engine = engine_of(model)
     optimizer = engine.optimizer(lr=0.1)
-    # The first step shows what is shared; the loose parameter is used outside any block, so it always waits.
+    # The first step discovers shared weights. The model's own parameter is used outside any block, so its update waits.
     assert updates_before_step(model, engine, optimizer, lambda: backward(model, 0)) == set()
     found = updates_before_step(model, engine, optimizer, lambda: backward(model, 1))
     assert found == {"entry", "layers.0", "layers.1", "layers.2"}
 
 
-def test_the_head_and_layers_of_a_language_model_start_but_what_is_shared_waits() -> None:
+def test_head_and_layers_update_early_and_shared_weights_wait() -> None:
     for tied in (False, True):
         model = zoo.build("llama", tie_word_embeddings=tied)
         engine = engine_of(model)
@@ -121,28 +121,29 @@ def test_with_clipping_nothing_starts_early() -> None:
     assert updates_before_step(model, engine, optimizer, lambda: backward(model, 1)) == set()
 
 
-def test_a_bad_gradient_raises_and_names_what_has_moved(lanes: Any) -> None:
+def test_a_bad_gradient_raises_and_names_updated_blocks(lanes: Any) -> None:
     model, engine, optimizer = started(lanes=lanes)
     before = roles(engine)
-    # The backward goes from the last layer to the first: layer 2 has been updated when layer 1's gradient goes bad.
+    # The backward runs from the last layer to the first: layer 2 is already updated when layer 1's gradient becomes
+    # NaN.
     model.layers[1].scale.register_hook(lambda gradient: gradient * float("nan"))
     with optimizer.final_backward():
         backward(model, 1)
 
-    def go_on() -> None:
+    def continue_training() -> None:
         optimizer.step()
         engine.synchronize()
         model(inputs(2))
 
     with pytest.raises(NonFiniteGradients, match=r"1 parts of the model had been updated in the backward \(layers.2\)"):
-        go_on()
+        continue_training()
     changed = {where.split(".")[1].split("/")[0] for where in differences(before, roles(engine))}
     assert changed == {str(next(slab.index for slab in engine.slabs if slab.name == "layers.2"))}
     optimizer.zero_grad()
     model(inputs(2))
 
 
-def test_a_step_that_is_given_up_is_said(said: pytest.LogCaptureFixture) -> None:
+def test_an_abandoned_step_is_announced(said: pytest.LogCaptureFixture) -> None:
     model, _engine, optimizer = started()
 
     def explode(gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Updates that start in the backward."""
+"""Misuse of updates that start in the backward is refused, and errors leave a consistent state."""
 
 import time
 from typing import Any
@@ -57,7 +57,7 @@ def test_writing_a_gradient_after_its_update_started_is_refused() -> None:
 
 
 def test_a_learning_rate_changed_before_step_is_refused() -> None:
-    """Slabs that started early would use the old one, the others the new one."""
+    """Slabs updated early would use the old learning rate, the others the new one."""
     model, _engine, optimizer = started()
     with optimizer.final_backward():
         backward(model, 1)
@@ -85,7 +85,7 @@ def test_after_an_error_in_the_last_backward_a_step_does_not_apply_gradients_twi
 
 
 class SlowNorm(ThreadLanes):
-    """The norm is slow (it is: FP64, one thread, over all gradients); the next step's gradients land before it."""
+    """Delays the norm, so that gradients of the next step arrive before it is computed."""
 
     def __init__(self, pause: float) -> None:
         super().__init__()
@@ -102,10 +102,10 @@ class SlowNorm(ThreadLanes):
         self["update"].submit = submit  # type: ignore[method-assign]
 
 
-def test_the_norm_of_an_early_step_is_not_that_of_the_next_ones_gradients() -> None:
+def test_the_norm_of_an_early_step_ignores_gradients_of_the_next() -> None:
     def run(lanes: Any, early: bool) -> list[float]:
         model = Stack()
-        # The outermost parameter is frozen: then every slab starts early and the next step waits for nobody.
+        # With the model's own parameter frozen, every slab is updated early and the next step waits for nothing.
         model.gain.requires_grad_(False)
         engine = engine_of(model, lanes=lanes, precision="fp32")
         optimizer = engine.optimizer(lr=0.1)
@@ -130,7 +130,7 @@ def test_the_norm_of_an_early_step_is_not_that_of_the_next_ones_gradients() -> N
     assert run(SlowNorm(0.2), True) == run("sync", False)
 
 
-class SlowVram(ThreadLanes):
+class SlowGpuUpdate(ThreadLanes):
     def __init__(self, pause: float) -> None:
         super().__init__()
         plain = self["gpu_update"].submit
@@ -148,9 +148,11 @@ class SlowVram(ThreadLanes):
         self["gpu_update"].submit = submit  # type: ignore[method-assign]
 
 
-def test_what_a_bad_gradient_names_includes_resident_blocks(said: pytest.LogCaptureFixture) -> None:
-    """layers.2 is resident and moves in the backward; the norm is taken on another lane and does not wait for that."""
-    lanes = SlowVram(0.3)
+def test_a_bad_gradient_names_updated_resident_blocks(said: pytest.LogCaptureFixture) -> None:
+    """layers.2 is resident and updated in the backward. The norm runs on another lane and does not wait for that
+    update.
+    """
+    lanes = SlowGpuUpdate(0.3)
     model = Stack()
     engine = engine_of(model, lanes=lanes, resident=("layers.2",))
     optimizer = engine.optimizer(lr=0.1)
@@ -160,7 +162,7 @@ def test_what_a_bad_gradient_names_includes_resident_blocks(said: pytest.LogCapt
     engine.synchronize()
     before = roles(engine)
     model.layers[1].scale.register_hook(lambda gradient: gradient * float("nan"))
-    # Between its look at `skipped` and its update: the time that an update takes.
+    # The update is slow, between its check of `skipped` and its writes.
     plain = engine._step.updates.kernels["vram"]
     engine._step.updates.kernels["vram"] = lambda operands: (time.sleep(0.3), plain(operands))[1]
     with optimizer.final_backward():

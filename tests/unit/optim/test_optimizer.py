@@ -1,4 +1,4 @@
-"""The optimizer users hold: like `torch.optim.AdamW`, with exact clipping, and with steps skipped when they must be."""
+"""The user's optimizer: like `torch.optim.AdamW`, with exact clipping; steps with non-finite gradients are skipped."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ def lanes(request):
 
 
 class Pair:
-    """The same model under the engine and in plain PyTorch, trained side by side."""
+    """One model under the engine and one in plain PyTorch, trained side by side."""
 
     def __init__(self, lanes="sync", groups=None, **options):
         self.plain = Stack()
@@ -87,7 +87,7 @@ def test_a_parameter_without_gradient_neither_decays_nor_counts(lanes):
     pair.check()
 
 
-def test_a_parameter_outside_every_group_stays():
+def test_a_parameter_outside_every_group_is_not_updated():
     pair = Pair(groups=lambda model: [model.layers[0].scale, model.gain], lr=0.1)
     before = pair.model.layers[0].shift.detach() + 0
     for seed in range(3):
@@ -231,7 +231,7 @@ def test_a_step_without_gradients_changes_nothing():
     assert differences(roles(pair.engine), before) == []
 
 
-def test_zero_grad_forgets(lanes):
+def test_zero_grad_drops_gradients(lanes):
     pair = Pair(lanes, lr=0.1)
     for seed in range(2):
         pair.model(inputs(seed)).sum().backward()
@@ -242,7 +242,7 @@ def test_zero_grad_forgets(lanes):
     pair.check()
 
 
-# ---- gradients that are not finite
+# ---- non-finite gradients
 
 
 def poison(model, value):
@@ -290,7 +290,7 @@ def test_a_single_bad_element_skips_all_parameters(lanes):
     engine.close()
 
 
-def test_ten_in_a_row_raise_and_the_engine_goes_on(lanes):
+def test_ten_skipped_steps_in_a_row_raise_and_training_continues(lanes):
     model = Stack()
     engine = engine_of(model, lanes=lanes)
     optimizer = engine.optimizer(lr=0.1)
@@ -325,7 +325,7 @@ def test_ten_in_a_row_raise_and_the_engine_goes_on(lanes):
     engine.close()
 
 
-def test_a_good_step_in_between_starts_the_count_again(lanes):
+def test_a_good_step_resets_the_count_of_skipped_steps(lanes):
     model = Stack()
     engine = engine_of(model, lanes=lanes)
     optimizer = engine.optimizer(lr=0.1)
@@ -359,7 +359,7 @@ def trained(precision="fp32", lanes="sync", steps=3):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_dict_into_a_fresh_engine(precision, lanes):
-    """Through a file, and training goes on with the same bits."""
+    """Through a file; training then continues bitwise."""
     model, engine, optimizer = trained(precision, lanes)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -381,7 +381,7 @@ def test_state_dict_into_a_fresh_engine(precision, lanes):
 
 
 def test_state_dict_right_after_a_step_is_complete():
-    """On slow lanes: step counts and moments are those of the step just taken."""
+    """On slow lanes: step counts and moments are those of the last step."""
     counts = []
     for lanes in ("sync", ThreadLanes(seed=1, max_delay=1e-2)):
         _, engine, optimizer = trained(lanes=lanes, steps=2)
@@ -392,7 +392,7 @@ def test_state_dict_right_after_a_step_is_complete():
     assert len(counts[0]) == 9
 
 
-def test_state_of_torch_adamw_is_taken_over():
+def test_state_of_torch_adamw_can_be_loaded():
     pair = Pair(lr=0.05)
     for seed in range(2):
         pair.step(seed)
@@ -414,7 +414,7 @@ def test_state_of_torch_adamw_is_taken_over():
     engine.close()
 
 
-def test_our_state_goes_into_torch_adamw():
+def test_our_state_loads_into_torch_adamw():
     model, engine, optimizer = trained()
     plain = Stack()
     plain.load_state_dict({name: value + 0 for name, value in model.state_dict().items()})
@@ -426,7 +426,7 @@ def test_our_state_goes_into_torch_adamw():
     engine.close()
 
 
-def test_a_state_of_other_groups_is_refused_and_changes_nothing():
+def test_a_state_with_different_groups_is_refused_and_changes_nothing():
     _, engine, optimizer = trained()
     before = roles(engine)
     other = torch.optim.AdamW(Stack().parameters()).state_dict()
@@ -436,7 +436,7 @@ def test_a_state_of_other_groups_is_refused_and_changes_nothing():
     engine.close()
 
 
-def test_a_second_optimizer_starts_afresh():
+def test_a_second_optimizer_starts_with_fresh_state():
     model, engine, _ = trained()
     weights = {name: value + 0 for name, value in model.state_dict().items()}
     again = engine.optimizer(lr=0.1)

@@ -1,4 +1,4 @@
-"""Corners where optimizers, widths, tiers and early updates meet."""
+"""Combinations of optimizers, widths, tiers and early updates."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def language_step(engine: Any, optimizer: Any, seed: int) -> float:
 
 
 def wide_llama(**changes: Any) -> Any:
-    """Large enough that matrices have codes."""
+    """Large enough for quantized moments of matrices."""
     return small.llama(hidden_size=64, intermediate_size=128, **changes)
 
 
 @pytest.mark.parametrize("saved", WIDTHS)
 @pytest.mark.parametrize("loaded", WIDTHS)
-def test_a_checkpoint_goes_from_one_width_to_another(tmp_path: Path, saved: Any, loaded: Any) -> None:
+def test_a_checkpoint_loads_into_another_width(tmp_path: Path, saved: Any, loaded: Any) -> None:
     first = engine_of(wide_llama(), optimizer_compression=saved)
     optimizer = first.optimizer(lr=1e-2)
     for seed in range(2):
@@ -45,7 +45,7 @@ def test_a_checkpoint_goes_from_one_width_to_another(tmp_path: Path, saved: Any,
         for role in mine.moments:
             for index in range(len(mine.layout.segments)):
                 before, after = mine.moments[role].read(index), theirs.moments[role].read(index)
-                # A 4-bit second moment knows powers of two only; code 0 of a signed format is zero.
+                # A 4-bit second moment has powers of two only; code 0 of a signed format is zero.
                 allowed = 0.0 if saved == loaded or not loaded else 0.51 * before.abs().max().item()
                 assert (before - after).abs().max().item() <= allowed
     if saved == loaded:
@@ -55,7 +55,7 @@ def test_a_checkpoint_goes_from_one_width_to_another(tmp_path: Path, saved: Any,
 
 @pytest.mark.parametrize(("kind", "plain"), [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
 @pytest.mark.parametrize("width", [False, "8bit"])
-def test_training_goes_on_from_the_state_of_torchs_optimizer(kind: str, plain: Any, width: Any) -> None:
+def test_training_continues_from_the_state_of_torchs_optimizer(kind: str, plain: Any, width: Any) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0} | ({"momentum": 0.9} if kind == "sgd" else {})
     model = wide_llama()
     theirs = plain(model.parameters(), **options)
@@ -78,7 +78,7 @@ def test_training_goes_on_from_the_state_of_torchs_optimizer(kind: str, plain: A
 
 
 def test_fp32_parameters_of_a_bf16_model_stay_exact_without_a_master() -> None:
-    """`bf16-sr` rounds BF16 weights; what the model keeps in FP32 is updated as ever."""
+    """`bf16-sr` rounds BF16 weights stochastically; FP32 parameters are updated exactly."""
 
     def build() -> Stack:
         model = Stack().bfloat16()
@@ -125,7 +125,7 @@ def test_a_parameter_without_gradient_in_an_early_step_counts_no_step(resident: 
     assert differences(run(True, ThreadLanes(seed=2, max_delay=2e-4)), run(False, "sync")) == []
 
 
-def test_a_group_that_is_added_later_starts_with_its_own_first_step() -> None:
+def test_a_group_added_later_starts_at_its_first_step() -> None:
     model = wide_llama()
     engine = engine_of(model, optimizer_compression="8bit")
     head = [p for name, p in model.named_parameters() if "lm_head" in name]
@@ -138,7 +138,7 @@ def test_a_group_that_is_added_later_starts_with_its_own_first_step() -> None:
     engine.synchronize()
     slab = next(slab for slab in engine.slabs if "lm_head" in slab.name)
     assert slab.steps == [1]
-    # The first step of AdamW moves by the learning rate at the most.
+    # The first step of AdamW moves a weight by at most the learning rate.
     assert 0.0 < (head[0] - before).abs().max().item() <= 1.1e-3
 
 
@@ -157,7 +157,7 @@ def test_frozen_and_tied_weights_in_gpu_memory() -> None:
         assert differences(run(resident, ThreadLanes(seed=4, max_delay=2e-4)), expected) == [], resident
 
 
-def test_after_a_bad_early_step_training_goes_on() -> None:
+def test_training_continues_after_a_bad_early_step() -> None:
     model, engine, optimizer = started()
     scale: Any = model.layers[1].scale
     handle = scale.register_hook(lambda gradient: gradient * float("inf"))
@@ -179,7 +179,7 @@ def test_after_a_bad_early_step_training_goes_on() -> None:
     assert engine.counters.steps == 2
 
 
-def test_an_interrupted_step_leaves_an_engine_that_goes_on() -> None:
+def test_training_continues_after_an_interrupted_step() -> None:
     def run(interrupted: bool, lanes: Any) -> Any:
         model = Stack()
         engine = engine_of(model, lanes=lanes, resident=("layers.1",))
@@ -204,7 +204,7 @@ def test_an_interrupted_step_leaves_an_engine_that_goes_on() -> None:
     assert differences(run(True, ThreadLanes(seed=5, max_delay=2e-4)), run(False, "sync")) == []
 
 
-def test_a_model_of_an_engine_that_an_error_ended_gets_a_new_one() -> None:
+def test_a_model_can_be_attached_again_after_an_error() -> None:
     model = Stack()
 
     def train() -> None:

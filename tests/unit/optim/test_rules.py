@@ -1,4 +1,4 @@
-"""The arithmetic of the rules: each one written sequence of FP32 operations, and what torch means by its name."""
+"""Arithmetic of the update rules: a fixed sequence of FP32 operations that matches torch's optimizer of that name."""
 
 import math
 
@@ -21,7 +21,7 @@ def name(rule):
 
 
 def start(rule, seed=0):
-    """(master, moments): moments are zero, as before the first step."""
+    """Master and moments; the moments are zero, as before the first step."""
     master = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
     return master, tuple(torch.zeros(SIZE) for _ in rule.moments)
 
@@ -59,8 +59,8 @@ IN_NUMPY = {AdamW: adamw_in_numpy, Lion: lion_in_numpy, SGD: sgd_in_numpy}
 
 @pytest.mark.parametrize("clip", [1.0, 0.3])
 @pytest.mark.parametrize("rule", ALL, ids=name)
-def test_the_sequence_bit_for_bit(rule, clip):
-    """The docstrings' formulas, one rounding per operation."""
+def test_each_rule_follows_its_formula_bitwise(rule, clip):
+    """The formulas of the docstrings, with one rounding per operation."""
     master, moments = start(rule)
     w, expected = master.numpy().copy(), tuple(m.numpy().copy() for m in moments)
     for step in range(1, 6):
@@ -101,19 +101,19 @@ def largest_gradient(steps):
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_is_torchs(weight_decay):
+def test_adamw_matches_torch(weight_decay):
     rule = AdamW(1e-3, 0.9, 0.999, 1e-8, weight_decay)
     master, (m, v) = run(rule, 10)
     theirs, state = run_torch(lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=weight_decay, foreach=False), 10)
     torch.testing.assert_close(master, theirs, rtol=2e-6, atol=2e-7)
-    # Gradients of both signs cancel in the first moment, so its error is that of the addends.
+    # Gradients of both signs cancel in the first moment, so the bound is the rounding error of the addends.
     assert ((m - state["exp_avg"]).abs() <= 1e-6 * largest_gradient(10)).all()
     torch.testing.assert_close(v, state["exp_avg_sq"], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_torchs(momentum, weight_decay):
+def test_sgd_matches_torch(momentum, weight_decay):
     rule = SGD(1e-2, momentum, weight_decay)
     master, (m,) = run(rule, 10)
     theirs, state = run_torch(
@@ -126,7 +126,7 @@ def test_sgd_is_torchs(momentum, weight_decay):
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_lion_is_the_papers(weight_decay):
+def test_lion_matches_the_paper(weight_decay):
     """Algorithm 2 of "Symbolic Discovery of Optimization Algorithms", in FP64."""
     rule = Lion(1e-3, 0.9, 0.99, weight_decay)
     master, (m,) = run(rule, 10)
@@ -151,7 +151,7 @@ def test_scalars_are_computed_in_fp64_and_rounded_once(step):
     }
     for rule, numbers in exact.items():
         assert rule.scalars(step, clip) == tuple(float(F32(number)) for number in numbers)
-    # Rounding β₂ first would give another 1 - β₂.
+    # Rounding β₂ before subtracting would give a different 1 - β₂.
     assert ADAMW.scalars(step, clip)[4] != float(F32(1) - F32(0.999))
 
 
@@ -165,7 +165,7 @@ def test_zero_gradients_still_decay_and_move():
 
 
 @pytest.mark.parametrize("rule", [ADAMW, LION], ids=name)
-def test_zero_everything_is_decay_alone(rule):
+def test_without_gradient_and_moments_only_decay_applies(rule):
     master, moments = start(rule)
     expected = master.numpy() * F32(1 - 1e-4)
     rule.update(master, moments, torch.zeros(SIZE), rule.scalars(1, 1.0))
@@ -179,5 +179,5 @@ def test_groups_become_rules():
     assert SGD.of(group) == SGD(2e-3, 0.7, 0.01)
 
 
-def test_codes_are_those_of_the_library():
+def test_rule_codes_match_the_library():
     assert {key: rule.code for key, rule in RULES.items()} == {"adamw": 0, "lion": 1, "sgd": 2}

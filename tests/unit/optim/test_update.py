@@ -1,4 +1,4 @@
-"""Slabs: groups, absent parameters, formats side by side, and gradients that are rounded before use."""
+"""Updates of slabs: parameter groups, absent parameters, mixed formats, and rounding of gradients."""
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def master_of(slab, index):
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_a_slab_is_its_parameters_one_by_one(kernel, dtypes):
-    """Groups and absent parameters: each has its own hyperparameters and count, neighbours and padding stay."""
+def test_a_slab_updates_like_its_parameters_one_by_one(kernel, dtypes):
+    """Each parameter has its own hyperparameters and step count. Absent parameters and padding do not change."""
     dtype, flat = dtypes
     rules = {0: RULE, 1: OTHER, 2: RULE, 4: OTHER}
     slab = slab_of(dtype, [(100,), (33,), (256,), (5,), (64,)])
@@ -86,8 +86,8 @@ def test_a_slab_is_its_parameters_one_by_one(kernel, dtypes):
 @pytest.mark.parametrize(
     "rule", [RULE, Lion(1e-3, 0.9, 0.99, 0.1), SGD(1e-2, 0.9, 0.01)], ids=lambda r: type(r).__name__
 )
-def test_formats_side_by_side_do_not_disturb_each_other(rule, width):
-    """A matrix, a vector and another matrix: alone in a slab or together, absent neighbours or not."""
+def test_mixed_formats_in_a_slab_are_independent(rule, width):
+    """Two matrices and two vectors in one slab, with or without absent neighbours."""
     shapes = [(70, 65), (65,), (4096, 2), (3,)]
     together = slab_of(torch.bfloat16, shapes, rule.moments, width)
     slow = slab_of(torch.bfloat16, shapes, rule.moments, width)
@@ -107,8 +107,8 @@ def test_formats_side_by_side_do_not_disturb_each_other(rule, width):
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("width", ["fp32", "8bit"])
-def test_bf16_gradients_are_rounded_before_they_are_used(kernel, width):
-    """A sum in FP32 and the same sum rounded to BF16 give the same step."""
+def test_bf16_gradients_are_rounded_before_the_update(kernel, width):
+    """An FP32 sum and the same sum rounded to BF16 give the same step."""
     slabs = [slab_of(torch.bfloat16, [(100, 100)], width=width) for _ in range(2)]
     flat = torch.randn(slabs[0].layout.numel)
     for slab, values in zip(slabs, (flat, flat.bfloat16()), strict=True):

@@ -1,4 +1,4 @@
-"""Values of a group are checked each time they are used: whatever sets them, no weight is destroyed."""
+"""Hyperparameters are checked at every use, so that a bad value never reaches a weight."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(kind: str = "adamw", **changes: Any) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_value_that_became_bad_stops_the_step(kind: str) -> None:
+def test_a_bad_value_stops_the_step(kind: str) -> None:
     model, engine, optimizer = made(kind)
     model(**small.batch()).loss.backward()
     before = small.snapshot(model)
@@ -57,12 +57,12 @@ def test_a_value_that_became_bad_stops_the_step(kind: str) -> None:
         optimizer.param_groups[1][option] = good
     engine.synchronize()
     assert small.same(before, small.snapshot(model))
-    # The gradients are still there, and a step with good values uses them.
+    # The gradients are kept, and a step with good values uses them.
     optimizer.step()
     assert not small.same(before, small.snapshot(model))
 
 
-def test_before_updates_that_start_in_the_backward() -> None:
+def test_values_are_checked_before_early_updates() -> None:
     model, engine, optimizer = made()
     before = small.snapshot(model)
     optimizer.param_groups[0]["lr"] = NAN
@@ -72,7 +72,7 @@ def test_before_updates_that_start_in_the_backward() -> None:
     assert small.same(before, small.snapshot(model))
 
 
-def test_values_that_overflow_only_together() -> None:
+def test_values_that_overflow_in_combination_are_refused() -> None:
     model, engine, optimizer = made()
     model(**small.batch()).loss.backward()
     before = small.snapshot(model)
@@ -87,7 +87,7 @@ def test_values_that_overflow_only_together() -> None:
 
 
 @pytest.mark.parametrize("value", [NAN, -1.0, 0.0, "1"])
-def test_a_clip_that_became_bad(value: Any) -> None:
+def test_a_bad_max_grad_norm_stops_the_step(value: Any) -> None:
     model, _, optimizer = made(max_grad_norm=1.0)
     model(**small.batch()).loss.backward()
     before = small.snapshot(model)

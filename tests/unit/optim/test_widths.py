@@ -1,4 +1,4 @@
-"""Moments of every width and every kind of optimizer, through the engine: states, checkpoints, memory."""
+"""Moments of every width and optimizers of every kind, through the engine: states, checkpoints, memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(engine: mt.Engine, optimizer: Any, steps: range) -> list[float]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_bytes_per_parameter_are_what_is_promised(width: str) -> None:
+def test_bytes_per_parameter(width: str) -> None:
     engine = engine_of(model_of(), optimizer_compression=WIDTHS[width])
     engine.optimizer(lr=1e-3)
     for slab in engine.slabs:
@@ -85,7 +85,7 @@ def test_a_state_dict_is_exact(width: str) -> None:
             assert torch.equal(left.moments[role].bytes, right.moments[role].bytes)
 
 
-def test_a_checkpoint_goes_into_another_width(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_loads_into_another_width(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     engine = engine_of(model_of(), optimizer_compression="8bit")
     optimizer = engine.optimizer(lr=1e-2)
     train(engine, optimizer, range(3))
@@ -94,7 +94,7 @@ def test_a_checkpoint_goes_into_another_width(tmp_path: Path, said: pytest.LogCa
     engine_optimizer = exact.optimizer(lr=1e-2)
     said.clear()
     exact.load(tmp_path, engine_optimizer)
-    assert not any("rounded" in line for line in said.messages), "FP32 holds every 8-bit value"
+    assert not any("rounded" in line for line in said.messages), "FP32 represents every 8-bit value"
     for mine, theirs in zip(exact.slabs, engine.slabs, strict=True):
         for role, moment in mine.moments.items():
             for index in range(len(mine.layout.segments)):
@@ -111,7 +111,7 @@ def test_a_lossless_checkpoint_is_smaller_and_exact(tmp_path: Path, said: pytest
     optimizers = [engine.optimizer(lr=1e-2) for engine in engines]
     for engine, optimizer in zip(engines, optimizers, strict=True):
         train(engine, optimizer, range(3))
-    assert differences(roles(engines[0]), roles(engines[1])) == [], "nothing is lost in memory"
+    assert differences(roles(engines[0]), roles(engines[1])) == [], "compression does not change the state in memory"
     for name, engine, optimizer in zip(("coded", "plain"), engines, optimizers, strict=True):
         engine.save(tmp_path / name, optimizer)
     report = next(line for line in said.messages if "lossless" in line and "ratio" in line)
@@ -121,7 +121,7 @@ def test_a_lossless_checkpoint_is_smaller_and_exact(tmp_path: Path, said: pytest
         for name in ("coded", "plain")
     }
     assert sizes["coded"] < 0.95 * sizes["plain"]
-    # Either kind of engine reads either kind of checkpoint.
+    # Both kinds of engine read both kinds of checkpoint.
     for choice in ("lossless", False):
         other = engine_of(model_of(seed=1), optimizer_compression=choice)
         its = other.optimizer(lr=1e-2)
@@ -159,7 +159,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_torchs(momentum: float) -> None:
+def test_sgd_matches_torch(momentum: float) -> None:
     plain = Stack()
     model = copy.deepcopy(plain)
     ours = engine_of(model).optimizer(kind="sgd", lr=0.1, momentum=momentum, weight_decay=0.05)
@@ -173,8 +173,8 @@ def test_sgd_is_torchs(momentum: float) -> None:
         torch.testing.assert_close(mine.detach() + 0, other.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_bf16_sr_keeps_no_master_and_moves_where_nearest_would_not() -> None:
-    """Steps of a hundredth of a BF16 ulp: rounding to nearest would never move a weight."""
+def test_bf16_sr_updates_weights_without_a_master() -> None:
+    """Steps of a hundredth of a BF16 ulp: with rounding to nearest, weights would never change."""
     torch.manual_seed(0)
     model = small.llama(hidden_size=64, intermediate_size=128)
     engine = engine_of(model, precision="bf16-sr")
@@ -185,7 +185,7 @@ def test_bf16_sr_keeps_no_master_and_moves_where_nearest_would_not() -> None:
     weight = "model.layers.0.mlp.up_proj.weight"
     moved = (engine.host_state_dict()[weight].float() - before[weight]).abs()
     assert 0.01 < (moved > 0).float().mean() < 0.9
-    assert moved.mean() < 40 * 1e-6 * 3, "on average it moves as far as it should"
+    assert moved.mean() < 40 * 1e-6 * 3, "on average the step has the right size"
 
 
 def test_trainer_takes_other_optimizers(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models of known shape, and machines and models that nobody has."""
+"""Models of known shape, and random machines and runs."""
 
 from functools import cache
 
@@ -67,7 +67,7 @@ def cpu_only(ram_bytes: int = 64 * GB, cores: int = 8) -> Machine:
 
 
 def any_machines() -> st.SearchStrategy[Machine]:
-    """With a GPU or without."""
+    """Machines with and without a GPU."""
     return st.one_of(machines(), st.builds(cpu_only, st.integers(2 * GB, 200 * GB), st.integers(1, 64)))
 
 

@@ -1,9 +1,10 @@
-"""The planner against the runs of `benchmarks/accuracy.py` on eight H200 machines, each as it was probed.
+"""The planner against runs of `benchmarks/accuracy.py` on eight H200 machines, each as probed.
 
-What was decided then is written down with each row, and what the planner says of that decision is compared: it may
-decide otherwise now. VRAM is compared where nothing was resident: gradients of resident blocks took other bytes then.
-Constants were fitted to some of the rows (`planner/cost.py` and `hardware/machine.py`); the bounds are held by the
-others: the same configurations on other machines, and configurations that nothing was fitted to.
+Each row records the decision of that run, and the planner's prediction for that decision is compared; the planner might
+decide differently now. VRAM is compared only where nothing was resident, because gradients of resident blocks took a
+different number of bytes then. Constants were fitted to some of the rows (`planner/cost.py` and `hardware/machine.py`).
+The bounds are tested on the others: the same configurations on other machines, and configurations to which nothing was
+fitted.
 """
 
 import json
@@ -22,23 +23,25 @@ from megatrain.planner.run import resolve_run
 from megatrain.planner.search import Search
 
 RUNS = json.loads((Path(__file__).parent / "accuracy.json").read_text())
-"""Commit → the machine as it was probed there, and what every row took."""
+"""Commit → the probed machine, and the measurements of every row."""
 OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_compression", "trainer")
 TAKEN_AHEAD = list(RUNS)[2:]
-"""Runs in which VRAM of a plan was taken when the engine attached, so that what is held here is that steps fit in it;
-`test_memory.py` holds tensors alone."""
+"""Runs in which the engine reserved a plan's VRAM when it was attached. For these the test shows that steps fit into
+it; `test_memory.py` compares tensors alone.
+"""
 OLD_HEAD = list(RUNS)[:6]
-"""Runs with PyTorch's own cross-entropy, and chunks of half as many logits."""
+"""Runs with PyTorch's own cross-entropy and chunks of half as many logits."""
 OLD_PARTITION = list(RUNS)[:8]
-"""Runs in which compiled layers were split by PyTorch's default, and a recompute computed all of a layer."""
+"""Runs in which PyTorch's default split compiled layers, and a recompute computed the full layer."""
 FITTED_RUN = "533b65e"
-"""Its ten rows gave the seconds around calls, fetches and parked inputs, and the RAM of the process."""
+"""Its ten rows gave the overhead of calls, fetches and offloaded inputs, and the RAM of the process."""
 FITTED_ROWS = [
     {"length": 128}, {"precision": "fp32"}, {"length": 32768}, {"shape": "qwen2.5-1.5b", "trainer": True},
     {"shape": "qwen2.5-14b", "trainer": True},
 ]  # fmt: skip
-"""And single rows of later runs: merged gradients of a tied embedding, scores that are written out, long attention,
-what a Trainer takes between steps, states that visit the GPU."""
+"""Single rows of later runs: merged gradients of a tied embedding, attention scores in memory, long attention, time of
+a Trainer between steps, streamed states.
+"""
 CASES = [(commit, number) for commit, found in RUNS.items() for number in range(len(found["rows"]))]
 FITTED = [
     (commit, number)
@@ -73,14 +76,14 @@ def planned(commit, number):
 
 
 def configuration(commit, number):
-    """What was run, whatever came of it and wherever."""
+    """The configuration of a row, without its results and its machine."""
     measured = ("decision", "seconds", "vram_gib", "ram_gib")
     row = RUNS[commit]["rows"][number]
-    # In some runs a default was written down.
+    # Some runs wrote this default down.
     return tuple(sorted((k, str(v)) for k, v in row.items() if k not in measured and (k, v) != ("compile", False)))
 
 
-def holds(commit, number):
+def check_row(commit, number):
     row, (seconds, account) = RUNS[commit]["rows"][number], planned(commit, number)
     assert row["seconds"] == pytest.approx(seconds, rel=0.1)
     for tier in ("ram",) if row["decision"]["other_blocks"] or row["decision"]["resident_layers"] else ("ram", "vram"):
@@ -90,18 +93,18 @@ def holds(commit, number):
 
 
 @pytest.mark.parametrize(("commit", "number"), HELD_OUT)
-def test_a_row_that_nothing_was_fitted_to_takes_what_was_planned(commit, number):
-    """Within 10% of the time, and never more memory than planned."""
-    holds(commit, number)
+def test_held_out_rows_are_within_their_plan(commit, number):
+    """Within 10% of the time, and never above the planned memory."""
+    check_row(commit, number)
 
 
 @pytest.mark.parametrize(("commit", "number"), FITTED)
-def test_a_row_that_constants_were_fitted_to_is_still_met(commit, number):
-    holds(commit, number)
+def test_fitted_rows_are_within_their_plan(commit, number):
+    check_row(commit, number)
 
 
-def test_what_is_held_out_is_more_than_what_was_fitted_to():
-    """Other machines with the fitted configurations, and other configurations: families, caps, lengths, widths."""
+def test_more_rows_are_held_out_than_fitted():
+    """Fitted configurations on other machines, and other configurations: families, caps, lengths, widths."""
     fitted = {configuration(*case) for case in FITTED}
     elsewhere = [case for case in HELD_OUT if configuration(*case) in fitted]
     otherwise = {configuration(*case) for case in HELD_OUT} - fitted
@@ -111,15 +114,15 @@ def test_what_is_held_out_is_more_than_what_was_fitted_to():
     assert {dict(kind)["shape"] for kind in otherwise} > {"gpt2-xl", "gemma2-2b", "qwen3-30b-a3b", "deepseek-v2-lite"}
 
 
-def test_on_average_held_out_steps_take_what_was_planned():
+def test_held_out_steps_take_the_planned_time_on_average():
     ratios = [RUNS[commit]["rows"][number]["seconds"] / planned(commit, number)[0] for commit, number in HELD_OUT]
     assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.03)
 
 
-def test_the_ram_of_the_process_is_a_fifth_above_the_fitted_rows():
-    """RAM beside state; the largest of the rows that were held out is 1.30 GiB."""
-    beside = []
+def test_the_planned_ram_of_the_process_is_a_fifth_above_the_fitted_rows():
+    """RAM in addition to the state; the largest value of the held-out rows is 1.30 GiB."""
+    process_ram = []
     for number, row in enumerate(RUNS[FITTED_RUN]["rows"]):
         ram = planned(FITTED_RUN, number)[1]["ram"]
-        beside.append(row["ram_gib"] - (sum(ram.values()) - ram["workspace"]) / GIB)
-    assert 1.2 * max(beside) == pytest.approx(PROCESS_BYTES / GIB, rel=0.01)
+        process_ram.append(row["ram_gib"] - (sum(ram.values()) - ram["workspace"]) / GIB)
+    assert 1.2 * max(process_ram) == pytest.approx(PROCESS_BYTES / GIB, rel=0.01)

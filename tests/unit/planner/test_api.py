@@ -1,4 +1,6 @@
-"""The inverse questions take what a plan takes, and their answers are the largest that fit."""
+"""`largest_batch`, `largest_context` and `largest_model` take the options of a plan, and return the largest value that
+fits.
+"""
 
 import dataclasses
 
@@ -43,7 +45,7 @@ def test_without_a_gpu():
         plan(dense_shape(16, 16), machine=machine, batch=answer.value + 1)
 
 
-def test_they_take_what_a_plan_takes(tmp_path):
+def test_they_take_the_options_of_a_plan(tmp_path):
     config = AutoConfig.for_model("llama", num_hidden_layers=4, dtype="bfloat16")
     path = tmp_path / "mine.json"
     path.write_text(Machine.load(H200).to_json())
@@ -60,12 +62,12 @@ def test_they_take_what_a_plan_takes(tmp_path):
     largest = largest_model(H200, max_ram_gb=40, optimizer_compression="8bit", batch=2)
     assert largest.plan.run == Run(micro_batch=2, optimizer_compression="8bit")
     assert largest == largest_model(Machine.load(H200), Run(micro_batch=2, optimizer_compression="8bit"), max_ram_gb=40)
-    # Each member of a family in the precision it has.
+    # Each model of a family keeps its own precision.
     full = dataclasses.replace(shape_of("qwen2.5-1.5b"), precision="fp32")
     assert largest_model(H200, family=[full]).plan.run.precision == "fp32"
 
 
-def test_what_is_asked_is_checked():
+def test_arguments_are_checked():
     shape = dense_shape(8, 8)
     for ask in (largest_batch, largest_context):
         with pytest.raises(SettingsError, match=r"mt\.probe"):
@@ -83,7 +85,7 @@ def test_what_is_asked_is_checked():
             largest_model(H200, family=wrong)
 
 
-def test_no_model_of_nothing_is_refused():
+def test_a_refusal_names_the_smallest_model():
     with pytest.raises(Refusal, match=r"^dense 33\.1M \(1 layers of 128\) \(33\.1M parameters\)"):
         largest_model("gh200", max_vram_gb=2)
 
@@ -97,7 +99,7 @@ def test_they_are_public_and_measure_this_machine(monkeypatch):
     assert mt.largest_batch(shape, H200, Run()).plan.machine == H200
 
 
-def test_an_option_that_nobody_knows_is_named():
+def test_an_unknown_option_is_named():
     for ask in (plan, largest_batch):
         with pytest.raises(TypeError, match=r"unknown option bach; a plan takes batch, length, "):
             ask(dense_shape(8, 8), machine="gh200", bach=2)

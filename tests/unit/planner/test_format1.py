@@ -1,4 +1,4 @@
-"""A plan that was written before there were holds is read, followed and refused as one of today."""
+"""Plan files of format 1 can be read and followed. Their errors are reported as for current ones."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ from megatrain.errors import SettingsError
 WRITTEN = (Path(__file__).parent / "format1.json").read_text()
 
 
-def test_it_is_read_and_followed():
+def test_a_plan_of_format_1_is_read_and_followed():
     plan = mt.Plan.from_json(WRITTEN)
     assert plan.windows == (2, 2, 1)
     assert (plan.held_weights, plan.held_gradients) == ((), ())
     assert plan.run == mt.Run(micro_batch=2, length=64, accumulation=5, precision="fp32", optimizer_compression="8bit")
     assert plan.step.busy["gpu_update"] == json.loads(WRITTEN)["step"]["busy"]["vram update"]
     assert (plan.step.busy["refresh"], plan.step.waited["sums_out"], plan.step.bottleneck) == (0.0, 0.0, "compute")
-    assert mt.Plan.from_json(plan.to_json()) == plan, "and written as one of today"
+    assert mt.Plan.from_json(plan.to_json()) == plan, "it is written in the current format"
     assert "2 of 7 blocks resident" in plan.table()
     engine = engine_of(small.llama(num_hidden_layers=4), plan=plan, optimizer_compression="8bit")
     assert {slab.name for slab in engine.slabs if slab.homes.states.tier == "vram"} == {"model.layers.0", "lm_head"}
@@ -35,7 +35,7 @@ def test_it_is_read_and_followed():
         ("step", {"busy": 5}, "step lacks"), ("resident", "model.layers.0", "resident must be a list"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_it_is_named(field, value, match):
+def test_errors_in_it_are_named(field, value, match):
     data = json.loads(WRITTEN) | {field: value}
     with pytest.raises(SettingsError, match=match):
         mt.Plan.from_json(json.dumps(data))

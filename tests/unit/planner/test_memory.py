@@ -1,4 +1,4 @@
-"""Bytes: against what was measured, and against what the store and the streams really allocate."""
+"""Planned bytes against measurements, and against what store and streams allocate."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 
-# benchmarks/results/2026-11-15-h200.md: GiB allocated at the peak, and of RAM (None: not noted, or before freed memory
-# was given back).
+# benchmarks/results/2026-11-15-h200.md: allocated GiB at the peak, and GiB of RAM (None: not recorded, or measured
+# before freed memory was returned).
 TWO = Run(micro_batch=4, accumulation=2)
 OFFLOAD = {"offload_inputs": 1, "window": 2, "grad_slots": 1}
 MEASURED = [
@@ -52,7 +52,7 @@ def is_just_above(predicted, measured):
 
 
 def allocated_by(ledger, decision):
-    """The peak of what PyTorch's allocator hands out: VRAM without the context and the allocator's slack."""
+    """The peak of PyTorch's allocator: planned VRAM without the CUDA context and the allocator's slack."""
     account = ledger.account(decision)
     pinned = pinned_bytes([*account["ram"].values()], decision.gpu_updates > decision.resident_layers)
     outside = cuda_bytes(pinned, max(decision.first_window, decision.window)) + SLACK_BYTES
@@ -64,16 +64,16 @@ def state(roles):
 
 
 @pytest.mark.parametrize(("name", "run", "decision", "allocated", "ram"), MEASURED)
-def test_memory_is_what_was_measured(name, run, decision, allocated, ram):
+def test_planned_memory_matches_measurements(name, run, decision, allocated, ram):
     ledger = Ledger(shape_of(name), run)
-    # Gradients of resident blocks took other bytes then: rounded, and through slots.
+    # In these measurements, gradients of resident blocks took different bytes: rounded, and through slots.
     if decision.other_blocks != RESIDENT and not decision.resident_layers:
         assert is_just_above(allocated_by(ledger, decision) / GIB, allocated)
     if ram is not None:
         assert is_just_above(sum(ledger.account(decision)["ram"].values()) / GIB, ram)
 
 
-def test_a_layers_graph_is_what_was_measured():
+def test_the_graph_of_a_layer_matches_measurements():
     block = shape_of("qwen2.5-7b").blocks[1]
     for compiled, measured, peak in ((False, 1.7743, 0.7045), (True, 0.8134, 1.1562)):
         run = Run(micro_batch=4, compile=compiled)
@@ -87,7 +87,7 @@ def test_a_layers_graph_is_what_was_measured():
     [("llama3.2-1b", 2, 2048, 1856, 2671), ("qwen2.5-1.5b", 1, 4096, 1568, 1838)],
 )
 def test_fp32_attention_of_shared_keys_writes_scores(name, batch, length, kept, above):
-    """MiB of one layer on an H200; with a kernel it would keep half."""
+    """MiB of one layer on an H200. A fused kernel would keep half."""
     block = shape_of(name).blocks[1]
     run = Run(micro_batch=batch, length=length, precision="fp32")
     assert kept <= activations.graph_bytes(block, run, "sdpa") / (1 << 20) <= 1.06 * kept
@@ -100,9 +100,10 @@ def test_fp32_attention_of_shared_keys_writes_scores(name, batch, length, kept, 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "phi3"])
 @pytest.mark.parametrize("length", [128, 192, 256])
-def test_what_layers_keep_of_a_mask_is_planned(family, length):
-    """Real layers on the CPU: with padding, or a sequence longer than a sliding window, keys are spread, and a mask in
-    BF16 is kept by every layer."""
+def test_saved_masks_and_expanded_keys_are_planned(family, length):
+    """Real layers on the CPU. With padding, or with a sequence longer than a sliding window, keys are expanded and
+    every layer keeps a mask in BF16.
+    """
     config = AutoConfig.for_model(
         family, vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, pad_token_id=0, sliding_window=192,
@@ -113,10 +114,12 @@ def test_what_layers_keep_of_a_mask_is_planned(family, length):
     for padded in (False, True):
         run = Run(micro_batch=2, length=length, padded=padded)
         sizes[padded] = kept_by_the_first_layer(model, length, padded), activations.graph_bytes(block, run, "sdpa")
-        # Keys that are part of a larger tensor free it when they are spread, which is not counted (phi3).
+        # Keys that are views of a larger tensor free it when they are expanded, which is not counted (phi3).
         assert 0.995 <= sizes[padded][1] / sizes[padded][0] <= (1.01 if family != "phi3" else 1.1)
     assert family == "phi3" or sizes[True][1] - sizes[False][1] == sizes[True][0] - sizes[False][0]
-    assert (sizes[True] == sizes[False]) == (length >= 192 and family != "qwen2"), "a mask of its own"
+    assert (sizes[True] == sizes[False]) == (length >= 192 and family != "qwen2"), (
+        "with a sliding window, layers have a mask even without padding"
+    )
 
 
 def kept_by_the_first_layer(model, length, padded):
@@ -148,7 +151,7 @@ def kept_by_the_first_layer(model, length, padded):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def own(model, ids):
+def model_loss(model, ids):
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -161,9 +164,9 @@ def written_by_hand(model, ids):
     return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize("loss", [own, smoothed, written_by_hand])
+@pytest.mark.parametrize("loss", [model_loss, smoothed, written_by_hand])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_logits_that_are_whole_are_planned(loss, dtype):
+def test_full_logits_are_planned(loss, dtype):
     model = small.llama(vocab_size=20_000, hidden_size=16, num_hidden_layers=1, max_position_embeddings=128).to(dtype)
     run = Run(micro_batch=2, length=128, head_chunk=0, precision="fp32" if dtype == torch.float32 else "bf16")
     shape = shapes.describe(model)
@@ -177,7 +180,7 @@ def test_logits_that_are_whole_are_planned(loss, dtype):
     assert activations.logits_bytes(shape, replace(run, head_chunk=None)) == 0
 
 
-def test_masks_and_whole_logits_are_there_for_every_micro_batch():
+def test_masks_and_full_logits_count_per_micro_batch():
     shape, run = shape_of("qwen2.5-1.5b"), Run(micro_batch=2, length=2048, accumulation=4)
     for changed, per_micro_batch in (
         (replace(run, padded=True), 2 * 2048 * 2048),
@@ -190,8 +193,8 @@ def test_masks_and_whole_logits_are_there_for_every_micro_batch():
         assert [held[2] - held[0], held[3] - held[1]] == [per_micro_batch, 4 * per_micro_batch]
 
 
-def test_every_kind_of_layer_is_looked_at():
-    """Alike but for how far back they look: the second has no mask, and in FP32 its scores are written out."""
+def test_every_kind_of_layer_is_counted():
+    """The layers differ only in their attention span. The full one has no mask, so in FP32 its scores are in memory."""
     config = AutoConfig.for_model(
         "qwen3", vocab_size=1000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, head_dim=128, use_sliding_window=True, sliding_window=512,
@@ -229,7 +232,7 @@ def test_layers_without_attention_have_no_masks_and_no_scores():
         ("mamba", "chunked"),
     ],
 )
-def test_logits_of_models_that_write_their_loss_out_are_whole(family, logits):
+def test_logits_of_models_with_their_own_loss_are_not_chunked(family, logits):
     asked = {"bert": "BertForMaskedLM"}.get(family)
     config = AutoConfig.for_model(family, **({"architectures": [asked]} if asked else {}))
     shape, run = shapes.describe(config), Run(length=512)
@@ -249,7 +252,7 @@ def test_offload_does_not_grow_with_depth():
 
 @pytest.mark.parametrize("width", ["fp32", "bf16", "8bit", "4bit"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-sr"])
-def test_states_are_the_stores(width, precision):
+def test_planned_states_match_the_store(width, precision):
     run = Run(optimizer_compression=False if width == "fp32" else width, precision=precision)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     sizes = [torch.Size(s) for s in ((300, 70), (70,), (64, 63), (1, 5000), (129, 257))]
@@ -270,7 +273,7 @@ def describe_block(sizes, dtype):
     return next(b for b in shapes.describe(model).blocks if b.parameters == sum(s.numel() for s in sizes))
 
 
-def test_every_optimizer_keeps_as_many_moments_as_is_planned():
+def test_every_optimizer_has_the_planned_number_of_moments():
     assert {name: len(rule.moments) for name, rule in RULES.items()} == OPTIMIZER_MOMENTS
 
 
@@ -286,14 +289,14 @@ def test_bytes_per_parameter():
         assert state(account["ram"]) / shape.parameters == pytest.approx(expected, rel=0.002)
 
 
-def test_what_is_resident_is_not_gradient():
+def test_resident_and_disk_blocks_move_their_states():
     shape, run = shape_of("llama2-7b"), Run(micro_batch=4)
     ledger = Ledger(shape, run)
     streamed, resident = ledger.account(Decision()), ledger.account(Decision(other_blocks=RESIDENT, resident_layers=32))
     assert state(resident["ram"]) == 0
     for role in ("residuals", "moments"):
         assert resident["vram"][role] == streamed["ram"][role]
-    # Nothing is streamed, so there are no weight slots.
+    # Nothing streams, so there are no weight slots.
     assert resident["vram"]["weights"] == streamed["ram"]["weights"]
     disk = ledger.account(Decision(disk_blocks=35))
     states = streamed["ram"]["residuals"] + streamed["ram"]["moments"]
@@ -315,13 +318,13 @@ def test_a_slab_is_padded_to_pages():
     assert slab_bytes(slab, Run()) == (4096, 2048)
 
 
-# `benchmarks/pinned.py` on an H200 with 128 GiB of RAM: GiB that were allocated → GiB that the kernel's own counters
-# (Slab, PageTables, VmallocUsed) grew by, touched alone and pinned, and what was gone beside the process when pinned.
+# `benchmarks/pinned.py` on an H200 with 128 GiB of RAM: allocated GiB → GiB by which the kernel's counters (Slab,
+# PageTables, VmallocUsed) grew, touched only and pinned, and GiB lost outside the process when pinned.
 KERNEL = {20: (0.085, 0.322, 0.296), 60: (0.254, 0.966, 0.846), 100: (0.424, 1.612, 1.448)}
 
 
-def test_the_kernels_share_of_pinned_memory_is_what_was_measured():
-    """The constants were fitted to 20 and 100 GiB; 60 is what they are tested on."""
+def test_the_kernels_overhead_of_pinned_memory_matches_measurements():
+    """The constants were fitted to 20 and 100 GiB; 60 GiB is held out."""
     touched, pinned, _ = KERNEL[60]
     assert kernel_bytes(60 * GIB, 0) / GIB == pytest.approx(touched, rel=0.02)
     assert kernel_bytes(60 * GIB, 60 * GIB) / GIB == pytest.approx(pinned, rel=0.02)
@@ -329,15 +332,15 @@ def test_the_kernels_share_of_pinned_memory_is_what_was_measured():
         assert kernel_bytes(size * GIB, size * GIB) / GIB >= gone
 
 
-def test_a_plan_counts_what_the_kernel_takes():
+def test_a_plan_counts_the_kernels_overhead():
     ledger = Ledger(shape_of("llama2-7b"), Run(micro_batch=4))
     ram = ledger.account(Decision())["ram"]
     pinned = ram["weights"] + ram["gradients"] + ram["activations"]
     assert ram["workspace"] - PROCESS_BYTES == kernel_bytes(state(ram) + ram["activations"], pinned)
 
 
-def test_what_is_held():
-    """Weights: a copy in VRAM of their bytes. Sums: 4 bytes per parameter there, none in RAM but two on their way."""
+def test_bytes_of_held_weights_and_sums():
+    """Held weights are a copy in VRAM. Held sums take 4 bytes per parameter there, and in RAM two transit buffers."""
     shape, run = shape_of("llama2-7b"), Run(accumulation=4)
     ledger = Ledger(shape, run)
     none, weights, sums = (
@@ -345,10 +348,12 @@ def test_what_is_held():
         for held, summed in ((0, 0), (32, 0), (0, 32))
     )
     layer = ledger.states[1].weights
-    assert weights["vram"]["weights"] - none["vram"]["weights"] == (32 - 3) * layer, "less three slots"
+    assert weights["vram"]["weights"] - none["vram"]["weights"] == (32 - 3) * layer, (
+        "the three weight slots are not needed"
+    )
     assert weights["ram"] == none["ram"]
-    # Windows of one micro-batch: in RAM a gradient of 2 bytes, a sum of 4 and two staged ones; in VRAM two slots of 6.
-    # What leaves passes two buffers of 2 bytes in either.
+    # Windows of one micro-batch. In RAM: a gradient of 2 bytes, a sum of 4 and two staging buffers; in VRAM two slots
+    # of 6. Sums on their way out use two buffers of 2 bytes in both.
     assert sums["vram"]["gradients"] - none["vram"]["gradients"] == 2 * 32 * layer + 2 * layer - 2 * 3 * layer
     assert none["ram"]["gradients"] - sums["ram"]["gradients"] == 3 * 32 * layer + 2 * layer - 2 * layer
     for role in ("weights", "residuals", "moments"):
@@ -364,8 +369,8 @@ def test_what_is_held():
         (Run(accumulation=4, precision="fp32"), 4, 4),
     ],
 )
-def test_sums_gradient(run, window, per_parameter):
-    """Rounded once they are complete, in a step of one window; FP32 between windows, and while they grow."""
+def test_bytes_of_gradient_sums(run, window, per_parameter):
+    """In a step of one window, complete sums are rounded. They are FP32 between windows and while they grow."""
     shape = shape_of("llama2-7b")
     ledger = Ledger(shape, run)
     found = ledger.account(Decision(other_blocks=RESIDENT, resident_layers=32, window=window))["vram"]["gradients"]
@@ -373,8 +378,8 @@ def test_sums_gradient(run, window, per_parameter):
     assert 0 <= found - per_parameter * shape.parameters <= growing * (per_parameter < 4 < run.itemsize + 4) + 2e6
 
 
-def test_an_fp32_sum_in_ram_is_not_needed_where_it_is_held():
-    """12 bytes per parameter instead of 18 when micro-batches come one by one."""
+def test_held_sums_need_no_fp32_sum_in_ram():
+    """12 bytes per parameter instead of 18 with windows of one micro-batch."""
     shape = shape_of("llama2-7b")
     account = Ledger(shape, Run(accumulation=4)).account(
         Decision(other_blocks=HELD, held_weights=32, held_gradients=32)
@@ -383,8 +388,8 @@ def test_an_fp32_sum_in_ram_is_not_needed_where_it_is_held():
 
 
 @pytest.mark.parametrize(("family", "copies"), [("llama", 2 * 2), ("gemma2", 3 * 2), ("mamba", 2 * 4)])
-def test_logits_of_the_fused_loss_are_counted_as_the_model_makes_them(family, copies):
-    """Logits and their gradient in the compute dtype; with a soft cap its output too; in FP32 if the model says so."""
+def test_bytes_per_logit_of_the_fused_loss(family, copies):
+    """Logits and their gradient in the compute dtype, or in FP32 if the model does so; a soft cap adds its output."""
     shape = shapes.describe(AutoConfig.for_model(family))
     assert activations.bytes_per_logit(shape, Run(compile=True), gpu=True) == copies
     for run, gpu in ((Run(), True), (Run(compile=True), False)):

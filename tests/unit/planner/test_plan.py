@@ -1,4 +1,4 @@
-"""The plan as text, and the inverse questions."""
+"""The plan as text and JSON, and the largest batch, context and model."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ from megatrain.settings import Settings
 H200 = Machine.load("h200-128gb")
 
 
-def test_the_table_explains_itself():
+def test_the_table_has_every_row():
     found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24, optimizer_compression="8bit")
     text = found.table(tokens=5e9)
     for word in ("weights", "residuals", "moments", "gradients", "activations", "workspace", "vram", "ram", "24.0",
@@ -48,33 +48,35 @@ def test_the_table_says_where_blocks_are():
     assert "VRAM" not in alone
 
 
-def test_days():
+def test_days_for_tokens():
     found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4)
     assert found.days_for(found.tokens_per_second * 86400) == pytest.approx(1)
     assert found.tflops == pytest.approx(6 * found.matmul_parameters * found.tokens_per_second / 1e12)
 
 
-def test_an_engine_takes_it_as_settings():
+def test_a_plan_gives_settings_for_an_engine():
     found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=40)
     settings = Settings(**found.settings())
     assert settings.resident == found.resident != ()
     assert settings.window == found.window
 
 
-def test_micro_batches_one_after_the_other():
-    """Each gradient then travels by itself, and a BF16 one needs an FP32 sum beside it: 6 bytes instead of 2."""
+def test_plans_with_micro_batches_one_by_one():
+    """Each gradient is then copied by itself, and a BF16 gradient needs an FP32 sum in addition: 6 bytes
+    instead of 2.
+    """
     options = {"machine": Machine.load("h200-1.5tb"), "accumulation": 8, "max_vram_gb": 20}
     together, in_turn = (plan(shape_of("qwen2.5-7b"), **options, together=value) for value in (True, False))
     assert together.windows == (8,)
     assert in_turn.windows == (1,) * 8
     assert in_turn.step.seconds > together.step.seconds
-    # Sums that are held in VRAM travel once.
+    # Sums held in VRAM are copied once.
     assert in_turn.held_gradients
     gradients = [found.memory["ram"]["gradients"] for found in (together, in_turn)]
     assert gradients[1] > 2.5 * gradients[0]
 
 
-def test_it_is_frozen_and_serialises():
+def test_a_plan_is_frozen_and_serialises():
     found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.windows = (2,)
@@ -96,7 +98,7 @@ def test_lanes_under_their_old_names_are_read(old, new):
     assert Plan.from_json(json.dumps(data)) == found
 
 
-def test_it_is_frozen_all_through():
+def test_a_plan_is_deeply_frozen():
     found = plan(dense_shape(8, 8), machine=H200, max_vram_gb=8)
     for mapping in (found.policy, found.memory, found.memory["vram"], found.capacity, found.step.busy):
         with pytest.raises(TypeError, match="frozen"):
@@ -130,7 +132,7 @@ def test_it_is_frozen_all_through():
         ("step.more", 1, "step has more"), ("more", 1, "it has more"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_plan_is_named(field, value, named):
+def test_errors_in_a_plan_are_named(field, value, named):
     data = json.loads(plan(dense_shape(8, 8), machine=H200).to_json())
     *outer, last = field.split(".")
     (data[outer[0]] if outer else data)[last] = value
@@ -139,19 +141,19 @@ def test_what_is_wrong_in_a_plan_is_named(field, value, named):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', None, 5, b"\xff", "[" * 100_000])
-def test_what_is_no_plan_at_all(text):
+def test_text_that_is_not_a_plan_is_refused(text):
     with pytest.raises(SettingsError, match="plan"):
         Plan.from_json(text)
 
 
-def test_what_is_lossy_is_said():
+def test_lossy_settings_are_listed():
     assert plan(dense_shape(8, 8), machine=H200).lossy == ()
     assert plan(dense_shape(8, 8), machine=H200, optimizer_compression="lossless").lossy == ()
     assert "4bit" in plan(dense_shape(8, 8), machine=H200, optimizer_compression=True).lossy[0]
     assert "without an FP32 master" in plan(dense_shape(8, 8), machine=H200, precision="bf16-sr").lossy[0]
 
 
-def test_slow_fp32_is_said():
+def test_slow_fp32_is_noted():
     assert any("TFLOP/s" in note for note in plan(dense_shape(8, 8), machine=H200, precision="fp32").notes)
 
 
@@ -180,7 +182,7 @@ def test_largest_model():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bart"])
-def test_a_length_beyond_the_models_positions_is_said(kind):
+def test_a_length_beyond_the_models_positions_is_noted(kind):
     config = AutoConfig.for_model(kind)
     longest = config.max_position_embeddings
     assert not any("positions" in note for note in plan(config, machine=H200, length=longest).notes)

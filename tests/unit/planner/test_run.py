@@ -1,4 +1,4 @@
-"""What cannot be run is refused in the names that users know."""
+"""Invalid runs are refused, with the option names that users know."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_optimizer_compression(value, kind):
 @pytest.mark.parametrize(
     ("value", "width"), [(False, "fp32"), (True, "4bit"), ("bf16", "bf16"), ("8bit", "8bit"), ("lossless", "fp32")]
 )
-def test_one_word_for_how_moments_are_kept(value, width):
+def test_run_and_settings_agree_on_the_width_of_moments(value, width):
     assert Run(optimizer_compression=value).moment_width == Settings(optimizer_compression=value).moment_width == width
     assert Run(optimizer_compression=True) == Run(optimizer_compression="4bit")
 

@@ -1,4 +1,4 @@
-"""Plans over machines and models that nobody has: they fit, they are the same every time, memory never hurts."""
+"""Plans for random machines and models: they fit, they are deterministic, and more memory is never slower."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ def solved(*args, **kwargs):
 
 @settings(max_examples=60, deadline=None)
 @given(shapes(), any_machines(), runs(), st.sampled_from([None, 6.0, 20.0]), st.sampled_from([None, "/disk"]))
-def test_plans_fit_and_are_the_same_every_time(shape, machine, run, cap, disk):
+def test_plans_fit_and_are_deterministic(shape, machine, run, cap, disk):
     found = solved(shape, machine, run, max_vram_gb=cap, offload_dir=disk)
     if found is None:
         return
@@ -62,8 +62,8 @@ def test_more_memory_is_never_slower(shape, machine, run, disk, more_vram, more_
         assert large.step.seconds <= small.step.seconds * (1 + 1e-9)
 
 
-def test_a_plan_is_made_with_what_is_is_available():
-    """A GPU of 141 GiB with another process on it, and a reference model of 10 GiB in this one."""
+def test_a_plan_uses_only_available_memory():
+    """A GPU of 141 GiB that another process uses too, and a reference model of 10 GiB in this process."""
     shape, machine = shape_of("qwen2.5-7b"), "h200-1.5tb"
     taken = [
         plan(
@@ -80,7 +80,7 @@ def test_a_plan_is_made_with_what_is_is_available():
 def test_a_hundred_layers_take_less_than_two_seconds(accumulation):
     shape = dense_shape(64, 100)
     for name, limits in (("h200-1.5tb", {}), ("h100-512gb", {"offload_dir": "/disk"}), ("gh200", {})):
-        # Of this process: other work on the machine must not count.
+        # CPU time of this thread: other load on the machine must not count.
         began = time.thread_time()
         solved(shape, Machine.load(name), Run(micro_batch=2, accumulation=accumulation), **limits)
         assert time.thread_time() - began < 2
@@ -129,7 +129,7 @@ def test_without_a_gpu():
 
 
 def test_one_layer_that_keeps_its_graph_may_take_less():
-    """Made again, a graph has an input and an output of its own."""
+    """A recompute needs an input and an output in addition to the graph."""
     shape, run = dense_shape(32, 1, 512), Run(micro_batch=4, length=2048)
     machine = Machine.load("h100-512gb")
     ledger = Search(shape, machine, run).ledger
@@ -143,13 +143,16 @@ def test_one_layer_that_keeps_its_graph_may_take_less():
 
 
 @pytest.mark.parametrize("clipping", [True, False])
-def test_no_step_is_below_its_bound(clipping):
+def test_no_step_is_faster_than_its_bound(clipping):
     shape, machine = dense_shape(32, 8), Machine.load("rtx4090-64gb")
     for run in (Run(clipping=clipping), Run(clipping=clipping, accumulation=6)):
         search = Search(shape, machine, run, offload_dir="/disk")
-        for disk, offload, rest, window in itertools.product(range(9), (False, True), range(3), (1, 2)):
+        for disk, offload, other_blocks, window in itertools.product(range(9), (False, True), range(3), (1, 2)):
             made = Decision(
-                disk_blocks=disk, offload_inputs=offload, other_blocks=rest, window=min(window, run.accumulation)
+                disk_blocks=disk,
+                offload_inputs=offload,
+                other_blocks=other_blocks,
+                window=min(window, run.accumulation),
             )
             (bound,) = search.simulator.bounds(Decisions.of([made]))
             assert bound <= search.simulator.step(made).seconds * (1 + 1e-12)
@@ -192,17 +195,32 @@ def test_nothing_that_fits_is_faster(shape, machine, run, disk):
 
 
 def decisions(search):
-    """All that fit."""
+    """All decisions that fit."""
     counts = range(len(search.ledger.layers) + 1)
-    here, rest, both = (counts, range(3), (0, 1)) if search.gpu else ((0,), (0,), (0,))
+    layer_counts, other_blocks, both = (counts, range(3), (0, 1)) if search.gpu else ((0,), (0,), (0,))
     disks = range(len(search.shape.blocks) + 1) if search.disks else (0,)
     windows = window_choices(search.run.accumulation)
-    each = itertools.product(rest, here, here, here, here, counts, both, windows, SLOTS, GRAD_SLOTS, disks)
+    each = itertools.product(
+        other_blocks,
+        layer_counts,
+        layer_counts,
+        layer_counts,
+        layer_counts,
+        counts,
+        both,
+        windows,
+        SLOTS,
+        GRAD_SLOTS,
+        disks,
+    )
     rows = [
-        (rest, layers, held, summed, visited, stored, offload, *window, slots, grad_slots, disk)
-        for rest, layers, held, summed, visited, stored, offload, window, slots, grad_slots, disk in each
-        if held >= layers <= summed
-        and (not visited or (visited > layers and held == summed == counts[-1] and rest and not offload and not disk))
+        (other_blocks, layers, held, sums, gpu_updates, stored, offload, *window, slots, grad_slots, disk)
+        for other_blocks, layers, held, sums, gpu_updates, stored, offload, window, slots, grad_slots, disk in each
+        if held >= layers <= sums
+        and (
+            not gpu_updates
+            or (gpu_updates > layers and held == sums == counts[-1] and other_blocks and not offload and not disk)
+        )
     ]
     made = Decisions(**dict(zip(NAMES, zip(*rows, strict=True), strict=True)))
     streamed = len(counts) - 1 - made.resident_layers + (made.other_blocks < 2) * len(search.ledger.other_blocks)
@@ -211,7 +229,7 @@ def decisions(search):
     return made.take(np.logical_and.reduce([totals[tier] <= room for tier, room in search.capacity.items()]))
 
 
-def test_windows():
+def test_window_choices():
     assert window_choices(1) == [(1, 1)]
     assert window_choices(4) == [(4, 4), (2, 2), (1, 1), (2, 1)]
     assert max(window_choices(1000)) == (64, 64)
@@ -219,7 +237,7 @@ def test_windows():
     assert {first for first, window in window_choices(12) if first > window} == {2, 4, 8}
 
 
-def test_what_is_asked_is_checked():
+def test_arguments_are_checked():
     with pytest.raises(SettingsError, match=r"mt\.probe"):
         plan(dense_shape(8, 8))
     with pytest.raises(SettingsError, match="max_vram_gb"):
@@ -240,8 +258,10 @@ def test_what_is_asked_is_checked():
         plan(dense_shape(8, 8), machine=5)
 
 
-def test_micro_batches_one_by_one_where_weights_and_sums_stay_in_vram():
-    """7B on an H200: every graph kept, no sum travels between micro-batches, and the first layers are resident."""
+def test_windows_of_one_if_weights_and_sums_stay_in_vram():
+    """7B on an H200: every graph is kept, sums are not copied between micro-batches, and the first layers are
+    resident.
+    """
     found = plan(shape_of("qwen2.5-7b"), machine="h200-128gb", batch=4, accumulation=16, compile=True)
     assert found.windows == (1,) * 16
     assert found.policies["store"] == 28
@@ -252,7 +272,7 @@ def test_micro_batches_one_by_one_where_weights_and_sums_stay_in_vram():
 
 
 def test_a_large_model_fits_with_few_bytes_per_parameter():
-    """Sums of one window are rounded once it has passed a block."""
+    """Sums of a single window are rounded once it has passed a block."""
     small = {"batch": 1, "length": 4096, "accumulation": 8, "compile": True, "optimizer_compression": "4bit"}
     assert plan(shape_of("qwen3-32b"), machine="h200-128gb", **small).windows == (8,)
     assert plan(moe(), machine="h200-1.5tb", batch=1, accumulation=16, compile=True).resident

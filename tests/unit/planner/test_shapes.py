@@ -1,4 +1,4 @@
-"""Models as plain numbers: from configs, live models, models without weights, and models that an engine holds."""
+"""Models as plain numbers: from configs, live models, models on the meta device, and models attached to an engine."""
 
 import time
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_a_config_and_its_model_are_described_alike():
     )  # fmt: skip
 
 
-def test_a_model_that_an_engine_holds():
+def test_a_model_attached_to_an_engine():
     before = describe(tiny())
     model = tiny()
     with mt.Engine(model, device="cpu") as engine:
@@ -85,7 +85,7 @@ def test_plain_modules():
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(n_embd=16), {"n_embd": 16}, "small", None])
-def test_a_config_that_is_not_transformers_says_nothing(config):
+def test_configs_of_other_libraries_are_ignored(config):
     model = torch.nn.Module()
     model.config = config
     model.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 64) for _ in range(3))
@@ -94,7 +94,7 @@ def test_a_config_that_is_not_transformers_says_nothing(config):
     assert shape.blocks[0].parameters == 16 * 64 + 64
 
 
-def test_the_precision_is_the_configs():
+def test_the_precision_is_that_of_the_config():
     assert describe(AutoConfig.for_model("llama", num_hidden_layers=2, dtype="float32")).precision == "fp32"
     assert describe(AutoConfig.for_model("llama", num_hidden_layers=2)).precision == "bf16"
 
@@ -111,7 +111,7 @@ def test_other_architectures(kind):
 @pytest.mark.parametrize(
     "kind", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paligemma", "idefics3", "mllama", "llama4"]
 )
-def test_configs_with_images_are_whole_models(kind):
+def test_configs_with_images_describe_the_full_model(kind):
     config = AutoConfig.for_model(kind)
     assert not config.architectures
     shape = describe(config)
@@ -136,7 +136,7 @@ def test_a_vision_tower_is_read_from_its_own_config():
     }
 
 
-def test_windows_are_those_of_the_layers_that_attend():
+def test_sliding_windows_belong_to_attention_layers():
     config = AutoConfig.for_model("gemma3")
     layers = [block for block in describe(config).blocks if block.kind == "layer"]
     assert all(block.span == 0 for block in layers if "vision" in block.name)
@@ -149,7 +149,7 @@ def test_windows_are_those_of_the_layers_that_attend():
     assert not any(block.span for block in projections)
 
 
-def test_what_is_neither_is_refused():
+def test_other_objects_are_refused():
     with pytest.raises(SettingsError, match="int"):
         describe(7)
     with pytest.raises(SettingsError, match="no file or directory"):
@@ -160,7 +160,7 @@ def test_what_is_neither_is_refused():
         describe(config)
 
 
-def test_large_configs_are_described_at_once():
+def test_large_configs_are_described_quickly():
     fields = SHAPES["llama2-7b"] | {"num_hidden_layers": 100}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Seconds: against measured steps, and what must hold of any."""
+"""Simulated seconds against measured steps, and properties of every simulated step."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from megatrain.planner.run import Run
 from megatrain.planner.simulate import Simulator
 
 H200 = Machine.load("h200-128gb")
-# Updates ran at 5.15 Gparam/s in the process that took 2.12 s (1.48 s for 7.6B); the description has 4.9.
+# Updates ran at 5.15 Gparam/s in the process that took 2.12 s (1.48 s for 7.6B); the machine description has 4.9.
 THAT_DAY = dataclasses.replace(H200, update={**H200.update, "fp32": 7.6156e9 / 1.48})
 
 
@@ -41,7 +41,7 @@ def simulator(shape, machine, run):
         ("qwen2.5-7b", H200, Run(micro_batch=4, accumulation=16, compile=True), Decision(window=16), 13.52, 13.54),
     ],
 )
-def test_steps_take_what_was_measured(name, machine, run, decision, fastest, slowest):
+def test_simulated_steps_match_measurements(name, machine, run, decision, fastest, slowest):
     seconds = simulator(shape_of(name), machine, run).step(decision).seconds
     assert 0.9 * fastest <= seconds <= 1.1 * slowest
 
@@ -54,22 +54,22 @@ def test_steps_take_what_was_measured(name, machine, run, decision, fastest, slo
         ("qwen2.5-14b", True, 7.40, 23.46),
     ],
 )  # fmt: skip
-def test_a_layer_takes_what_was_measured(name, compiled, forward, both):
+def test_the_time_of_a_layer_matches_measurements(name, compiled, forward, both):
     fast_host = dataclasses.replace(H200, launches=1e9)
     piece = Costs(shape_of(name), fast_host, Run(micro_batch=4, compile=compiled)).pieces[1]
-    # `benchmarks/layers.py`, on a machine that was 3% slower in matrix products.
+    # Measured by `benchmarks/layers.py` on a machine that was 3% slower in matrix products.
     assert piece.forward * 1e3 == pytest.approx(forward, rel=0.06)
     assert (piece.forward + piece.backward) * 1e3 == pytest.approx(both, rel=0.06)
 
 
 @pytest.mark.parametrize(("shape", "micro_batch", "seconds"), [("qwen2.5-7b", 4, 0.0492), ("qwen2.5-14b", 2, 0.0367)])
-def test_the_head_takes_what_was_measured(shape, micro_batch, seconds):
-    """In steps of `benchmarks.accuracy --trace`."""
+def test_the_time_of_the_head_matches_measurements(shape, micro_batch, seconds):
+    """Measured in steps of `benchmarks.accuracy --trace`."""
     head = Costs(shape_of(shape), H200, Run(micro_batch=micro_batch, compile=True)).pieces[-1]
     assert head.forward == pytest.approx(seconds, rel=0.1)
 
 
-def test_lanes_were_as_busy():
+def test_busy_times_of_lanes_match_measurements():
     busy = simulator(shape_of("qwen2.5-7b"), H200, Run(micro_batch=4)).step(Decision()).busy
     assert busy["compute"] == pytest.approx(0.88, rel=0.1)
     assert busy["h2d"] == pytest.approx(0.52, rel=0.1)
@@ -93,7 +93,7 @@ def test_without_clipping_updates_hide_under_the_backward():
 
 @settings(max_examples=60, deadline=None)
 @given(shapes(), machines(), runs(), st.data())
-def test_no_step_beats_its_bound(shape, machine, run, data):
+def test_no_step_is_faster_than_its_bound(shape, machine, run, data):
     layers = sum(block.kind == "layer" for block in shape.blocks)
     decision = Decision(
         other_blocks=data.draw(st.integers(0, 2)),
@@ -112,7 +112,7 @@ def test_no_step_beats_its_bound(shape, machine, run, data):
     assert step.seconds >= simulated.bounds(Decisions.of([decision]))[0] * (1 - 1e-9)
     assert step.seconds >= max(step.busy.values()) * (1 - 1e-9)
     assert all(waited >= 0 for waited in step.waited.values())
-    # Fewer graphs rebuilt and more slots never take longer.
+    # Storing more graphs and having more slots never takes longer.
     if decision.stored_graphs < layers:
         more = simulated.step(dataclasses.replace(decision, stored_graphs=decision.stored_graphs + 1))
         assert more.seconds <= step.seconds * (1 + 1e-9)
@@ -121,7 +121,7 @@ def test_no_step_beats_its_bound(shape, machine, run, data):
 
 
 def test_a_larger_first_window_hides_updates():
-    """Everything held: all updates run under the forward of the first window."""
+    """With everything held, all updates run during the forward of the first window."""
     run = Run(micro_batch=2, accumulation=8, compile=True)
     simulated = simulator(shape_of("qwen2.5-7b"), H200, run)
     held = Decision(other_blocks=HELD, held_weights=28, held_gradients=28, stored_graphs=28)
@@ -130,12 +130,12 @@ def test_a_larger_first_window_hides_updates():
     assert steps[0].waited["update"] > steps[2].waited["update"]
     first = steps[0].busy
     assert (first["h2d"], first["d2h"]) == (0, 0)
-    whole = simulated.step(Decision(window=8, stored_graphs=28)).busy
-    assert first["refresh"] == pytest.approx(whole["h2d"] / 2, rel=0.2)
+    one_window = simulated.step(Decision(window=8, stored_graphs=28)).busy
+    assert first["refresh"] == pytest.approx(one_window["h2d"] / 2, rel=0.2)
 
 
-def test_late_blocks_are_best_updated_by_the_cpu():
-    """Seven resident layers: the first ones, so that the forward starts while the CPU updates the others."""
+def test_resident_first_layers_shorten_the_step():
+    """The first seven layers are resident, so the forward starts while the CPU updates the others."""
     simulated = simulator(shape_of("qwen2.5-7b"), H200, Run(micro_batch=4))
     none, some = (simulated.step(Decision(resident_layers=layers)) for layers in (0, 7))
     update = simulated.costs.pieces[1].update
