@@ -14,11 +14,20 @@ def trace(
 ) -> None:
     """Write the timeline of a run: steps, lanes, loss, tokens/s and memory. Open it at https://ui.perfetto.dev."""
     from megatrain import files
-    from megatrain.errors import MegaTrainError
+    from megatrain.errors import MegaTrainError, SettingsError
+    from megatrain.telemetry.record import FILE
     from megatrain.telemetry.trace import of_run
 
-    text = of_run(run)
-    target = out or (run if run.is_dir() else run.parent) / "trace.json"
+    record = run / FILE if run.is_dir() else run
+    target = out or record.with_name("trace.json")
+    if target.resolve() == record.resolve():
+        raise SettingsError(f"--out {target} is the record itself; name another file.")
+    try:
+        text = of_run(record)
+    except OSError as error:
+        raise MegaTrainError(
+            f"{record} cannot be read ({error.strerror}); name a run's output directory or its {FILE}."
+        ) from error
     try:
         files.write(target, text)
     except OSError as error:

@@ -19,7 +19,7 @@ from megatrain import files
 from megatrain.engine.summary import counted
 from megatrain.optim.schedule import Outcome, RuleTable
 from megatrain.stream.timeline import Timeline
-from megatrain.telemetry.record import FILE, Record, deferred, ending
+from megatrain.telemetry.record import FILE, Record, ending
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
@@ -40,22 +40,22 @@ class Recording:
 
     def open(self, path: str | os.PathLike[str] | None, start: Mapping[str, Any], step: int) -> Record:
         """A record in a file, or in the `run.jsonl` of a directory; None: one that only keeps the newest step."""
-        where = None if path is None else Path(path)
-        if where is not None and where.is_dir():
-            where /= FILE
-        elif where is not None and not where.parent.is_dir():
-            # What goes wrong here goes wrong again when the file is opened, and ends the recording there.
+        file = None if path is None else Path(path)
+        if file is not None and file.is_dir():
+            file /= FILE
+        elif file is not None and not file.parent.is_dir():
+            # If this fails, opening the file fails too, and that is reported.
             with suppress(OSError):
-                files.make_directory(where.parent)
-        record = Record(where, start, step=step, settle=self.timeline.settle)
+                files.make_directory(file.parent)
+        record = Record(file, start, step=step, settle=self.timeline.settle)
         self.timeline.restart_step()
         self._records = [*[other for other in self._records if not other.closed], record]
-        self.timeline.listeners[:] = [open_one.timed for open_one in self._records]
+        self.timeline.listeners[:] = [other.timed for other in self._records]
         return record
 
     def begun(self, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
         """The model is called with these inputs."""
-        if not torch.is_grad_enabled():
+        if not self._records or not torch.is_grad_enabled():
             return
         if (tokens := tokens_of(*inputs)) is not None:
             with self._lock:
@@ -70,17 +70,14 @@ class Recording:
 
     def stepped(self, page: int, rules: RuleTable, outcome: Outcome) -> None:
         """A step was submitted; `page` is its number in the timeline."""
-        with self._lock:
-            counted, self._tokens = self._tokens, []
         if not self._records:
             return
-        there = [count for count in counted if isinstance(count, torch.Tensor)]
-        tokens: Any = sum(count for count in counted if isinstance(count, int)) if counted else None
-        if there:
-            tokens = deferred(torch.stack(there).sum() + tokens)
+        with self._lock:
+            counts, self._tokens = self._tokens, []
+        tokens = sum(counts) if counts else None
         device = self.timeline.device
         memory = {"vram": 0 if device is None else torch.cuda.memory_reserved(device), "ram": self._ram()}
-        rate = next((rule.lr for own in rules.values() for rule in own.values()), None)  # type: ignore[attr-defined]
+        rate = next((rule.lr for of_slab in rules.values() for rule in of_slab.values()), None)  # type: ignore[attr-defined]
         for record in self._records:
             record.stepped(page, outcome, learning_rate=rate, tokens=tokens, memory=memory)
         if device is None:

@@ -32,37 +32,34 @@ class RunRecord(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._record: Record | None = None
-        self._loss: torch.Tensor | None = None
         self._directory = ""
+        self._loss: torch.Tensor | None = None
+        self._record = Record(None, {})
+        self._record.close()  # a closed record ignores what it is told
 
     @contextmanager
     def running(self, directory: str) -> Iterator[None]:
-        """A run that records into this directory, once it begins; at the end it is said why it ended."""
+        """Record the run inside into this directory, and why it ended."""
         self._directory = directory
         try:
             yield
         except BaseException as error:
-            self._close(error)
+            self._record.close(**self._ending(error))
             raise
-        self._close(None)
+        self._record.close(**self._ending(None))
 
-    def _close(self, error: BaseException | None) -> None:
-        record, self._record, self._loss = self._record, None, None
-        if record is None:
-            return
-        how, trainer = ending(error), self._trainer
+    def _ending(self, error: BaseException | None) -> dict[str, str]:
+        trainer = self._trainer
         if trainer._termination.requested:
-            how["reason"] = "sigterm"
-        elif trainer._ram_stop.reason is not None:
-            how = {"reason": "out_of_ram", "error": trainer._ram_stop.reason}
-        elif trainer._failure is not None and error is None:
-            how = {"reason": "failed", "error": trainer._failure[1]}
-        record.close(**how)
+            return ending(error) | {"reason": "sigterm"}
+        if trainer._ram_stop.reason is not None:
+            return {"reason": "out_of_ram", "error": trainer._ram_stop.reason}
+        if trainer._failure is not None and error is None:
+            return {"reason": "failed", "error": trainer._failure[1]}
+        return ending(error)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._record is not None:
-            self._record.close()
+        self._record.close()
         engine = self._trainer.engine
         recorded = settings_module.current().record and engine.settings.record
         path = f"{self._directory}/{FILE}" if recorded else None
@@ -73,48 +70,42 @@ class RunRecord(TrainerCallback):
         self._loss = None
 
     def add(self, loss: torch.Tensor) -> None:
-        """The loss of a micro-batch, as the Trainer adds it up: without a wait, and in its order."""
-        if self._record is not None:
-            loss = loss.detach().float()
-            self._loss = loss if self._loss is None else self._loss + loss
+        """Add the loss of a micro-batch in the Trainer's order, without a wait."""
+        loss = loss.detach().float()
+        self._loss = loss if self._loss is None else self._loss + loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._record is not None:
-            self._record.log(loss=self._loss, grad_norm=self._trainer.step_norm)
+        self._record.log(loss=self._loss, grad_norm=self._trainer.step_norm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._record is not None:
-            self._record.flush()
+        self._record.flush()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        if self._record is not None:
-            self._record.write("evaluation", step=state.global_step, **{str(k): v for k, v in (metrics or {}).items()})
-            self._trainer.engine.restart_step()
+        named = {str(name): value for name, value in (metrics or {}).items()}
+        self._record.write("evaluation", step=state.global_step, **named)
+        self._trainer.engine.restart_step()
 
     def saved(self, path: str, seconds: float) -> None:
-        if self._record is not None:
-            self._record.write("save", path=path, seconds=seconds)
-            self._trainer.engine.restart_step()
+        self._record.write("save", path=path, seconds=seconds)
+        self._trainer.engine.restart_step()
 
     def newest(self) -> dict[str, Any]:
-        return {} if self._record is None else self._record.newest()
+        """Number, loss and tokens of the newest step whose loss is known."""
+        return self._record.newest()
 
 
 def chosen(args: Any) -> dict[str, Any]:
     """The arguments that differ from their defaults, without secrets."""
-    found = {}
-    for field in fields(args):
-        value = getattr(args, field.name)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if value is not None and value != default:
-            found[field.name] = value
-    return dict(_without_secrets(found))
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(args)}
+    values = {name: getattr(args, name) for name in defaults}
+    changed = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
+    return dict(_without_secrets(changed))
 
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_secrets(inner) for key, inner in value.items() if not SECRET.search(str(key))}
-    return value
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
 
 
 class Pace(TrainerCallback):

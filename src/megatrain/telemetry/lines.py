@@ -17,7 +17,7 @@ _open: weakref.WeakSet[LineFile] = weakref.WeakSet()
 
 
 class LineFile:
-    """If it cannot be written, that is said once, and nothing more is written."""
+    """A file that cannot be written causes one warning; nothing more is written to it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._descriptor = path, -1
@@ -25,10 +25,10 @@ class LineFile:
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._lock()
-            found = os.fstat(self._descriptor)
+            status = os.fstat(self._descriptor)
+            size = status.st_size if stat.S_ISREG(status.st_mode) else 0
             # A process that was killed may have left part of a line.
-            kept = found.st_size if stat.S_ISREG(found.st_mode) else 0
-            if kept and os.pread(self._descriptor, 1, kept - 1) != b"\n":
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
                 os.write(self._descriptor, b"\n")
         except OSError as error:
             self._give_up(error)
@@ -36,14 +36,19 @@ class LineFile:
     def append(self, line: str) -> None:
         if self._descriptor < 0:
             return
-        data, size = line.encode() + b"\n", os.fstat(self._descriptor).st_size
+        data, size = line.encode() + b"\n", None
         try:
+            status = os.fstat(self._descriptor)
+            if status.st_nlink == 0 and not self._path.exists():
+                raise FileNotFoundError(errno.ENOENT, "it was deleted")
+            size = status.st_size
             while data:
                 data = data[os.write(self._descriptor, data) :]
         except BaseException as error:
             # Part of a line may be there: a full disk takes what still fits.
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, size)
+            if size is not None:
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, size)
             if not isinstance(error, OSError):
                 raise
             self._give_up(error)
@@ -54,7 +59,7 @@ class LineFile:
             os.close(descriptor)
 
     def _lock(self) -> None:
-        """Refuse a file that somebody else appends to. The lock goes away with the process."""
+        """Refuse a file that another run appends to. The lock ends with the process."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -27,7 +27,8 @@ class _StderrUnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]
 def announce(message: str, recorded: bool = True) -> None:
     """Say something the user should know, at level INFO. `recorded`: also to records of runs."""
     _installed().info(message)
-    _tell("notice" if recorded else "", message)
+    if recorded:
+        _tell("notice", message)
 
 
 def warn(message: str) -> None:
@@ -37,7 +38,7 @@ def warn(message: str) -> None:
 
 
 def _tell(kind: str, message: str) -> None:
-    for listener in [*listeners] if kind else []:
+    for listener in [*listeners]:
         listener(kind, message)
 
 

@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -44,7 +44,7 @@ class Later:
     """A number that a GPU may still be computing, on its way to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._whole = not tensor.is_floating_point()
+        self._integer = not tensor.is_floating_point()
         self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
         self._host.copy_(tensor.detach().reshape(()).to(torch.float64), non_blocking=True)
         self._copied = torch.cuda.Event()
@@ -52,31 +52,22 @@ class Later:
 
     @property
     def done(self) -> bool:
-        return bool(self._copied.query())
+        """Whether the number is known. It never is if the device failed."""
+        with suppress(RuntimeError):
+            return bool(self._copied.query())
+        return False
 
-    def value(self, wait: bool = False) -> float | int | None:
-        """None if it has not arrived and `wait` is not set, or if the device failed."""
-        try:
-            if wait:
-                self._copied.synchronize()
-            elif not self._copied.query():
-                return None
-        except RuntimeError:
+    def wait(self) -> None:
+        with suppress(RuntimeError):
+            self._copied.synchronize()
+
+    @property
+    def value(self) -> float | int | None:
+        """None until it is known."""
+        if not self.done:
             return None
         number = float(self._host)
-        return int(number) if self._whole else number
-
-
-def deferred(value: Any, name: str = "a value") -> Any:
-    """A tensor of one element as a number, read later if it is on a GPU; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.numel() != 1 or value.is_complex():
-        raise SettingsError(
-            f"{name} is a tensor of shape {tuple(value.shape)} and dtype {value.dtype}; log one real number, such as "
-            "its mean()."
-        )
-    return Later(value) if value.is_cuda else value.detach().item()
+        return int(number) if self._integer else number
 
 
 @dataclass
@@ -85,16 +76,15 @@ class _Step:
 
     number: int
     page: int
-    """Of the timeline."""
+    """Its number in the timeline."""
     outcome: Any
     """`Outcome` of optim/schedule.py, whose norm comes with its ticket."""
     fields: dict[str, Any]
-    time: str = field(default_factory=lambda: now())
 
     @property
     def ready(self) -> bool:
-        known = self.fields.get("grad_norm") is not None or self.outcome.ticket.done
-        return known and all(value.done for value in self.fields.values() if isinstance(value, Later))
+        norm_known = self.fields["grad_norm"] is not None or self.outcome.ticket.done
+        return norm_known and all(number.done for number in _pending(self.fields))
 
 
 class Record:
@@ -114,58 +104,65 @@ class Record:
     ) -> None:
         self.step = step
         """The number of the last step."""
+        self.closed = False
         self._settle = settle
         """Hands over the times of steps that have ended (`timed`); with True, waits for them."""
         self._lock = threading.RLock()
-        self._owner = os.getpid()
-        self._since_start = 0
-        self._begun = False
-        """Whether the step after the last one has begun."""
+        self._process = os.getpid()
+        self._written = 0
+        """Steps of this record that were written."""
+        self._in_step = False
+        """Whether a forward has run since the last step."""
         self._fields: dict[str, Any] = {}
         self._steps: deque[_Step] = deque()
         self._times: dict[int, tuple[Any, float, Sequence[Any]]] = {}
         self._newest: dict[str, Any] = {}
         self._file = None if path is None else LineFile(path)
-        self.closed = False
-        notices.listeners.append(self._heard)
+        notices.listeners.append(self._write_notice)
         self.write("start", megatrain=__version__, format=FORMAT, **start)
 
     # ---- what users do
 
     def log(self, **values: Any) -> None:
-        """Add values to the line of the step under way; right after `optimizer.step()`, to the line of that step.
+        """Add values to the line of the current step; right after `optimizer.step()`, to the line of that step.
 
-        A tensor of one element is read when it is there: logging a loss does not wait for the GPU. A name that is
+        A tensor of one element is read when it is known: logging a loss does not wait for the GPU. A name that is
         logged again in the same step replaces the earlier value.
         """
-        if reserved := [name for name in values if name in RESERVED]:
-            raise SettingsError(f"{reserved[0]} cannot be logged: the record writes it itself; use another name.")
-        if not self._mine:
-            return
-        kept = {name: deferred(value, name) for name, value in values.items()}
-        with self._lock:
-            late = not self._begun and self._steps
-            (self._steps[-1].fields if late else self._fields).update(kept)
+        for name, value in values.items():
+            if name in RESERVED:
+                raise SettingsError(f"{name} cannot be logged: the record writes it itself; use another name.")
+            if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+                raise SettingsError(
+                    f"{name} is a tensor of shape {tuple(value.shape)} and dtype {value.dtype}; log one real number, "
+                    "such as its mean()."
+                )
+        if self._writable:
+            with self._lock:
+                after_step = self._steps and not self._in_step
+                (self._steps[-1].fields if after_step else self._fields).update(_plain(values))
 
     def write(self, event: str, **values: Any) -> None:
         """Write a line of its own."""
-        if self._file is not None and self._mine:
-            content, found = _finite({"event": event, "time": now()} | _plain(values))
-            self._file.append(json.dumps(content | ({"not_finite": found} if found else {}), allow_nan=False))
+        if self._file is not None and self._writable:
+            not_finite: dict[str, str] = {}
+            line = _finite({"event": event, "time": now()} | _plain(values), "", not_finite)
+            self._file.append(json.dumps(line | ({"not_finite": not_finite} if not_finite else {}), allow_nan=False))
 
     def close(self, reason: str = "finished", **details: Any) -> None:
         """Write the steps that have not been written, and why the run ended."""
-        if not self._mine:
+        if not self._writable:
             return
         wait = reason == "finished"
-        self._settle(wait)
+        # A GPU that failed has no times. The error that it caused must not be replaced by another.
+        with suppress(RuntimeError):
+            self._settle(wait)
         with self._lock:
             while self._steps:
                 self._write_step(self._steps.popleft(), wait)
         self.write("end", reason=reason, step=self.step, **details)
         self.closed = True
-        with suppress(ValueError):
-            notices.listeners.remove(self._heard)
+        notices.listeners.remove(self._write_notice)
         if self._file is not None:
             self._file.close()
 
@@ -179,82 +176,83 @@ class Record:
 
     def begun(self) -> None:
         """A forward of the next step begins: what is logged from now on belongs to that step."""
-        if self._mine and not self._begun:
-            with self._lock:
-                self._begun = True
+        if self._writable and not self._in_step:
+            self._in_step = True
             self.flush()
 
     def stepped(self, page: int, outcome: Any, **values: Any) -> None:
         """An optimizer step was submitted. `page`: its number in the timeline."""
-        if not self._mine:
+        if not self._writable:
             return
         with self._lock:
             self.step += 1
-            self._steps.append(_Step(self.step, page, outcome, {"loss": None, "grad_norm": None} | values))
-            self._steps[-1].fields.update(self._fields)
-            self._fields, self._begun = {}, False
+            fields = {"loss": None, "grad_norm": None} | _plain(values) | self._fields
+            self._steps.append(_Step(self.step, page, outcome, fields))
+            self._fields, self._in_step = {}, False
         self._settle(False)
         self.flush(keep=1)
 
     def timed(self, times: Any, begin: float, spans: Sequence[Any]) -> None:
         """What the lanes did in a step that began at `begin` (stream/timeline.py). Any thread may call this."""
-        if self._mine:
+        if self._writable:
             with self._lock:
                 self._times[times.step] = (times, begin, spans)
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of steps whose values are known, all but the last `keep`."""
-        if not self._mine:
+        if not self._writable:
             return
         with self._lock:
             while len(self._steps) > keep and self._steps[0].ready and self._steps[0].page in self._times:
-                self._write_step(self._steps.popleft(), wait=False)
+                self._write_step(self._steps.popleft())
 
     def newest(self) -> dict[str, Any]:
-        """Number, loss and tokens of the newest step for which they are known."""
+        """Number, loss and tokens of the newest step whose loss is known."""
         with self._lock:
             for step in reversed(self._steps):
-                loss, tokens = (_value(step.fields.get(name)) for name in ("loss", "tokens"))
-                if loss is not None:
-                    return {"step": step.number, "loss": loss, "tokens": tokens}
+                if (loss := _value(step.fields["loss"])) is not None:
+                    return {"step": step.number, "loss": loss, "tokens": _value(step.fields.get("tokens"))}
             return self._newest
 
     @property
-    def _mine(self) -> bool:
-        """False in a forked child, whose parent writes, and when closed. Asked before the lock is taken: a child may
+    def _writable(self) -> bool:
+        """False when closed, and in a forked child, whose parent writes. Read before the lock is taken: a child may
         have been forked while another thread held it."""
-        return not self.closed and os.getpid() == self._owner
+        return not self.closed and os.getpid() == self._process
 
-    def _heard(self, level: str, text: str) -> None:
+    def _write_notice(self, level: str, text: str) -> None:
         self.write(level, text=text)
 
-    def _write_step(self, step: _Step, wait: bool) -> None:
+    def _write_step(self, step: _Step, wait: bool = False) -> None:
+        ticket = step.outcome.ticket
         if wait:
             with suppress(MegaTrainError):
-                step.outcome.ticket.wait()
-        fields = {name: _value(value, wait) for name, value in step.fields.items()}
-        if fields["grad_norm"] is None and step.outcome.ticket.done:
-            fields["grad_norm"] = step.outcome.norm
-        if step.outcome.ticket.done and step.outcome.skipped:
-            fields["skipped"] = True
-        times, begin, spans = self._times.get(step.page, (None, 0.0, ()))
-        for page in [page for page in self._times if page <= step.page]:
-            del self._times[page]
+                ticket.wait()
+            for number in _pending(step.fields):
+                number.wait()
+        fields = {name: _value(value) for name, value in step.fields.items()}
+        if ticket.done:
+            fields["grad_norm"] = step.outcome.norm if fields["grad_norm"] is None else fields["grad_norm"]
+            fields |= {"skipped": True} if step.outcome.skipped else {}
         tokens = fields.get("tokens")
-        measured: dict[str, Any] = {}
-        if times is not None:
-            step.time = now(times.ended)
-            measured["seconds"] = round(times.seconds, 6)
-            if isinstance(tokens, int | float) and times.seconds > 0:
-                measured["tokens_per_second"] = round(tokens / times.seconds, 3)
-            measured["busy"], measured["waited"] = _rounded(times.busy), _rounded(times.waited)
         self._newest = {"step": step.number, "loss": fields["loss"], "tokens": tokens}
-        self.write("step", **{"step": step.number, "time": step.time} | fields | measured)
-        self._since_start += 1
-        if times is not None and _has_spans(self._since_start):
-            listed = sorted((s.start - begin, s.end - begin, s.lane, s.label) for s in spans)[:MOST_SPANS]
-            shown = [[lane, label, round(start, 6), round(end, 6)] for start, end, lane, label in listed]
-            self.write("spans", step=step.number, time=step.time, seconds=measured["seconds"], spans=shown)
+        self._written += 1
+        times, begin, spans = self._times.get(step.page, (None, 0.0, ()))
+        self._times = {page: known for page, known in self._times.items() if page > step.page}
+        if times is None:
+            self.write("step", step=step.number, **fields)
+            return
+        seconds, when = round(times.seconds, 6), now(times.ended)
+        measured: dict[str, Any] = {"time": when, "seconds": seconds}
+        if isinstance(tokens, int | float) and times.seconds > 0:
+            measured["tokens_per_second"] = round(tokens / times.seconds, 3)
+        for name, lanes in (("busy", times.busy), ("waited", times.waited)):
+            measured[name] = {lane: round(spent, 6) for lane, spent in lanes.items()}
+        self.write("step", step=step.number, **fields, **measured)
+        if _has_spans(self._written):
+            earliest = sorted((s.start - begin, s.end - begin, s.lane, s.label) for s in spans)[:MOST_SPANS]
+            listed = [[lane, label, round(start, 6), round(end, 6)] for start, end, lane, label in earliest]
+            self.write("spans", step=step.number, time=when, seconds=seconds, spans=listed)
 
 
 def now(seconds: float | None = None) -> str:
@@ -266,17 +264,10 @@ def ending(error: BaseException | None) -> dict[str, str]:
     """Why a run ended, for `Record.close`."""
     if error is None:
         return {"reason": "finished"}
-    reason = "failed"
-    if isinstance(error, OutOfRam):
-        reason = "out_of_ram"
-    elif isinstance(error, KeyboardInterrupt):
-        reason = "interrupted"
+    reasons = {OutOfRam: "out_of_ram", KeyboardInterrupt: "interrupted"}
+    reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "failed")
     first = (str(error).strip().splitlines() or [""])[0]
     return {"reason": reason, "error": f"{type(error).__name__}: {first}"[:500]}
-
-
-def _value(value: Any, wait: bool = False) -> Any:
-    return value.value(wait) if isinstance(value, Later) else value
 
 
 def _has_spans(count: int) -> bool:
@@ -285,37 +276,47 @@ def _has_spans(count: int) -> bool:
     return count == FIRST_SPANS
 
 
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {lane: round(spent, 6) for lane, spent in seconds.items()}
-
-
 def _plain(value: Any) -> Any:
-    """Made of what JSON has."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value.value if isinstance(value, Enum) else value
+    """A copy made of what JSON has. A number on a GPU becomes a `Later`."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, bool | int | float | str | Later):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(inner) for inner in value]
-    if isinstance(value, Enum):
-        return _plain(value.value)
     if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
-        return _plain(value.item()) if math.prod(value.shape) == 1 else f"{type(value).__name__} {tuple(value.shape)}"
+        if math.prod(value.shape) != 1:
+            return f"{type(value).__name__} {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return Later(value)
+        value = value.item()
+        return value if isinstance(value, bool | int | float | str) else str(value)
     return str(value)
 
 
-def _finite(value: Any, path: str = "") -> tuple[Any, dict[str, str]]:
-    """With null for numbers that JSON does not have, and what those were, by their place."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None, {path: str(value)}
-    pairs: Iterable[tuple[Any, Any]]
+def _pending(value: Any) -> Iterator[Later]:
+    """The numbers in it that come from a GPU."""
+    if isinstance(value, Later):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _pending(inner)
+
+
+def _value(value: Any) -> Any:
+    return value.value if isinstance(value, Later) else value
+
+
+def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
+    """The value with null for numbers that JSON does not have; `not_finite` gets what they were, by path."""
+    value = _value(value)
     if isinstance(value, dict):
-        pairs = value.items()
-    elif isinstance(value, list):
-        pairs = enumerate(value)
-    else:
-        return value, {}
-    cleaned = {key: _finite(inner, f"{path}.{key}".lstrip(".")) for key, inner in pairs}
-    found = {place: text for _, places in cleaned.values() for place, text in places.items()}
-    kept = {key: inner for key, (inner, _) in cleaned.items()}
-    return (kept if isinstance(value, dict) else [*kept.values()]), found
+        return {key: _finite(inner, f"{path}.{key}".lstrip("."), not_finite) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner, f"{path}.{index}", not_finite) for index, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        not_finite[path] = str(value)
+        return None
+    return value

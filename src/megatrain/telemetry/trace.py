@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatrain.errors import MegaTrainError
-from megatrain.telemetry.record import FILE
 
 Event = dict[str, Any]
 Span = tuple[str, str, float, float]
@@ -18,8 +18,8 @@ STEPS = "steps"
 MEMORY = {"vram": "VRAM (GiB)", "ram": "RAM (GiB)"}
 
 
-def document(spans: Iterable[Span], process: int = 0, origin: float = 0.0) -> list[Event]:
-    """Trace events of spans, a thread for each lane; `origin` is added to their times."""
+def document(spans: Iterable[Span], process: int = 0) -> list[Event]:
+    """Trace events of spans, a thread for each lane."""
     spans = list(spans)
     lanes = sorted({lane for lane, *_ in spans}, key=lambda lane: (lane != STEPS, lane != "compute", lane))
     named = [
@@ -28,7 +28,7 @@ def document(spans: Iterable[Span], process: int = 0, origin: float = 0.0) -> li
     ]
     slices = [
         {"ph": "X", "pid": process, "tid": lanes.index(lane), "cat": lane, "name": label}
-        | {"ts": (origin + start) * 1e6, "dur": (end - start) * 1e6}
+        | {"ts": start * 1e6, "dur": (end - start) * 1e6}
         for lane, label, start, end in spans
     ]
     return [*named, *slices]
@@ -38,51 +38,38 @@ def dumped(events: Sequence[Event]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def of_run(where: str | Path) -> str:
-    """The trace of a run directory or a `run.jsonl`: every start of the run is a process in it."""
-    path = Path(where)
-    if path.is_dir():
-        path = path / FILE
-        if not path.is_file():
-            raise MegaTrainError(f"{where} has no {FILE}: no run was recorded there.")
-    runs = list(_runs(path))
-    first = min((_seconds(line) for lines in runs for line in lines), default=0.0)
-    if not any(line["event"] == "step" for lines in runs for line in lines):
+def of_run(path: Path) -> str:
+    """The trace of a `run.jsonl`: every start of the run is a process in it."""
+    lines = list(read(path))
+    if not any(line["event"] == "step" for line in lines):
         raise MegaTrainError(f"{path} has no step yet: a step is written when the next one begins, or the run ends.")
-    return dumped([event for number, lines in enumerate(runs) for event in _process(number, lines, first)])
+    first = min(_seconds(line) for line in lines)
+    starts = [index for index, line in enumerate(lines) if line["event"] == "start" and index > 0]
+    events: list[Event] = []
+    for number, (begin, end) in enumerate(pairwise([0, *starts, len(lines)])):
+        try:
+            events += _process(number, lines[begin:end], first)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise MegaTrainError(
+                f"{path} is not the record of a run: an event has missing or wrong fields ({error!r})."
+            ) from error
+    return dumped(events)
 
 
 def read(path: Path) -> Iterator[Event]:
     """The lines of a record. What a killed process left incomplete is passed over."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise MegaTrainError(f"{path} does not exist; name a run's output directory or its {FILE}.") from None
-    except OSError as error:
-        raise MegaTrainError(f"{path} cannot be read ({error.strerror}).") from error
     known = False
-    for line in text.split(b"\n"):
-        try:
-            found = json.loads(line)
-            _seconds(found)
-        except (ValueError, TypeError, LookupError, RecursionError):
-            if not known and line.strip():
-                raise MegaTrainError(f"{path} is not the record of a run: its first line is no event.") from None
-            continue
-        known = True
-        yield found
-
-
-def _runs(path: Path) -> Iterator[list[Event]]:
-    """The lines of each start."""
-    lines: list[Event] = []
-    for line in read(path):
-        if line["event"] == "start" and lines:
-            yield lines
-            lines = []
-        lines.append(line)
-    if lines:
-        yield lines
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+                _seconds(event)
+            except (ValueError, TypeError, LookupError, RecursionError):
+                if not known and line.strip():
+                    raise MegaTrainError(f"{path} is not the record of a run: its first line is no event.") from None
+                continue
+            known = True
+            yield event
 
 
 def _process(number: int, lines: Sequence[Event], first: float) -> Iterator[Event]:
@@ -94,7 +81,7 @@ def _process(number: int, lines: Sequence[Event], first: float) -> Iterator[Even
         at = _seconds(line) - first
         match line["event"]:
             case "step":
-                # Slices of one thread must not overlap, also not by what was rounded.
+                # Slices of a thread must not overlap, even by a rounding error.
                 begin = max(last, at - (line.get("seconds") or 0.0))
                 spans.append((STEPS, f"step {line['step']}", min(begin, at), at))
                 last = at
@@ -108,15 +95,15 @@ def _process(number: int, lines: Sequence[Event], first: float) -> Iterator[Even
                 continue
             case event:
                 text = str(line.get("text") or line.get("reason") or event)
-                shown = {"name": text.splitlines()[0][:100] if text else event, "cat": event}
-                yield {"ph": "i", "pid": number, "tid": 0, "s": "p", "ts": at * 1e6} | shown
+                title = text.splitlines()[0][:100]
+                yield {"ph": "i", "pid": number, "tid": 0, "s": "p", "ts": at * 1e6, "name": title, "cat": event}
     yield from document(spans, number)
 
 
 def _counters(number: int, at: float, line: Mapping[str, Any]) -> Iterator[Event]:
     values = {"loss": line.get("loss"), "tokens/s": line.get("tokens_per_second")}
-    held = line.get("memory") or {}
-    values |= {shown: held[tier] / 2**30 for tier, shown in MEMORY.items() if held.get(tier) is not None}
+    memory = line.get("memory") or {}
+    values |= {name: memory[tier] / 2**30 for tier, name in MEMORY.items() if memory.get(tier) is not None}
     for name, value in values.items():
         if isinstance(value, int | float):
             yield {"ph": "C", "pid": number, "name": name, "ts": at * 1e6, "args": {"value": value}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     assert losses == [(line["step"], line["loss"]) for line in recorded(tmp_path / "whole", "step")]
 
 
+def test_one_trainer_evaluates_and_trains_twice(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=2, dataloader_num_workers=1)
+    trainer.evaluate(small.rows(4))
+    assert not (tmp_path / "run.jsonl").exists()
+    trainer.train()
+    trainer.train()
+    kinds = [line["event"] for line in recorded(tmp_path)]
+    assert kinds == ["start", "step", "step", "end"] * 2
+    assert [line["step"] for line in recorded(tmp_path, "step")] == [1, 2, 1, 2]
+
+
 class At(TrainerCallback):
     def __init__(self, step: int, act: Any) -> None:
         self.step, self.act = step, act
@@ -142,6 +154,14 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, said: pytest.LogCapt
     trainer = made(tmp_path)
     assert trainer.train().global_step == 4
     assert sum("cannot be written" in line for line in said.messages) == 1
+
+
+def test_a_directory_that_vanishes(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+    trainer = made(out, callbacks=[At(2, lambda: shutil.rmtree(out))], save_strategy="steps", save_steps=3)
+    assert trainer.train().global_step == 4
+    assert (out / "checkpoint-4" / "model.safetensors").exists()
+    assert sum("run.jsonl cannot be written (it was deleted)" in line for line in said.messages) == 1
 
 
 def test_no_graph_is_kept(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tests import small
@@ -20,6 +21,7 @@ import megatrain as mt
 from megatrain.errors import OutOfRam, SettingsError
 from megatrain.telemetry import notices
 from megatrain.telemetry.lines import LineFile
+from megatrain.telemetry.record import Record
 from megatrain.telemetry.trace import read
 
 
@@ -97,7 +99,9 @@ def test_what_is_logged(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     optimizer = engine.optimizer()
     with engine.record(tmp_path) as record:
         loss = engine.model(**small.batch()).loss
-        record.log(loss=loss, name="first", table={"a": [1, torch.tensor(2)]})
+        table = {"a": [1, torch.tensor(2), numpy.longdouble(3)]}
+        record.log(loss=loss, name="first", table=table)
+        table["a"].clear()  # what was logged stays
         record.log(name="second", tensor=torch.tensor(0.5, dtype=torch.bfloat16))
         loss.backward()
         optimizer.step()
@@ -110,10 +114,10 @@ def test_what_is_logged(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     record.log(loss=1.0)  # of a closed record: nothing
     (step,) = lines(tmp_path / "run.jsonl", "step")
     assert (step["loss"], step["name"], step["tensor"]) == (loss.item(), "second", 0.5)
-    assert step["table"] == {"a": [1, 2]}
+    assert step["table"] == {"a": [1, 2, "3.0"]}
     assert {"event", "time", "text"} == set(lines(tmp_path / "run.jsonl", "notice")[0])
     assert lines(tmp_path / "run.jsonl", "save")[0]["path"] == str(tmp_path / "saved")
-    assert not [listener for listener in notices.listeners if listener == record._heard]
+    assert not [listener for listener in notices.listeners if listener == record._write_notice]
 
 
 def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
@@ -195,6 +199,21 @@ def test_a_resumed_loop_appends_and_counts_on(tmp_path: Path) -> None:
     assert [line["step"] for line in found if line["event"] == "step"] == [1, 2, 3, 3]
 
 
+def test_a_device_that_failed_does_not_hide_the_error(tmp_path: Path) -> None:
+    def settle(wait: bool) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(ValueError, match="the first error"), Record(tmp_path / "run.jsonl", {}, settle=settle):
+        raise ValueError("the first error")
+    assert lines(tmp_path / "run.jsonl", "end")[0]["error"] == "ValueError: the first error"
+
+
+def test_forwards_without_a_record_are_not_counted() -> None:
+    engine = engine_of(small.llama())
+    engine.model(**small.batch())
+    assert engine._step.recording._tokens == []
+
+
 # ---- the file
 
 
@@ -242,6 +261,19 @@ def test_a_line_that_does_not_fit_is_not_there_at_all(tmp_path: Path, monkeypatc
     file.append("three")
     assert path.read_text() == "one\n"
     assert len(calls) == 2, "nothing more was tried"
+
+
+def test_a_deleted_file_is_noticed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    file = LineFile(tmp_path / "run.jsonl")
+    file.append("one")
+    (tmp_path / "run.jsonl").rename(tmp_path / "moved.jsonl")
+    file.append("two")
+    assert (tmp_path / "moved.jsonl").read_text() == "one\ntwo\n"
+    (tmp_path / "moved.jsonl").unlink()
+    file.append("three")
+    file.append("four")
+    assert sum("it was deleted" in line for line in said.messages) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_do_not_record_into_one_file(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from megatrain.cli.main import app
 
+STEP = '{"event": "step", "time": "2026-01-01T00:00:00+00:00"}'
+
 
 def recorded(directory: Path, steps: int = 4) -> None:
     engine = engine_of(small.llama())
@@ -59,9 +61,17 @@ def test_a_run_and_its_resumption(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "does not exist"), ("hello\n", "is not the record of a run"), ("[1, 2]\n", "is not the record of a run"),
-     ("", "has no step yet")],
-)  # fmt: skip
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("hello\n", "is not the record of a run"),
+        ("[1, 2]\n", "is not the record of a run"),
+        (STEP + "\n", "missing or wrong fields (KeyError('step'))"),
+        (STEP[:-1] + ', "step": 1, "seconds": "soon"}\n', "missing or wrong fields (TypeError"),
+        (STEP[:-1] + ', "step": 1}\n' + STEP.replace("step", "spans") + "\n", "missing or wrong fields (KeyError"),
+        (STEP[:-1] + ', "step": 1, "memory": 3}\n', "missing or wrong fields (AttributeError"),
+        ("", "has no step yet"),
+    ],
+)
 def test_what_is_no_run(tmp_path: Path, content: str | None, says: str) -> None:
     path = tmp_path / "a.jsonl"
     if content is not None:
@@ -72,8 +82,16 @@ def test_what_is_no_run(tmp_path: Path, content: str | None, says: str) -> None:
 
 
 def test_a_directory_without_a_run_and_a_run_without_a_step(tmp_path: Path) -> None:
-    assert "has no run.jsonl" in traced(str(tmp_path)).stderr
+    assert "run.jsonl cannot be read" in traced(str(tmp_path)).stderr
     recorded(tmp_path, steps=0)
     assert "has no step yet" in traced(str(tmp_path)).stderr
     recorded(tmp_path)
     assert "cannot be written" in traced(str(tmp_path), "--out", str(tmp_path / "none" / "t.json")).stderr
+
+
+def test_the_record_is_not_overwritten(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    before = (tmp_path / "run.jsonl").read_bytes()
+    done = traced(str(tmp_path), "--out", str(tmp_path / "run.jsonl"))
+    assert (done.exit_code, "is the record itself" in done.stderr) == (2, True)
+    assert (tmp_path / "run.jsonl").read_bytes() == before
