@@ -29,9 +29,7 @@ def run(work: Callable[[], Any]) -> Ended:
 
 
 def start(work: Callable[[], Any]) -> tuple[int, int]:
-    """Fork a child that runs `work` and exits without returning to the caller. Returns its pid and the pipe with its
-    result.
-    """
+    """Fork a child that runs `work` and exits without returning to the caller. Returns its pid and result pipe."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:

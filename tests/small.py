@@ -24,9 +24,7 @@ WEIGHTS = 2.0**-21
 multiple of 2**-23. Runs that are not equivalent differ a hundred times as much.
 """
 LOSSES = 2.0**-17
-"""Limit on the difference between losses of such runs: 16 units in the last place of a loss between 4 and 8, a sum over
-as many tokens.
-"""
+"""Limit on the difference between losses of such runs: 16 units in the last place of a loss between 4 and 8."""
 _SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

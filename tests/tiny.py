@@ -59,9 +59,7 @@ def backward(model: nn.Module, seed: int, **options: Any) -> None:
 
 
 def started(max_grad_norm: float | None = None, **settings: Any) -> tuple[Any, mt.Engine, Any]:
-    """A model, its engine and its optimizer after the first step. From the second step on, updates can start in the
-    backward.
-    """
+    """A model, its engine and its optimizer after the first step. Later updates can start in the backward."""
     model = Stack()
     engine = engine_of(model, **settings)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=max_grad_norm)

@@ -1,9 +1,9 @@
-"""Run transformers' own Trainer tests twice, on its Trainer and on `megatrain.Trainer`, and compare what passes.
+"""Run transformers' own Trainer tests on its Trainer and on `megatrain.Trainer`, and compare which pass.
 
     make peer-tests SUITE=<a checkout of transformers, or a folder with its tests/trainer>
 
-Tests that only the stock Trainer passes are named in exceptions.toml, each with the reason. The command fails if
-another one fails, or if one that is named there passes. Further arguments go to pytest.
+Tests that only the stock Trainer passes are listed in exceptions.toml, each with its reason. The command fails if any
+other test fails, or if a listed one passes. Further arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def passed(suite: Path, arguments: list[str], *, ours: bool) -> set[str]:
             "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for path in paths for p in path.split(os.pathsep)),
             "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
-        # Tests write into the folder they run in.
+        # Tests write into the current directory.
         subprocess.run(command, cwd=work, env=environment, check=False)
         cases = ElementTree.parse(report).iter("testcase")
         return {f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}" for case in cases if not len(case)}
 
 
 def compared(stock: Set[str], ours: Set[str], exceptions: Mapping[str, str]) -> tuple[list[str], bool]:
-    """What to print, and whether it is as it should be."""
+    """The lines to print, and whether the result is as expected."""
     missing = stock - ours
     lines = [f"stock passes {len(stock)}, megatrain.Trainer {len(stock & ours)} of them"]
     lines += [f"exception   {name}: {exceptions[name]}" for name in sorted(missing & exceptions.keys())]

@@ -1,4 +1,4 @@
-"""A pytest plugin: `transformers.Trainer` is `megatrain.Trainer`, and `Seq2SeqTrainer` streams its model too."""
+"""Pytest plugin: `megatrain.Trainer` replaces `transformers.Trainer`, and `Seq2SeqTrainer` streams its model too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import megatrain as mt
 
 
 class StreamedSeq2SeqTrainer(mt.MegaMixin, Seq2SeqTrainer):
-    """As a user would write it."""
+    """The subclass that a user would write."""
 
 
 trainer = mt.Trainer
-# transformers replaces its own module while its parts are imported: what is there now is what tests import from.
+# transformers replaces its own module while its parts are imported; tests import from the module that is present now.
 sys.modules["transformers"].Trainer = trainer
 sys.modules["transformers"].Seq2SeqTrainer = StreamedSeq2SeqTrainer
 

@@ -1,7 +1,6 @@
-"""Lanes on threads with random delays give the bits of lanes that run inline; and each wait that makes it so, taken
-away, is missed.
+"""Lanes on threads with random delays give the bits of inline lanes. Removing any single wait changes the result.
 
-Layers do almost no arithmetic, so that compute is always on the heels of the copies: a missing wait fails.
+Layers do almost no arithmetic, so compute is never behind the copies and a missing wait shows.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ SEEDS = 200
 CHUNK = 20
 
 
-# ---- what a user may do, in an order that leaves work pending at every turn
+# ---- scenarios: what a user may do, in an order that leaves work pending at every point
 
 
 def train(lanes: Lanes, precision: str = "fp32", **settings: Any) -> list[Any]:
-    """Everything that was seen on the way. Nothing here waits for the lanes but what reads a value."""
+    """Returns everything observed. Only reading a value waits for the lanes."""
     model = Stack()
     engine = engine_of(model, lanes=lanes, precision=precision, slots=2, **settings)
     scales = [p for name, p in model.named_parameters() if "scale" in name]
@@ -67,25 +66,24 @@ def train(lanes: Lanes, precision: str = "fp32", **settings: Any) -> list[Any]:
 
 
 def interfere(lanes: Lanes, **settings: Any) -> list[Any]:
-    """Steps abandoned half-way, gradients and weights set by hand while updates are pending, graphs that outlive a
-    step."""
+    """Abandoned steps, gradients and weights written by hand while updates are pending, graphs that outlive a step."""
     model = Stack()
     engine = engine_of(model, lanes=lanes, slots=3, grad_slots=1, **settings)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=0.5)
     seen: list[Any] = []
-    # Gradients thrown away while they are being summed.
+    # Gradients dropped while they are being summed.
     for seed in range(3):
         model(inputs(seed)).square().mean().backward()
     optimizer.zero_grad()
     model(inputs(3)).square().mean().backward()
     seen.append(gradients(model))
-    # A graph made before the step whose gradient arrives after it, without passing any block.
+    # A graph from before the step, whose gradient arrives after it without passing any block.
     penalty = (model.gain * torch.arange(8.0)).sum() + model.layers[0].scale.sum()
     optimizer.step()
     optimizer.zero_grad()
     penalty.backward()
     seen.append(gradients(model))
-    # A gradient and a weight set right after a step.
+    # A gradient and a weight written right after a step.
     optimizer.step()
     model.layers[0].scale.grad = torch.full((8,), 3.0)
     optimizer.step()
@@ -100,9 +98,8 @@ def interfere(lanes: Lanes, **settings: Any) -> list[Any]:
     return seen
 
 
-def bystander(lanes: Lanes) -> list[Any]:
-    """A parameter with gradients that no optimizer updates: they count for the norm, so the next one must not land
-    before the norm is taken."""
+def not_updated(lanes: Lanes) -> list[Any]:
+    """No optimizer updates `gain`, but its gradient counts in the norm, so the next gradient must wait for the norm."""
     model = Stack()
     engine = engine_of(model, lanes=lanes)
     optimizer = engine.optimizer(list(model.layers.parameters()), lr=0.1, max_grad_norm=0.5)
@@ -121,7 +118,7 @@ def bystander(lanes: Lanes) -> list[Any]:
 
 
 def windows(lanes: Lanes) -> list[Any]:
-    """Micro-batches that pass each layer together, in one window, in two, and after others that came alone."""
+    """Micro-batches in one window, in two, and after others that ran one by one."""
     model = Stack()
     engine = engine_of(model, lanes=lanes, precision="bf16", slots=2, grad_slots=1)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=0.5)
@@ -151,18 +148,18 @@ def windows(lanes: Lanes) -> list[Any]:
 
 
 def held(lanes: Lanes) -> list[Any]:
-    """Weights that stay on the device and sums that do, of all layers or of some."""
+    """Held weights of all blocks, and held sums of the layers."""
     return train(lanes, "bf16", held_weights=("*",), held_gradients=("layers.*",), grad_slots=1)
 
 
 def streamed_states(lanes: Lanes) -> list[Any]:
-    """States that come to the device for their update, of all layers but one."""
+    """Streamed states of all layers but one."""
     held = dict.fromkeys(("held_weights", "held_gradients"), ("*",))
     return train(lanes, "bf16", streamed_states=("entry", "layers.[02]"), **held)
 
 
 def rewritten(lanes: Lanes) -> list[Any]:
-    """The same, with a weight that the user writes between a backward and its step."""
+    """Streamed states, with a weight that the user writes between a backward and its step."""
     model = Stack()
     everything = dict.fromkeys(("held_weights", "held_gradients", "streamed_states"), ("*",))
     engine = engine_of(model, lanes=lanes, precision="bf16", **everything)
@@ -186,17 +183,17 @@ def interfere_held(lanes: Lanes) -> list[Any]:
 
 
 def resident(lanes: Lanes) -> list[Any]:
-    """A layer that stays on the device, beside one whose sum does and one that streams."""
+    """A resident layer, a layer with a held sum, and one that streams."""
     return train(lanes, "bf16", resident=("layers.0",), held_gradients=("layers.1",), grad_slots=1)
 
 
 def tied(lanes: Lanes) -> list[Any]:
-    """Two places of one weight, merged on the device before they leave it."""
+    """A weight used by two calls; its gradients are merged on the device."""
     return language_model(lanes, held_gradients=("*",))
 
 
 def early(lanes: Lanes) -> list[Any]:
-    """Without clipping: updates that start in the backward, in windows and outside them."""
+    """Without clipping: updates start in the backward, in windows and outside them."""
     model = Stack()
     engine = engine_of(model, lanes=lanes, precision="bf16", slots=2, grad_slots=1)
     optimizer = engine.optimizer(lr=0.1)
@@ -221,9 +218,8 @@ def early(lanes: Lanes) -> list[Any]:
     return seen
 
 
-def peek(lanes: Lanes) -> list[Any]:
-    """A look at one layer before every other step: in the steps between, its fetch is a wrong guess, under way when
-    the step comes."""
+def one_layer(lanes: Lanes) -> list[Any]:
+    """Runs one layer before every other step. In the other steps its prefetch is wrong and still pending."""
     model = Stack()
     engine = engine_of(model, lanes=lanes, slots=2)
     optimizer = engine.optimizer(lr=0.1)
@@ -292,7 +288,7 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
 @pytest.mark.parametrize(
     "scenario",
     [
-        language_model, bystander, windows, peek, early, held, resident, tied, streamed_states, rewritten,
+        language_model, not_updated, windows, one_layer, early, held, resident, tied, streamed_states, rewritten,
         interfere_streamed,
     ],
 )  # fmt: skip
@@ -307,8 +303,8 @@ def test_threads_without_delays(expected: Any):
     assert differences(interfere(ThreadLanes()), expected(interfere)) == []
 
 
-def test_the_scenarios_change_everything(expected: Any):
-    """An update that does nothing would hide every race: weights, moments and losses must move."""
+def test_the_scenario_changes_every_state(expected: Any):
+    """An update without effect would hide every race: weights, moments and losses must change."""
     seen = expected(train)
     losses = [value for value in seen if isinstance(value, torch.Tensor) and value.ndim == 0]
     assert len(set(map(float, losses))) == len(losses)
@@ -316,105 +312,105 @@ def test_the_scenarios_change_everything(expected: Any):
         assert seen[-1][f"{slab}/exp_avg"].any()
     assert seen[-1]["3/steps"] == [4, 4]
     assert seen[-1]["2/steps"] == [4, 4]
-    assert seen[-2] > 0.5, "the clip factor must bite"
+    assert seen[-2] > 0.5, "the gradient must be clipped"
 
 
-# ---- each wait, taken away
+# ---- each wait, removed
 
 
 @dataclass(frozen=True)
-class Missing:
-    """One wait of the code, found by its name: who waits (a lane, or compute), in which job, for what."""
+class MissingWait:
+    """A wait of the source, identified by who waits (a lane, or compute), in which job, and for what."""
 
     who: str
     job: str
-    """Nothing for compute."""
+    """Empty for compute."""
     wait: str
     slow: str
-    """The lane that has to lag for the wait to matter."""
+    """The lane that must lag for the wait to matter."""
     scenario: Callable[[Lanes], list[Any]]
     lag: float = 2e-3
 
 
 NEEDED = [
-    Missing("h2d", "fetch", "weight written", "update", train),
-    Missing("refresh", "fetch", "weight written", "update", held),
-    Missing("h2d", "resume", "gradient written", "update", windows, lag=1e-2),
-    Missing("d2h", "land", "gradient read", "update", interfere),
-    Missing("d2h", "land", "gradient written", "update", interfere, lag=1e-2),
-    Missing("d2h", "stage", "staging read", "update", train),
-    Missing("sums_out", "send sum", "sum buffer read", "update", held),
-    Missing("sums_out", "send sum", "gradient written", "gpu_update", tied, lag=1e-2),
-    Missing("update", "add", "staging written", "d2h", train),
-    Missing("update", "merge", "gradient written", "d2h", language_model),
-    Missing("update", "norm", "gradient written", "d2h", train),
-    Missing("update", "norm", "measured", "gpu_update", held),
-    Missing("update", "update", "gradient written", "d2h", early, lag=5e-3),
-    Missing("update", "update", "sum buffer written", "sums_out", held),
-    Missing("gpu_update", "update", "norm", "update", resident),
-    Missing("gpu_update", "update", "state slot written", "states_in", streamed_states),
-    Missing("gpu_update", "update", "slot written", "refresh", rewritten, lag=1e-2),
-    Missing("states_in", "fetch states", "state slot read", "states_out", streamed_states),
-    Missing("states_in", "fetch states", "states written", "states_out", interfere_streamed, lag=1e-2),
-    Missing("states_out", "send states", "state slot written", "gpu_update", streamed_states),
-    Missing("compute", "", "slot written", "h2d", train),
-    Missing("compute", "", "gradient slot read", "d2h", train),
-    Missing("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
-    Missing("compute", "", "gradient read", "sums_out", interfere_held, lag=1e-2),
-    Missing("compute", "", "weight written", "gpu_update", resident, lag=1e-2),
+    MissingWait("h2d", "fetch", "weight written", "update", train),
+    MissingWait("refresh", "fetch", "weight written", "update", held),
+    MissingWait("h2d", "resume", "gradient written", "update", windows, lag=1e-2),
+    MissingWait("d2h", "land", "gradient read", "update", interfere),
+    MissingWait("d2h", "land", "gradient written", "update", interfere, lag=1e-2),
+    MissingWait("d2h", "stage", "staging read", "update", train),
+    MissingWait("sums_out", "send sum", "sum buffer read", "update", held),
+    MissingWait("sums_out", "send sum", "gradient written", "gpu_update", tied, lag=1e-2),
+    MissingWait("update", "add", "staging written", "d2h", train),
+    MissingWait("update", "merge", "gradient written", "d2h", language_model),
+    MissingWait("update", "norm", "gradient written", "d2h", train),
+    MissingWait("update", "norm", "measured", "gpu_update", held),
+    MissingWait("update", "update", "gradient written", "d2h", early, lag=5e-3),
+    MissingWait("update", "update", "sum buffer written", "sums_out", held),
+    MissingWait("gpu_update", "update", "norm", "update", resident),
+    MissingWait("gpu_update", "update", "state slot written", "states_in", streamed_states),
+    MissingWait("gpu_update", "update", "slot written", "refresh", rewritten, lag=1e-2),
+    MissingWait("states_in", "fetch states", "state slot read", "states_out", streamed_states),
+    MissingWait("states_in", "fetch states", "states written", "states_out", interfere_streamed, lag=1e-2),
+    MissingWait("states_out", "send states", "state slot written", "gpu_update", streamed_states),
+    MissingWait("compute", "", "slot written", "h2d", train),
+    MissingWait("compute", "", "gradient slot read", "d2h", train),
+    MissingWait("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
+    MissingWait("compute", "", "gradient read", "sums_out", interfere_held, lag=1e-2),
+    MissingWait("compute", "", "weight written", "gpu_update", resident, lag=1e-2),
 ]
 IMPLIED = {
-    # Compute is behind what it went on with, and the copy out is behind compute.
+    # Compute has waited for what it continued from, and the copy out waits for compute.
     ("d2h", "land", "gradient slot written"),
     ("d2h", "land sum", "gradient slot written"),
-    # The sum was brought back for this window before any of it can leave, and compute is behind that.
+    # The sum was copied back for this window before any part of it is sent, and compute has waited for that.
     ("d2h", "land sum", "gradient read"),
     ("d2h", "land sum", "gradient written"),
-    # Compute waits for the slot before it clears it, and this is behind compute.
+    # Compute waits for the slot before it clears it, and this copy waits for compute.
     ("h2d", "resume", "gradient slot read"),
-    # Staging is filled after the landing on the same lane.
+    # Staging is filled on the same lane, after the gradient.
     ("update", "add", "gradient written"),
     # Parts are merged for an update, which the next forward waits for, or for the user, who waits.
     ("compute", "", "gradient written"),
-    # Who writes a weight waits until it has gone home, so nothing writes or reads the old copy any more.
+    # A write to a weight waits until the weight is back in RAM, so nothing reads or writes the old copy any more.
     ("refresh", "fetch", "slot read"),
     ("refresh", "fetch", "slot written"),
-    # States go home after the update that waited for them to come; the next ones come after that.
+    # States are written back after the update, which waited for them to arrive; the next ones arrive after that.
     ("states_in", "fetch states", "state slot written"),
     ("states_out", "send states", "states read"),
-    # A weight goes home after its states on the same lane, and its copy was filled before the update.
+    # A weight is written back after its states on the same lane, and its copy was filled before the update.
     ("states_out", "send weight", "slot written"),
     ("states_out", "send weight", "weight read"),
-    # A weight that an update overtakes on its way home goes there again after it.
+    # A weight whose write-back an update overtakes is written back again after the update.
     ("gpu_update", "update", "slot read"),
-    # A copy that an update can overtake was guessed wrong, and its slot is stale (see the end of this file).
+    # A copy that an update can overtake was a wrong prefetch, and its slot is stale (see the end of this file).
     ("update", "update", "weight read"),
 }
-"""Waits that something else already implies here. One that is needed some day must move up."""
-SCENARIOS = (train, interfere, bystander, windows, peek, early, language_model, held, interfere_held, resident, tied,
-             streamed_states, rewritten, interfere_streamed)  # fmt: skip
+"""Waits that others already imply. One that becomes necessary must move to NEEDED."""
+SCENARIOS = (train, interfere, not_updated, windows, one_layer, early, language_model, held, interfere_held, resident,
+             tied, streamed_states, rewritten, interfere_streamed)  # fmt: skip
 
 
-def tampered(missing: Missing, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:
-    """Delays as in the tests above, one lane that lags by more than all of them, and one wait that is forgotten."""
+def tampered(missing: MissingWait, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:
+    """Lanes with random delays, one lane that lags by more than these, and one wait without_missing out."""
     lanes = ThreadLanes(seed=seed, max_delay=MAX_DELAY)
 
-    def left(who: str, job: str, waits: Sequence[Named]) -> list[Named]:
+    def without_missing(who: str, job: str, waits: Sequence[Named]) -> list[Named]:
         if seen is not None:
             seen.update((who, job, wait.name) for wait in waits if wait.ticket.lane)
-        forgotten = (missing.who, missing.job, missing.wait)
-        return [wait for wait in waits if (who, job, wait.name) != forgotten]
+        left_out = (missing.who, missing.job, missing.wait)
+        return [wait for wait in waits if (who, job, wait.name) != left_out]
 
     def tamper(name: str, lane: Any) -> None:
         submit = lane.submit
 
-        def hasty(work: Work, after: Sequence[Named] = (), label: str = "", job: str = "") -> Ticket:
-            return submit(work, left(name, job, after), label, job)  # type: ignore[no-any-return]
+        def without_waiting(work: Work, after: Sequence[Named] = (), label: str = "", job: str = "") -> Ticket:
+            return submit(work, without_missing(name, job, after), label, job)  # type: ignore[no-any-return]
 
-        lane.submit = hasty
+        lane.submit = without_waiting
 
     order = lanes.order_compute
-    lanes.order_compute = lambda waits: order(left("compute", "", list(waits)))  # type: ignore[method-assign]
+    lanes.order_compute = lambda waits: order(without_missing("compute", "", list(waits)))  # type: ignore[method-assign]
     for name, lane in lanes._by_name.items():
         tamper(name, lane)
     slow: Any = lanes[missing.slow]
@@ -423,11 +419,11 @@ def tampered(missing: Missing, seed: int, seen: set[tuple[str, str, str]] | None
 
 
 def lagging(lane: str, seed: int) -> ThreadLanes:
-    return tampered(Missing("nobody", "", "", lane, train), seed)
+    return tampered(MissingWait("nobody", "", "", lane, train), seed)
 
 
-def noticed(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 10) -> bool:
-    """Whether any seed gives other bits, or raises."""
+def is_detected(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 10) -> bool:
+    """Whether any seed gives different bits, or raises."""
     for seed in range(seeds):
         try:
             got = run(seed)
@@ -439,34 +435,34 @@ def noticed(run: Callable[[int], list[Any]], reference: list[Any], seeds: int = 
 
 
 @pytest.mark.parametrize("missing", NEEDED, ids=lambda m: f"{m.who} {m.job}: {m.wait}")
-def test_a_missing_wait_is_noticed(missing: Missing, expected: Any):
-    assert noticed(lambda seed: missing.scenario(tampered(missing, seed)), expected(missing.scenario))
+def test_a_missing_wait_is_detected(missing: MissingWait, expected: Any):
+    assert is_detected(lambda seed: missing.scenario(tampered(missing, seed)), expected(missing.scenario))
 
 
-def test_every_wait_is_known(expected: Any):
-    """One that is new is neither needed nor implied until somebody has looked."""
+def test_every_wait_is_listed(expected: Any):
+    """A new wait must be added to NEEDED or to IMPLIED."""
     seen: set[tuple[str, str, str]] = set()
     for scenario in SCENARIOS:
-        scenario(tampered(Missing("nobody", "", "", "update", scenario, lag=1e-4), 0, seen))
+        scenario(tampered(MissingWait("nobody", "", "", "update", scenario, lag=1e-4), 0, seen))
     assert seen == {(m.who, m.job, m.wait) for m in NEEDED} | IMPLIED
 
 
 @pytest.mark.parametrize("lane", [name for name, lane in LANES.items() if lane.runs_on])
-def test_a_lagging_lane_alone_is_not(lane: str, expected: Any):
-    """What the tests above notice is the missing wait, not the lag."""
+def test_a_lagging_lane_alone_changes_nothing(lane: str, expected: Any):
+    """The tests above detect the missing wait, not the lag."""
     for scenario in SCENARIOS:
         assert differences(scenario(lagging(lane, seed=0)), expected(scenario)) == []
 
 
 @pytest.mark.parametrize("implied", sorted(IMPLIED), ids=" ".join)
-def test_waits_that_something_else_implies(implied: tuple[str, str, str], expected: Any):
+def test_implied_waits_can_be_left_out(implied: tuple[str, str, str], expected: Any):
     for scenario in SCENARIOS:
         for slow in ("d2h", "update"):
-            lanes = tampered(Missing(*implied, slow, scenario), 0)
+            lanes = tampered(MissingWait(*implied, slow, scenario), 0)
             assert differences(scenario(lanes), expected(scenario)) == []
 
 
-# ---- each wait of the user's thread, taken away
+# ---- each wait of the user's thread, removed
 
 
 def read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,11 +483,11 @@ def read_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     until_writable = Order.until_writable
 
-    def hasty(order: Order) -> None:
+    def without_waiting(order: Order) -> None:
         if order.name != "gradient":
             until_writable(order)
 
-    monkeypatch.setattr(Order, "until_writable", hasty)
+    monkeypatch.setattr(Order, "until_writable", without_waiting)
 
 
 @pytest.mark.parametrize(
@@ -503,19 +499,19 @@ def write_gradient_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         (write_gradient_without_waiting, "update", interfere),
     ],
 )
-def test_a_hasty_user_is_noticed(
+def test_a_missing_wait_of_the_users_thread_is_detected(
     tamper: Callable[..., None], slow: str, scenario: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ):
     reference = expected(scenario)
     tamper(monkeypatch)
-    assert noticed(lambda seed: scenario(lagging(slow, seed)), reference)
+    assert is_detected(lambda seed: scenario(lagging(slow, seed)), reference)
 
 
 # ---- copies see exactly the update they were submitted after
 
 
-class Watched:
-    """Counts updates per slab as they are submitted and as they are done, and looks what each copy finds."""
+class UpdateCounter:
+    """Counts submitted and completed updates per slab, and checks which update each copy reads."""
 
     def __init__(self, lanes: ThreadLanes) -> None:
         self.submitted: Counter[str] = Counter()
@@ -529,13 +525,13 @@ class Watched:
     def _copy(self, submit: Any, work: Work, after: Sequence[Named] = (), label: str = "", job: str = "") -> Ticket:
         due = self.submitted[label]
 
-        def look() -> None:
+        def checked_copy() -> None:
             self.copies += 1
             work()
             if self.done[label] != due:
                 self.wrong.append(f"{label}: a copy of update {due} found update {self.done[label]}")
 
-        return submit(look, after, label, job)  # type: ignore[no-any-return]
+        return submit(checked_copy, after, label, job)  # type: ignore[no-any-return]
 
     def _update(self, submit: Any, work: Work, after: Sequence[Named] = (), label: str = "", job: str = "") -> Ticket:
         if job != "update":
@@ -551,31 +547,31 @@ class Watched:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_copy_finds_the_update_it_was_submitted_after(seed: int):
+def test_a_copy_reads_the_update_it_was_submitted_after(seed: int):
     lanes = lagging("h2d", seed)
-    watched = Watched(lanes)
-    peek(lanes)
-    assert watched.wrong == []
-    assert watched.copies > 20
-    assert watched.updates == 20
+    counter = UpdateCounter(lanes)
+    one_layer(lanes)
+    assert counter.wrong == []
+    assert counter.copies > 20
+    assert counter.updates == 20
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_copy_that_is_overtaken_is_noticed(place: int):
-    """Without the fetch's wait for the update, copies come too early; without the update's wait for the copy, too late.
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_copy_at_the_wrong_time_is_detected(number: int):
+    """Without the fetch's wait for the update, copies are too early; without the update's wait for the copy, too late.
 
-    The second never shows in results on the CPU: a copy that an update can overtake was guessed wrong, and its slot is
-    stale by the time. On CUDA compute may still be reading it.
+    The second does not change results on the CPU: a copy that an update can overtake was a wrong prefetch, and its slot
+    is stale by then. On CUDA, compute may still be reading it.
     """
     missing = (
-        Missing("h2d", "fetch", "weight written", "update", peek),
-        Missing("update", "update", "weight read", "h2d", peek, lag=1.5e-2),
-    )[place]
+        MissingWait("h2d", "fetch", "weight written", "update", one_layer),
+        MissingWait("update", "update", "weight read", "h2d", one_layer, lag=1.5e-2),
+    )[number]
 
-    def overtaken(seed: int) -> bool:
+    def is_wrong(seed: int) -> bool:
         lanes = tampered(missing, seed)
-        watched = Watched(lanes)
-        peek(lanes)
-        return bool(watched.wrong)
+        counter = UpdateCounter(lanes)
+        one_layer(lanes)
+        return bool(counter.wrong)
 
-    assert any(overtaken(seed) for seed in range(10))
+    assert any(is_wrong(seed) for seed in range(10))

@@ -1,4 +1,4 @@
-"""Other threads run the model while one trains it: both get what they would get alone."""
+"""Other threads run the model while one trains it. All results are those of running alone."""
 
 import copy
 import threading
@@ -21,26 +21,26 @@ STEPS = 4
 
 
 @contextmanager
-def beside(work: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Repeat some work in a second thread, at least once; what it returned. Its error is raised at the end."""
+def in_another_thread(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Repeat `work` in a second thread, at least once, and yield its results. Its error is raised at the end."""
     results: list[Any] = []
     errors: list[BaseException] = []
-    stop, begun = threading.Event(), threading.Event()
+    stop, started = threading.Event(), threading.Event()
 
     def body() -> None:
         try:
             while not stop.is_set():
                 results.append(work())
-                begun.set()
+                started.set()
         except BaseException as error:
             errors.append(error)
         finally:
-            begun.set()
+            started.set()
 
     thread = threading.Thread(target=body)
     thread.start()
     try:
-        begun.wait(60)
+        started.wait(60)
         yield results
     finally:
         stop.set()
@@ -72,7 +72,7 @@ def train(model: Any, engine: mt.Engine, how: str = "plain") -> list[float]:
     return losses
 
 
-def asking(model: Any, kind: str) -> Any:
+def evaluate(model: Any, kind: str) -> Any:
     ids = batch(seed=77)["input_ids"]
     if kind == "generate":
         return model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
@@ -83,19 +83,19 @@ def asking(model: Any, kind: str) -> Any:
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("how", ["plain", "window", "final"])
 @pytest.mark.parametrize("kind", ["generate", "without gradients", "with gradients"])
-def test_training_beside_inference(lanes: str, how: str, kind: str, tmp_path: Any) -> None:
+def test_training_is_unchanged_by_inference_in_another_thread(lanes: str, how: str, kind: str, tmp_path: Any) -> None:
     runs = []
-    for visited in (False, True):
+    for evaluated in (False, True):
         model = llama(num_hidden_layers=2).train()
         with mt.Engine(model, device="cpu", debug=mt.Debug(lanes=lanes, slots=2)) as engine:
-            if visited:
-                with beside(lambda: asking(model, kind)):  # noqa: B023
+            if evaluated:
+                with in_another_thread(lambda: evaluate(model, kind)):  # noqa: B023
                     losses = train(model, engine, how)
             else:
                 losses = train(model, engine, how)
             assert all(isinstance(parameter, StoreTensor) for parameter in model.parameters())
             runs.append((losses, snapshot(model)))
-            if visited:
+            if evaluated:
                 model.save_pretrained(tmp_path)
         released = engine.release()
         assert all(type(parameter) is nn.Parameter for parameter in released.parameters())
@@ -105,13 +105,13 @@ def test_training_beside_inference(lanes: str, how: str, kind: str, tmp_path: An
 
 
 @pytest.mark.parametrize("policy", ["store", "offload"])
-def test_other_policies(policy: str) -> None:
+def test_training_with_other_policies_is_unchanged(policy: str) -> None:
     runs = []
-    for visited in (False, True):
+    for evaluated in (False, True):
         model = llama(num_hidden_layers=2).train()
         with mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads", slots=2), policy=policy) as engine:
-            if visited:
-                with beside(lambda: asking(model, "with gradients")):  # noqa: B023
+            if evaluated:
+                with in_another_thread(lambda: evaluate(model, "with gradients")):  # noqa: B023
                     losses = train(model, engine)
             else:
                 losses = train(model, engine)
@@ -121,14 +121,14 @@ def test_other_policies(policy: str) -> None:
 
 
 @pytest.mark.parametrize("resident", [(), ("*",)])
-def test_inference_beside_training_is_right(resident: tuple[str, ...]) -> None:
-    """A learning rate of zero: the weights stay, so every answer must be the same."""
+def test_inference_during_training_is_right(resident: tuple[str, ...]) -> None:
+    """With a learning rate of zero the weights stay, so every result must be the same."""
     model = llama(num_hidden_layers=2).train()
     settings: dict[str, Any] = {"resident": resident} if resident else {}
     with mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads", slots=2), **settings) as engine:
-        alone = asking(model, "without gradients")
+        alone = evaluate(model, "without gradients")
         optimizer = engine.optimizer(lr=0.0, weight_decay=0.0)
-        with beside(lambda: asking(model, "without gradients")) as results:
+        with in_another_thread(lambda: evaluate(model, "without gradients")) as results:
             for seed in range(STEPS):
                 model(**batch(seed=seed)).loss.backward()
                 optimizer.step()
@@ -139,7 +139,7 @@ def test_inference_beside_training_is_right(resident: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_two_threads_train_at_once(lanes: str) -> None:
-    """Their gradients are added, as in PyTorch: FP32 sums of two do not depend on who comes first."""
+    """Their gradients are added, as in PyTorch. An FP32 sum of two does not depend on their order."""
     model = Stack()
     plain = copy.deepcopy(model)
     for seed in (0, 1):
@@ -163,7 +163,7 @@ def test_two_threads_train_at_once(lanes: str) -> None:
 
 
 def test_two_threads_add_to_a_parameter_outside_all_blocks() -> None:
-    """Autograd adds to its field, and the store takes it from there, one thread at a time."""
+    """Autograd adds to the parameter's field, and the store takes the gradient from there, one thread at a time."""
     model, times = Stack(), 300
     errors: list[BaseException] = []
     with engine_of(model):
@@ -213,8 +213,8 @@ def test_a_backward_from_outside_an_open_window_is_refused() -> None:
             torch.testing.assert_close(found[name], parameter.grad)
 
 
-class Remembering(nn.Module):
-    """Keeps something of its weights between two lines of its forward, as LSTM does."""
+class KeepsWeights(nn.Module):
+    """Keeps references to its weights during its forward, as LSTM does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,16 +224,16 @@ class Remembering(nn.Module):
         return x + self.rnn(x[None])[0][0]
 
 
-def test_a_module_that_keeps_its_weights() -> None:
-    model = Stack(layer=Remembering)
+def test_a_module_that_keeps_references_to_its_weights() -> None:
+    model = Stack(layer=KeepsWeights)
     plain = copy.deepcopy(model)
     plain(inputs(0)).square().mean().backward()
 
-    def visit() -> None:
+    def run_forward() -> None:
         with torch.no_grad():
             model(inputs(3))
 
-    with engine_of(model) as engine, beside(visit):
+    with engine_of(model) as engine, in_another_thread(run_forward):
         for _ in range(10):
             model(inputs(0)).square().mean().backward()
             for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -241,21 +241,21 @@ def test_a_module_that_keeps_its_weights() -> None:
             engine._step.zero_grad()
 
 
-def test_what_the_lanes_found_out_is_told_to_the_thread_that_trains() -> None:
+def test_a_failed_lane_raises_in_the_training_thread() -> None:
     model = Stack()
     with engine_of(model, lanes="threads") as engine:
         optimizer = engine.optimizer(lr=0.1)
         model(inputs(0)).square().mean().backward()
         engine._lanes["update"].submit(lambda: 1 / 0, label="broken").lane  # noqa: B018
         engine.quiesce()
-        with beside(lambda: model(inputs(1)).detach()):
+        with in_another_thread(lambda: model(inputs(1)).detach()):
             pass
         with pytest.raises(mt.errors.LaneFailed, match="broken"):
             optimizer.step()
 
 
 class Dropping(nn.Module):
-    """Homogeneous of degree one in its scale, whatever is dropped, so that a gradient can be checked by itself."""
+    """Homogeneous of degree one in its scale, whatever is dropped, so gradients can be checked without a reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,8 +269,8 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["inside blocks", "outside"])
-def test_random_numbers_drawn_beside_training(where: str) -> None:
-    """A recompute that drew other masks than its forward would give the gradient of another function."""
+def test_random_numbers_drawn_by_another_thread(where: str) -> None:
+    """A recompute with other dropout masks than its forward would give a wrong gradient."""
     torch.manual_seed(0)
     model = Stack(layer=Dropping)
 
@@ -279,7 +279,7 @@ def test_random_numbers_drawn_beside_training(where: str) -> None:
             model(inputs(1)) if where == "inside blocks" else torch.rand(8)
 
     checked = 0
-    with engine_of(model) as engine, beside(draw):
+    with engine_of(model) as engine, in_another_thread(draw):
         for seed in range(20):
             loss = model(inputs(seed)).square().sum()
             refused = False
@@ -296,24 +296,24 @@ def test_random_numbers_drawn_beside_training(where: str) -> None:
                     torch.testing.assert_close(along, 2 * loss.detach(), rtol=1e-4, atol=1e-4)
             engine._step.zero_grad()
     if where == "inside blocks":
-        # Both threads are known after the first step, and graphs are kept while they are.
+        # Both threads are known after the first step, and graphs are kept from then on.
         assert checked >= 10
 
 
-def test_the_only_thread_is_no_visitor() -> None:
-    """An evaluation thread waits for the device after every resident block; before the first step there is none."""
+def test_the_only_thread_is_not_an_evaluation_thread() -> None:
+    """An evaluation thread waits for the device after every resident block. Before the first step there is none."""
     model = Stack()
     with engine_of(model, resident=("*",)) as engine, torch.no_grad():
         model(inputs(0))
         assert not engine._step._calls.evaluating()
 
 
-def test_a_visit_that_never_began_is_not_taken_back() -> None:
-    """Ctrl-C while an evaluation thread waits for the lock: a count below zero would block the next step."""
+def test_an_evaluation_that_never_started_is_not_counted() -> None:
+    """Ctrl-C arrives while an evaluation thread waits for the lock. A negative count would block the next step."""
     model = Stack()
     with engine_of(model, resident=("*",)) as engine:
         fetcher = engine._step.fetcher
-        lock, fetcher.lock = fetcher.lock, Interrupted(fetcher.lock)
+        lock, fetcher.lock = fetcher.lock, InterruptedLock(fetcher.lock)
         with pytest.raises(KeyboardInterrupt):
             fetcher.acquire(engine.slabs, evaluating=True)
         fetcher.lock = lock
@@ -322,7 +322,7 @@ def test_a_visit_that_never_began_is_not_taken_back() -> None:
         assert fetcher._evaluations == 0
 
 
-class Interrupted:
+class InterruptedLock:
     """A lock whose first user is interrupted while waiting."""
 
     def __init__(self, lock: Any) -> None:

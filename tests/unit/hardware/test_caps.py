@@ -1,4 +1,4 @@
-"""Caps on GPU memory: they end with their engine, and never allow more than the user did. The driver is a stand-in."""
+"""Limits on GPU memory end with their engine and never exceed the user's own. The driver is simulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOTAL = 80 * GIB
 
 @pytest.fixture
 def share(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What PyTorch's allocator may have of the GPU."""
+    """The fraction of GPU memory that PyTorch's allocator may use."""
     held = [1.0]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=TOTAL))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: held[0])
@@ -44,7 +44,7 @@ def end(owner: str = "engine") -> None:
     process.release(owner)
 
 
-def test_lowered_lifted_and_ended(share: list[float]) -> None:
+def test_a_cap_can_change_and_ends_with_its_engine(share: list[float]) -> None:
     cap(12 * GIB)
     assert allowed(share) == pytest.approx(12 * GIB)
     cap(40 * GIB)
@@ -66,7 +66,7 @@ def test_the_users_own_cap_stays(share: list[float]) -> None:
     assert share[0] == 0.5
 
 
-def test_one_that_the_user_sets_later_is_not_taken_back(share: list[float]) -> None:
+def test_a_cap_that_the_user_sets_later_stays(share: list[float]) -> None:
     cap(40 * GIB)
     share[0] = 0.25
     cap(None)
@@ -77,7 +77,7 @@ def test_one_that_the_user_sets_later_is_not_taken_back(share: list[float]) -> N
     assert share[0] == 0.2
 
 
-def test_the_lowest_cap_of_the_engines_that_are_open_counts(share: list[float]) -> None:
+def test_the_lowest_cap_of_open_engines_applies(share: list[float]) -> None:
     cap(20 * GIB, "a")
     cap(30 * GIB, "b")
     assert allowed(share) == pytest.approx(20 * GIB)
@@ -92,10 +92,10 @@ def test_the_lowest_cap_of_the_engines_that_are_open_counts(share: list[float]) 
     assert share[0] == 1.0
 
 
-def test_plans_add_up_and_do_not_limit_who_has_none(share: list[float]) -> None:
+def test_plans_add_up_and_do_not_limit_engines_without_one(share: list[float]) -> None:
     process.vram_fraction(GPU).request("a", VramLimit(planned=20 * GIB, other_bytes=2 * GIB))
     assert allowed(share) == pytest.approx(22 * GIB)
-    # The second found what the first holds by now.
+    # The second engine's other bytes include what the first holds by now.
     process.vram_fraction(GPU).request("b", VramLimit(planned=10 * GIB, other_bytes=17 * GIB))
     assert allowed(share) == pytest.approx(32 * GIB)
     cap(None, "c")
@@ -107,7 +107,7 @@ def test_plans_add_up_and_do_not_limit_who_has_none(share: list[float]) -> None:
     assert allowed(share) == pytest.approx(22 * GIB)
 
 
-def test_limits(share: list[float], said: pytest.LogCaptureFixture) -> None:
+def test_vram_limit(share: list[float], said: pytest.LogCaptureFixture) -> None:
     assert inventory.vram_limit(GPU, None) is None
     assert inventory.vram_limit(GPU, 24) == 24 * GIB
     assert inventory.vram_limit(GPU, 200) == TOTAL
@@ -116,7 +116,7 @@ def test_limits(share: list[float], said: pytest.LogCaptureFixture) -> None:
         inventory.vram_limit(GPU, 0.5)
 
 
-def test_what_others_of_this_process_hold_is_not_within_reach(
+def test_memory_held_by_the_rest_of_the_process_is_not_available(
     share: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 * GIB, TOTAL))
@@ -127,14 +127,14 @@ def test_what_others_of_this_process_hold_is_not_within_reach(
     assert (found.vram, found.held) == (30 * GIB + 4 * GIB + CUDA_CONTEXT_BYTES // 2, 45 * GIB)
     share[0] = 0.75
     assert inventory.available_memory(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
-    # A cap of ours is no limit for the next engine, the user's own is.
+    # A cap of an engine does not limit the next engine; the user's own cap does.
     cap(12 * GIB)
     assert inventory.available_memory(GPU, model).vram == 60 * GIB + CUDA_CONTEXT_BYTES - 45 * GIB
     share[0] = 0.25
     assert inventory.available_memory(GPU, model).vram == 0
 
 
-def test_a_cap_below_what_the_process_holds_already(share: list[float]) -> None:
+def test_a_cap_below_what_the_process_holds_is_refused(share: list[float]) -> None:
     assert inventory.vram_limit(GPU, 24, held=20 * GIB) == 24 * GIB
     with pytest.raises(NotEnoughMemory, match=r"the 23\.50 GiB that this process holds .* at least 26"):
         inventory.vram_limit(GPU, 24, held=47 * GIB // 2)
@@ -145,33 +145,35 @@ def test_a_cap_below_what_the_process_holds_already(share: list[float]) -> None:
     [("expandable_segments:True", True), ("max_split_size_mb:64, expandable_segments: true", True),
      ("garbage_collection_threshold:0.8", False), ("expandable_segments:False", False)],
 )  # fmt: skip
-def test_whose_segments_grow(configured: str, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_follow_the_users_configuration(
+    configured: str, grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
     assert process.use_expandable_segments("engine") == grows
 
 
-def test_ram_within_reach_is_what_is_free_and_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_ram_is_free_ram_plus_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "available_ram", lambda: 10 * GIB)
     monkeypatch.setattr(inventory, "own_ram", lambda: 50 * GIB)
     model = torch.nn.Linear(1 << 10, 1 << 10, bias=False)
     cpu = torch.device("cpu")
-    # What the watch wants to stay free is not a plan's.
+    # A plan leaves free what the RAM monitor requires.
     low = inventory.level(inventory.LOW, cgroups.usable_ram())
     assert inventory.available_memory(cpu, model) == AvailableMemory(ram=10 * GIB + PROCESS_BYTES + (4 << 20) - low)
     monkeypatch.setattr(inventory, "own_ram", lambda: 1 << 20)
     assert inventory.available_memory(cpu, model).ram == 10 * GIB + (1 << 20) - low
-    # Processes that compile are yet to come.
+    # Compiler processes will need RAM later.
     compilers = inventory.level(inventory.COMPILERS, cgroups.usable_ram())
     assert inventory.available_memory(cpu, model, compiles=True).ram == 10 * GIB + (1 << 20) - low - compilers
 
 
-def test_what_was_dropped_is_not_held() -> None:
+def test_dropped_engines_are_collected_before_memory_is_counted() -> None:
     model = Stack()
     gc.collect()
     gc.disable()
     try:
         slab = weakref.ref(engine_of(Stack()).slabs[0])
-        assert slab() is not None, "in a cycle"
+        assert slab() is not None, "kept alive by a reference cycle"
         inventory.available_memory(torch.device("cpu"), model)
     finally:
         gc.enable()

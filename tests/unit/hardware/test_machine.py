@@ -1,4 +1,4 @@
-"""Machine descriptions: read strictly, written back as they were, and those we ship make sense."""
+"""Machine descriptions are read strictly and written back unchanged, and the shipped ones are plausible."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ GB, GIB = 1e9, 1 << 30
 
 
 def described(**changes):
-    """A made-up GPU machine as JSON holds it."""
+    """A made-up GPU machine as parsed JSON."""
     machine = {
         "name": "made up",
         "source": "a test",
@@ -109,7 +109,7 @@ def test_an_unknown_field_is_named():
     ],
 )
 def test_a_wrong_value_is_named(field, value):
-    # A machine that loses its GPU is caught at the first number that needs one.
+    # A machine without a GPU fails at the first number that needs one.
     named = "matmul" if (field, value) == ("gpu", None) else field
     with pytest.raises(SettingsError, match=rf"here\.json: {named} must"):
         read(described(**{field: value}))
@@ -124,7 +124,7 @@ def test_a_wrong_value_of_a_disk_is_named(field, value):
         read(described(disks=[disk | {field: value}]))
 
 
-def test_it_is_frozen_all_through():
+def test_a_machine_is_deeply_frozen():
     machine = read(described())
     for mapping in (machine.matmul, machine.update, machine.gpu_update):
         for change in (
@@ -141,7 +141,7 @@ def test_it_is_frozen_all_through():
     assert made == machine
 
 
-def test_copies_are_equal_and_hash_alike():
+def test_copies_are_equal_and_have_equal_hashes():
     machine = read(described())
     copies = [copy.copy(machine), copy.deepcopy(machine), pickle.loads(pickle.dumps(machine)), read(described())]
     assert {machine, *copies} == {machine}
@@ -150,7 +150,7 @@ def test_copies_are_equal_and_hash_alike():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", None, b"\xff", "[" * 100_000, "9" * 10_000])
-def test_no_description_at_all(text):
+def test_text_that_is_not_a_description_is_refused(text):
     with pytest.raises(SettingsError, match=r"here\.json"):
         Machine.from_json(text, "here.json")
 
@@ -164,7 +164,7 @@ def test_load_by_path(tmp_path):
         Machine.load(path)
 
 
-def test_load_of_what_is_not_there(tmp_path):
+def test_loading_an_unknown_machine_is_refused(tmp_path):
     with pytest.raises(SettingsError, match=r"'h300'.*h200-128gb"):
         Machine.load("h300")
     for path in (tmp_path, "a\0b", "~nobody-of-this-name/machine.json"):
@@ -174,7 +174,7 @@ def test_load_of_what_is_not_there(tmp_path):
         Machine.load(b"h200-128gb")
 
 
-def test_what_is_shipped():
+def test_list_of_shipped_machines():
     assert Machine.shipped() == ["a100-80gb", "gh200", "h100-512gb", "h200-1.5tb", "h200-128gb", "rtx4090-64gb"]
 
 
@@ -197,7 +197,7 @@ def test_shipped_machines_are_plausible(name):
             assert rates[width] * touched < 1.05 * memory
 
 
-def test_shipped_machines_compare_as_they_should():
+def test_shipped_machines_are_consistent_with_each_other():
     small, large = Machine.load("rtx4090-64gb"), Machine.load("h200-1.5tb")
     for name in ("vram_bytes", "ram_bytes", "cores", "h2d", "duplex", "dram", "dram_under_dma", "attention", "hbm"):
         assert getattr(small, name) < getattr(large, name)

@@ -1,4 +1,4 @@
-"""The probe: limits of containers, the cache, disks, and one real run on the CPU."""
+"""The probe: container limits, cache, disks, and one real run on the CPU."""
 
 import dataclasses
 import errno
@@ -58,7 +58,7 @@ def test_no_cgroups(tmp_path, group):
     assert probe.usable_cores(nowhere, nowhere) == cgroups.affinity()
 
 
-def test_v2_takes_the_tightest_of_all_parents(group):
+def test_v2_uses_the_tightest_limit_of_all_parents(group):
     group.membership.write_text("0::/outer/inner\n")
     group.write("outer/inner/memory.max", "max\n")
     group.write("outer/inner/cpu.max", "max 100000\n")
@@ -78,7 +78,7 @@ def test_v2_of_a_container_that_sees_its_group_as_the_root(group):
     assert (group.memory, group.quota) == (GIB, 3.0)
 
 
-def test_v1(group):
+def test_v1_limits(group):
     group.membership.write_text("5:cpu,cpuacct:/box\n4:memory:/a/box\n2:devices:/other\n0::/\n")
     group.write("memory/a/box/memory.limit_in_bytes", "9223372036854771712\n")
     group.write("cpu,cpuacct/box/cpu.cfs_quota_us", "-1\n")
@@ -87,7 +87,7 @@ def test_v1(group):
     group.write("memory/a/memory.limit_in_bytes", f"{3 * GIB}\n")
     group.write("cpu,cpuacct/box/cpu.cfs_quota_us", "150000\n")
     assert (group.memory, group.quota) == (3 * GIB, 1.5)
-    # A path of the host that does not exist in here: the mount itself is the group.
+    # The path is the host's and does not exist in the container: the mount itself is the group.
     group.membership.write_text("5:cpu,cpuacct:/gone\n4:memory:/gone\n")
     group.write("memory/memory.limit_in_bytes", f"{2 * GIB}\n")
     group.write("cpu/cpu.cfs_quota_us", "400000\n")
@@ -95,12 +95,12 @@ def test_v1(group):
     assert (group.memory, group.quota) == (2 * GIB, 4.0)
 
 
-def test_limits_cap_what_the_host_has(group):
+def test_container_limits_cap_the_hosts_memory_and_cores(group):
     group.membership.write_text("0::/\n")
     group.write("memory.max", str(1 << 20))
     group.write("cpu.max", "50000 100000")
     assert probe.usable_ram(group.root, group.membership) == 1 << 20
-    assert probe.usable_cores(group.root, group.membership) == 1  # half a core is still one thread
+    assert probe.usable_cores(group.root, group.membership) == 1  # half a core still means one thread
     group.write("memory.max", str(1 << 59))
     group.write("cpu.max", "100000000 100000")
     assert probe.usable_ram(group.root, group.membership) == probe.psutil.virtual_memory().total
@@ -108,7 +108,7 @@ def test_limits_cap_what_the_host_has(group):
 
 
 class Counted:
-    """Measurements that take no time and count themselves."""
+    """Fake measurements that take no time and record their calls."""
 
     def __init__(self, monkeypatch):
         self.calls = []
@@ -203,20 +203,20 @@ def test_another_machine_is_measured_again(counted, own_cache, monkeypatch, wher
     assert len(list(own_cache.iterdir())) == 2
 
 
-def test_ram_is_read_afresh(counted, monkeypatch):
+def test_ram_is_read_at_every_probe(counted, monkeypatch):
     probe.probe(device="cpu")
     monkeypatch.setattr(probe, "usable_ram", lambda: 3 * GIB)
     assert probe.probe(device="cpu").ram_bytes == 3 * GIB
 
 
-def test_an_unwritable_cache_is_said_and_survived(counted, own_cache, said):
+def test_an_unwritable_cache_is_announced_and_tolerated(counted, own_cache, said):
     own_cache.parent.write_text("a file where a folder should be")
     machine = probe.probe(device="cpu")
     assert machine.cores >= 1
     assert any("could not be kept" in message for message in said.messages)
 
 
-def test_a_folder_in_place_of_the_entry_leaves_nothing_behind(counted, own_cache, said):
+def test_a_folder_in_place_of_an_entry_leaves_no_temporary_files(counted, own_cache, said):
     probe.probe(device="cpu")
     (entry,) = own_cache.iterdir()
     entry.unlink()
@@ -269,7 +269,7 @@ def test_many_disks_share_the_time_of_a_few(counted, tmp_path, monkeypatch):
     found = probe.probe(device="cpu", offload_dir=[*folders, folders[3], f"{folders[4]}/"]).disks
     assert [disk.path for disk in found] == list(map(str, folders))
     assert len(given) == len(folders)
-    # Each is written and read for so long.
+    # Each disk is written and read for this long.
     assert 2 * sum(given[1:]) <= probe.DISKS_SECONDS * (1 + 1e-9) < 10
 
 
@@ -295,8 +295,8 @@ def test_update_rates_replace_estimates_and_are_kept(counted):
     assert asked == ["cpu"]
 
 
-def test_a_host_that_was_busy_for_some_seconds(monkeypatch):
-    """Launches are measured before, between and after the rest; the best counts."""
+def test_the_best_launch_rate_counts(monkeypatch):
+    """Launches are measured before, between and after the rest, since the host may be busy for some seconds."""
     machine, found = Machine.load("h200-128gb"), iter([1.03e5, 1.4e5, 1.1e5])
     monkeypatch.setattr(measure, "launches", lambda *_: next(found))
     first = measure.launches(None, 0.2)
@@ -311,13 +311,13 @@ def test_unknown_widths_are_refused(counted):
         probe.probe(device="cpu", update_rates=lambda device: {"2bit": 5e9})
 
 
-def test_a_device_that_is_not_there(monkeypatch):
+def test_a_missing_device_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceUnavailable):
         probe.probe(device="cuda")
 
 
-def test_disk_for_real(tmp_path):
+def test_disk_measures_a_real_disk(tmp_path):
     read, write = measure.disk(tmp_path, 4 * measure.CHUNK, 5.0)
     assert read > 1e6
     assert write > 1e6
@@ -325,7 +325,7 @@ def test_disk_for_real(tmp_path):
 
 
 def test_disk_stops_early_and_leaves_nothing(tmp_path):
-    # No time at all: each worker still makes one transfer, so there is a number.
+    # With no time left, each worker still makes one transfer, so there is a result.
     read, write = measure.disk(tmp_path, 64 * measure.CHUNK, 0.0)
     assert read > 1e6
     assert write > 1e6
@@ -395,7 +395,7 @@ def test_rate_is_amount_over_time():
     assert len(calls) == 2
 
 
-def test_the_whole_probe_on_this_cpu(tmp_path, monkeypatch, said):
+def test_a_real_probe_on_this_cpu(tmp_path, monkeypatch, said):
     monkeypatch.setattr(probe, "SECONDS", dict.fromkeys(probe.SECONDS, 0.2))
     monkeypatch.setattr(probe, "DISK_FILE", 128 << 20)
     state, threads = torch.get_rng_state(), torch.get_num_threads()

@@ -71,8 +71,7 @@ def test_adamw_in_ulps(weight):
     # first product) and half an ulp for the other addend; half an ulp for the sum.
     assert (np.abs(new_v - true_v) <= 4.5 * ulp(true_v)).all()
     # w: half an ulp for decay · w, half an ulp for the difference. The numerator of the step has the error of m (6u of
-    # the addend) and one product; the denominator 2.5u for the root of v and u each for √, / and +; the quotient one
-    # more.
+    # the addend) and one product; the denominator 2.5u for the root of v and u each for √, / and +; the quotient u.
     denominator = np.sqrt(true_v) / root_correction + eps
     true_w = w * decay - step_size * true_m / denominator
     size = step_size * addend / denominator
@@ -177,8 +176,7 @@ def test_codes_are_unbiased(width, signed):
     for seed in range(draws):
         total += encoded(values, width, signed, seed).double()
     gap = gaps(values, scales, width, signed)
-    # A random choice between two levels has a standard deviation of at most half their gap; 16 random bits add 2^-16 of
-    # a gap.
+    # A random choice between two levels has a standard deviation of at most half their gap; 16 random bits add 2^-16.
     within = 5 * 0.5 * gap / draws**0.5 + 2.0**-16 * gap + 2.0**-20 * values.abs()
     error = (total / draws - values).abs()
     # A positive format has no level below its lowest: smaller values become that level.

@@ -78,7 +78,7 @@ class State:
         )
 
     def differs(self, other: State, real: torch.Tensor | None = None) -> str:
-        """The stream and element that differ, or an empty string. Elements outside `real` are ignored; all NaNs are
+        """The stream and element that differ, or an empty string. Elements outside `real` are ignored; NaNs are
         equal.
         """
         for (name, mine), theirs in zip(self._streams().items(), other._streams().values(), strict=True):

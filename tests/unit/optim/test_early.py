@@ -124,8 +124,7 @@ def test_with_clipping_nothing_starts_early() -> None:
 def test_a_bad_gradient_raises_and_names_updated_blocks(lanes: Any) -> None:
     model, engine, optimizer = started(lanes=lanes)
     before = roles(engine)
-    # The backward runs from the last layer to the first: layer 2 is already updated when layer 1's gradient becomes
-    # NaN.
+    # The backward runs from the last layer to the first: layer 2 is updated before layer 1's gradient becomes NaN.
     model.layers[1].scale.register_hook(lambda gradient: gradient * float("nan"))
     with optimizer.final_backward():
         backward(model, 1)

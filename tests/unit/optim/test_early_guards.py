@@ -149,9 +149,7 @@ class SlowGpuUpdate(ThreadLanes):
 
 
 def test_a_bad_gradient_names_updated_resident_blocks(said: pytest.LogCaptureFixture) -> None:
-    """layers.2 is resident and updated in the backward. The norm runs on another lane and does not wait for that
-    update.
-    """
+    """layers.2 is resident and updated in the backward. The norm runs on another lane and does not wait for it."""
     lanes = SlowGpuUpdate(0.3)
     model = Stack()
     engine = engine_of(model, lanes=lanes, resident=("layers.2",))

@@ -1,5 +1,5 @@
-"""`largest_batch`, `largest_context` and `largest_model` take the options of a plan, and return the largest value that
-fits.
+"""`largest_batch`, `largest_context` and `largest_model` take a plan's options and return the largest value
+that fits.
 """
 
 import dataclasses

@@ -62,9 +62,7 @@ def test_a_plan_gives_settings_for_an_engine():
 
 
 def test_plans_with_micro_batches_one_by_one():
-    """Each gradient is then copied by itself, and a BF16 gradient needs an FP32 sum in addition: 6 bytes
-    instead of 2.
-    """
+    """Each gradient is then copied by itself, and a BF16 one needs an FP32 sum as well: 6 bytes instead of 2."""
     options = {"machine": Machine.load("h200-1.5tb"), "accumulation": 8, "max_vram_gb": 20}
     together, in_turn = (plan(shape_of("qwen2.5-7b"), **options, together=value) for value in (True, False))
     assert together.windows == (8,)

@@ -259,9 +259,7 @@ def test_arguments_are_checked():
 
 
 def test_windows_of_one_if_weights_and_sums_stay_in_vram():
-    """7B on an H200: every graph is kept, sums are not copied between micro-batches, and the first layers are
-    resident.
-    """
+    """7B on an H200: graphs are kept, sums are not copied between micro-batches, and the first layers are resident."""
     found = plan(shape_of("qwen2.5-7b"), machine="h200-128gb", batch=4, accumulation=16, compile=True)
     assert found.windows == (1,) * 16
     assert found.policies["store"] == 28

@@ -1,4 +1,4 @@
-"""The docs stay true: the tree, the settings, the errors, the links."""
+"""The docs agree with the source: the tree, the settings, the errors, the links."""
 
 import dataclasses
 import inspect
@@ -22,23 +22,23 @@ SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 PLACEMENT = (ROOT / "docs" / "placement.md").read_text()
 README_LINES, SCREEN = 150, 32
 PARAGRAPH = 6 * 128
-"""Characters of the longest paragraph: six lines."""
+"""Characters of the longest paragraph, about six lines."""
 GENERATED = ("architectures.md", "plans.md")
-"""Pages that a program writes."""
+"""Pages written by a program."""
 ENTRY = re.compile(r"^( *)(\S+)(?:  +(\S.*))?$")
 SOURCES = (".py", ".cpp", ".h")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def section(text: str, title: str) -> str:
-    """What stands under a heading, up to the next one of its level."""
+    """The text under a heading, up to the next heading of the same level."""
     _, found, rest = text.partition(f"\n## {title}\n")
-    assert found, f"there is no section {title!r}"
+    assert found, f"no section {title!r}"
     return rest.partition("\n## ")[0]
 
 
 def listed(tree: str) -> dict[str, str]:
-    """Path → annotation of every line of the tree; folders end with a slash and indent what is in them by two."""
+    """Path → annotation of every line of the tree. Folders end with a slash; their contents are indented by two."""
     folders: list[str] = []
     found = {}
     for line in tree.strip("\n").splitlines():
@@ -59,7 +59,7 @@ def tree() -> dict[str, str]:
 
 
 def real() -> set[str]:
-    """Source files as the tree names them: a package's `__init__.py` is the folder's own line."""
+    """Source files as the tree names them: a package's `__init__.py` is the line of its folder."""
     found = set()
     for folder in ("src/megatrain", "csrc"):
         for path in (ROOT / folder).rglob("*"):
@@ -75,12 +75,12 @@ def test_every_file_is_in_the_tree():
     assert not missing, f"docs/architecture.md lacks {missing}"
 
 
-def test_everything_in_the_tree_is_there():
+def test_everything_in_the_tree_exists():
     gone = sorted(path for path in tree() if not (ROOT / path).exists())
     assert not gone, f"docs/architecture.md names {gone}"
 
 
-def test_every_line_of_the_tree_says_something():
+def test_every_line_of_the_tree_has_an_annotation():
     silent = [path for path, note in tree().items() if not note and path.count("/") > 2]
     assert not silent
 
@@ -91,7 +91,7 @@ def test_settings_table():
     assert shown == {field.name: repr(field.default) for field in dataclasses.fields(Settings)}
 
 
-def test_every_setting_has_a_row_of_what_entry_points_do_with_it():
+def test_every_setting_has_a_row_in_the_table_of_entry_points():
     fields = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section(SETTINGS, "Debugging"), re.MULTILINE))
     assert fields == {field.name: repr(field.default) for field in dataclasses.fields(Debug)}
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section(SETTINGS, "Which entry point uses what"), re.MULTILINE)
@@ -113,7 +113,7 @@ def test_readme_is_short():
 
 
 def prose(text: str) -> list[str]:
-    """Paragraphs and list items: no code, no tables, no headings."""
+    """Paragraphs and list items, without code, tables and headings."""
     text = re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^( *[-*]|\d+\.) ", r"\n\1 ", text, flags=re.MULTILINE)
     parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
@@ -126,7 +126,7 @@ def test_no_paragraph_is_over_six_lines(page):
     assert not long
 
 
-def test_every_page_is_in_the_tour_and_opens_with_what_it_gives():
+def test_every_page_is_in_the_tour_and_opens_with_its_purpose():
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
     index = (ROOT / "docs" / "index.md").read_text()
     assert pages == sorted(re.findall(r"\]\((\w+\.md)\)", index))
@@ -134,20 +134,20 @@ def test_every_page_is_in_the_tour_and_opens_with_what_it_gives():
     assert not [name for name, opening in openings.items() if not opening.startswith("After this page you")]
 
 
-def test_the_fit_table_is_what_the_planner_says():
+def test_the_fit_table_matches_the_planner():
     rows = {card: next(line for line in README.splitlines() if f"**{card} GB card**" in line) for card in fit.CARDS}
-    assert rows[24].split(" | ")[1 + fit.RAM.index(64)] == fit.cell(24, 64)  # the others take a minute
+    assert rows[24].split(" | ")[1 + fit.RAM.index(64)] == fit.cell(24, 64)  # the other cells take a minute
     assert fit.answer("13B", 24, 64) in README.splitlines()
 
 
 def shown(page: str) -> tuple[list[str], str]:
-    """The arguments of the command in a page's console block, and the output that the page shows."""
+    """The arguments of the command in a page's console block, and the output shown there."""
     block = next(block for block in blocks_of((ROOT / page).read_text()) if block.tag == "console")
     (command,) = block.commands()
     return command.split()[1:], block.text.partition("\n")[2]
 
 
-def test_the_plan_of_the_readme_is_what_is_printed(monkeypatch):
+def test_the_plan_in_the_readme_is_current(monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments, output = shown("README.md")
     assert output == CliRunner().invoke(app, arguments).stdout
@@ -155,7 +155,7 @@ def test_the_plan_of_the_readme_is_what_is_printed(monkeypatch):
     assert set(re.findall(r"^(\w+)  ", output.partition("\nGiB")[2], re.MULTILINE)) <= set(explained)
 
 
-def test_the_refusal_of_the_docs_is_what_is_said(monkeypatch):
+def test_the_refusal_in_the_docs_is_current(monkeypatch):
     monkeypatch.chdir(ROOT)
     (command, model, option, machine), output = shown("docs/placement.md")
     assert (command, option) == ("plan", "--machine")
@@ -165,13 +165,13 @@ def test_the_refusal_of_the_docs_is_what_is_said(monkeypatch):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     links = re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text())
     targets = [(page.parent / target if target else page, anchor) for target, anchor in links]
     broken = [target.name for target, _ in targets if not target.exists()]
@@ -179,7 +179,7 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
-def test_the_tree_is_read_as_it_is_meant():
+def test_reading_the_tree():
     assert listed("a/\n  b.py  first\n  c/  second\n    d.py  third\ne.h  fourth\n") == {
         "a/": "", "a/b.py": "first", "a/c/": "second", "a/c/d.py": "third", "e.h": "fourth"
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`except mt.MegaTrainError` catches whatever MegaTrain raises: every exception class of the source derives from it."""
+"""`except mt.MegaTrainError` catches everything that MegaTrain raises: every exception class derives from it."""
 
 import ast
 import builtins
@@ -12,14 +12,14 @@ from megatrain import errors
 
 SOURCE = Path(__file__).parents[3] / "src" / "megatrain"
 INTERNAL = {"EvaluationCut", "_NothingToLeaveOut"}
-"""Raised and caught inside MegaTrain: to leave an evaluation when the run is told to end, or a compilation."""
+"""Raised and caught inside MegaTrain: to leave an evaluation when the run must end, or a compilation."""
 BUILTIN = {
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
 }
 
 
 def foreign(source: str) -> Iterator[str]:
-    """Exception classes that have none of ours among their bases."""
+    """Exception classes that derive from built-in ones only."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
@@ -27,12 +27,12 @@ def foreign(source: str) -> Iterator[str]:
                 yield node.name
 
 
-def test_every_exception_is_ours():
+def test_every_exception_derives_from_megatrain_error():
     found = {name for path in SOURCE.rglob("*.py") for name in foreign(path.read_text())}
     assert found == {"MegaTrainError"} | INTERNAL
 
 
-def test_the_check_sees():
+def test_the_check_finds_foreign_exceptions():
     source = "class A(Exception): ...\nclass B(MegaTrainError, ValueError): ...\nclass C: ...\nclass D(KeyError): ...\n"
     assert list(foreign(source)) == ["A", "D"]
 

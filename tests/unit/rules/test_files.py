@@ -1,4 +1,4 @@
-"""Files are changed through `megatrain.files`, so that all of it can be observed; checked by reading the source."""
+"""Files are changed only through `megatrain.files`, so that every change can be observed; checked in the source."""
 
 import ast
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ CHANGES = {
     "symlink", "copyfile", "copy2", "copytree", "fsync",
 }  # fmt: skip
 AMBIGUOUS = {"replace", "rename", "renames", "link", "move", "truncate", "touch"}
-"""Other objects have these too."""
+"""Other objects have methods of these names too."""
 
-# Files that are measured with, and are gone when the measurement is done.
+# Measures with temporary files, and deletes them.
 EXEMPT = {"files.py", "hardware/measure.py"}
 
 
@@ -36,7 +36,7 @@ def test_files_are_changed_in_one_place():
     assert not found, "\n" + "\n".join(found)
 
 
-def test_the_check_sees():
+def test_the_check_finds_changes():
     for source in ("path.write_text('')", "os.rename(a, b)", "shutil.rmtree(a)", "Path(a).mkdir()", "os.fsync(0)"):
         assert list(changes(source)), source
     for source in ("text.replace('a', 'b')", "files.rename(a, b)", "dataclasses.replace(a)", "native.touch(a, 1, 1)"):

@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[3] / "src" / "megatrain"
 
-# Each part of megatrain and the parts it may import, top of the program first.
+# Each part of megatrain and the parts it may import, from the top down.
 MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"hf", "engine", "checkpoint", "optim", "data", "planner", "model", "hardware", "native"},
     "hf": {"engine", "checkpoint", "optim", "planner", "model", "hardware", "data"},
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
 }
 
-# What every part may import besides, and the parts that may not even do that.
+# Parts that every other part may import, and what the lowest parts may import.
 EVERYBODY = {"aliases", "errors", "generators", "geometry", "process", "settings", "telemetry", "files"}
 BOTTOM = {
     "aliases": set(),
@@ -47,18 +47,18 @@ BOTTOM = {
     "files": {"errors", "telemetry", "native"},
 }
 
-# Foreign modules that only some parts may import.
+# External modules that only some parts may import.
 RESERVED = {
     "transformers": {"model", "hf", "cli"},
     "ctypes": {"native"},
 }
 
-# Files directly under megatrain/ that bind the parts together: the public names, and `python -m megatrain`.
+# Files directly under megatrain/ that connect the parts: the public names and `python -m megatrain`.
 FREE = {"__init__", "__main__", "_version"}
 
 
 def imported_modules(module: str, is_package: bool, source: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute dotted name of everything a module imports, wherever in the file it does so."""
+    """Line and absolute dotted name of everything a module imports, anywhere in the file."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -103,7 +103,7 @@ def test_the_table_has_no_cycle():
     remaining = {part: set(below) for part, below in MAY_IMPORT.items()}
     while remaining:
         lowest = {part for part, below in remaining.items() if not below & remaining.keys()}
-        assert lowest, f"these import each other: {sorted(remaining)}"
+        assert lowest, f"these parts import each other: {sorted(remaining)}"
         remaining = {part: below for part, below in remaining.items() if part not in lowest}
 
 
@@ -123,7 +123,7 @@ def test_the_table_has_no_cycle():
         ("megatrain.surprise.part", ""),
     ],
 )
-def test_the_check_sees(module, source):
+def test_the_check_finds_violations(module, source):
     assert violations(module, False, source)
 
 
@@ -135,5 +135,5 @@ def test_the_check_sees(module, source):
         ("megatrain.hf.trainer", "import transformers\nfrom ..telemetry import log"),
     ],
 )
-def test_the_check_lets_pass(module, source):
+def test_the_check_allows(module, source):
     assert violations(module, False, source) == []

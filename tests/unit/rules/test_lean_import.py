@@ -1,4 +1,4 @@
-"""`import megatrain` is quick and touches no device; the public names are a fixed list."""
+"""`import megatrain` is quick and touches no device. The public names are a fixed list."""
 
 import os
 import subprocess

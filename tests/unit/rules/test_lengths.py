@@ -1,4 +1,4 @@
-"""A module under 400 lines, a function that fits a screen."""
+"""Modules have fewer than 400 lines, and functions fit a screen."""
 
 import ast
 from pathlib import Path

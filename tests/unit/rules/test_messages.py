@@ -16,7 +16,7 @@ def test_every_error_class_has_a_message():
 
 
 def test_nothing_is_skipped():
-    """What a search for words in the lines finds, which knows nothing of syntax trees, is on the page."""
+    """A plain text search of the lines finds nothing that is not on the page."""
     lines = {(each.file, each.line) for each in FOUND}
     starts = re.compile(r"^ *(raise [A-Z]\w+\(|(announce|warn)\()")
     expected = {

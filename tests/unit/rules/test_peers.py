@@ -1,4 +1,4 @@
-"""The comparison with transformers' own tests (tests/peers) says what it should."""
+"""The comparison with transformers' own tests (tests/peers) reports failures and exceptions correctly."""
 
 import importlib.util
 import tomllib
@@ -19,7 +19,7 @@ def test_a_test_that_only_stock_passes_needs_a_reason():
     assert "exception   T::b: why" in lines
 
 
-def test_a_reason_that_is_no_longer_needed_is_said():
+def test_an_exception_that_is_no_longer_needed_is_reported():
     lines, right = run.compared({"T::a"}, {"T::a"}, {"T::a": "why"})
     assert not right
     assert any(line.startswith("NOT NEEDED  T::a") for line in lines)

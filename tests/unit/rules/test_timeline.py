@@ -1,4 +1,4 @@
-"""The picture of a step: what `benchmarks.timeline` makes of traces."""
+"""`benchmarks.timeline` draws a step from its trace."""
 
 import json
 from xml.etree import ElementTree
@@ -58,7 +58,7 @@ def test_a_step_of_a_recorded_run():
         timeline.draw(trace, "", 2.0, 1.0)
 
 
-def test_bars_too_thin_to_tell_apart_are_one():
+def test_bars_too_thin_to_distinguish_are_merged():
     spans = [("compute", "forward a", 0.0, 0.001), ("compute", "forward b", 0.001, 0.002),
              ("compute", "backward b", 0.002, 0.003), ("compute", "forward c", 0.5, 1.0)]  # fmt: skip
     assert [(bar.label, bar.start, bar.end) for bar in timeline.bars(spans, 0.0, 1.0, 100)] == [

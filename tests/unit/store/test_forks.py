@@ -244,8 +244,8 @@ print("went on")
 
 
 def test_the_parent_continues_after_children_end() -> None:
-    """Children end normally, inside a `with`, after closing, releasing or dropping the engine, as data loader workers,
-    and in a pool.
+    """Children end normally, in a `with`, after closing, releasing or dropping the engine, as loader workers, in a
+    pool.
     """
     done = subprocess.run(
         [sys.executable, "-c", EXITS],

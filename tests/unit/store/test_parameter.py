@@ -277,9 +277,7 @@ GRADIENT_CHANGES = {
 
 @pytest.mark.parametrize("change", GRADIENT_CHANGES.values(), ids=GRADIENT_CHANGES.keys())
 def test_a_changed_gradient_is_what_the_optimizer_uses(change):
-    """Compared with a plain model, where the same change is made by hand. The first moment after one step shows the
-    gradient.
-    """
+    """Compared with a plain model, changed by hand. The first moment after one step shows the gradient."""
     plain = Stack()
     model = copy.deepcopy(plain)
     with engine_of(model) as engine:

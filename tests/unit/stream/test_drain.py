@@ -232,8 +232,8 @@ def test_a_growing_staging_buffer_frees_the_old_one(lanes):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_sum_on_the_device_has_one_buffer(several):
-    """The sum has the gradient's dtype with one micro-batch per step, FP32 with more. There is no staging, no slot and
-    no second buffer.
+    """The sum has the gradient's dtype with one micro-batch per step, FP32 with more. No staging, slot or second
+    buffer.
     """
     memory = DeviceMemory(CPU)
     slab = Slab(0, "slab", lay_out([("a", torch.Size([5000]))], torch.bfloat16), Homes.all_in(memory))

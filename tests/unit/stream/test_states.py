@@ -1,6 +1,4 @@
-"""Optimizer states that stream to the device for their update: which ones, through how much memory, and when they do
-not.
-"""
+"""Optimizer states that stream to the device for their update: which ones, how much memory, and when they do not."""
 
 from __future__ import annotations
 
