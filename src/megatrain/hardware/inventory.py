@@ -51,8 +51,8 @@ def choose_device(asked: str | None) -> torch.device:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise DeviceUnavailable(
-            f"device={asked!r} was asked for, but only {torch.cuda.device_count()} GPU(s) are visible; use a lower index, "
-            "or check CUDA_VISIBLE_DEVICES."
+            f"device={asked!r} was asked for, but only {torch.cuda.device_count()} GPU(s) are visible; use a lower "
+            "index, or check CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", index)
 
