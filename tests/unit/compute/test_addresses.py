@@ -1,4 +1,4 @@
-"""Slots that are parts of one storage: saved weights are bound to the right one."""
+"""Slots can be parts of one storage. Each saved weight is bound to the slot it belongs to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.stream import rings
 
 
-def test_neighbours_in_one_storage_are_told_apart() -> None:
+def test_slots_of_one_storage_are_distinguished() -> None:
     storage = torch.zeros(12)
     addresses = Addresses({"left": storage[:6], "right": storage[6:]})
     assert addresses.find(storage[5:6]) == "left"
@@ -21,22 +21,22 @@ def test_neighbours_in_one_storage_are_told_apart() -> None:
     assert addresses.find(torch.zeros(3)) is None
 
 
-def test_a_saved_weight_is_bound_where_it_came_back() -> None:
-    """Both times in one storage, at other places."""
+def test_a_saved_weight_is_bound_to_its_new_slot() -> None:
+    """The forward and the backward use different slots of the same storage."""
     storage = torch.arange(40.0)
-    there, back = {0: storage[:8], 1: storage[8:16]}, {0: storage[24:32], 1: storage[32:40]}
-    rebinder = Rebinder(there)
-    leaves = {slab: view.view(2, 4).T.detach().requires_grad_() for slab, view in there.items()}
+    first_views, second_views = {0: storage[:8], 1: storage[8:16]}, {0: storage[24:32], 1: storage[32:40]}
+    rebinder = Rebinder(first_views)
+    leaves = {slab: view.view(2, 4).T.detach().requires_grad_() for slab, view in first_views.items()}
     x = torch.ones(3, 4, requires_grad=True)
     result = rebinder.run(lambda: (x @ leaves[0]) * (x @ leaves[1]))
     storage[24:40] = storage[:16].clone()
     storage[:24] = torch.nan
-    rebinder.views = back
-    (found,) = torch.autograd.grad(result.sum(), [x])
+    rebinder.views = second_views
+    (actual,) = torch.autograd.grad(result.sum(), [x])
     weights = [storage[24 + 8 * i : 32 + 8 * i].view(2, 4).T for i in range(2)]
     plain = torch.ones(3, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(((plain @ weights[0]) * (plain @ weights[1])).sum(), [plain])
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "store"])
@@ -55,12 +55,12 @@ def test_all_slots_of_an_engine_in_one_storage(policy: str, monkeypatch: pytest.
         return [losses, roles(engine)]
 
     expected = train()
-    storage, taken = torch.zeros(1 << 20, dtype=torch.uint8), [0]
+    storage, allocated = torch.zeros(1 << 20, dtype=torch.uint8), [0]
 
     def carve(nbytes: int, device: torch.device, *, zeroed: bool = False) -> Tensor:
-        taken[0] += nbytes
-        return storage[taken[0] - nbytes : taken[0]]
+        allocated[0] += nbytes
+        return storage[allocated[0] - nbytes : allocated[0]]
 
     monkeypatch.setattr(rings, "allocate_persistent", carve)
     assert differences(train(), expected) == []
-    assert taken[0] > 0
+    assert allocated[0] > 0

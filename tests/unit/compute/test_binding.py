@@ -1,4 +1,4 @@
-"""Weights bound for a call: seen by the call, by nobody else, and gone with it."""
+"""Weights bound for a call are visible inside that call only and are unbound when it ends."""
 
 import copy
 import pickle
@@ -26,10 +26,10 @@ def bind(content: Bound, weight: Tensor, function: Any) -> Any:
     return call_bound({id(content): {"weight": weight}}, function)
 
 
-def test_lookups_inside_find_what_is_bound(content: Bound) -> None:
+def test_lookups_inside_the_call_return_bound_weights(content: Bound) -> None:
     own, weight = content["weight"], torch.ones(2)
 
-    def look() -> None:
+    def check() -> None:
         assert content["weight"] is weight
         assert content.get("weight") is weight
         assert dict(content.items())["weight"] is weight
@@ -38,39 +38,39 @@ def test_lookups_inside_find_what_is_bound(content: Bound) -> None:
         assert list(content) == ["weight", "bias"]
         assert len(content) == 2
 
-    bind(content, weight, look)
+    bind(content, weight, check)
     assert content["weight"] is own
     assert dict(content)["weight"] is own
 
 
-def test_another_thread_sees_what_the_module_owns(content: Bound) -> None:
+def test_another_thread_sees_the_modules_own_weights(content: Bound) -> None:
     seen = []
 
-    def look() -> None:
+    def check() -> None:
         thread = threading.Thread(target=lambda: seen.append(content["weight"]))
         thread.start()
         thread.join()
 
-    bind(content, torch.ones(2), look)
+    bind(content, torch.ones(2), check)
     assert seen == [content.own["weight"]]
 
 
-def test_calls_inside_calls(content: Bound) -> None:
+def test_nested_calls(content: Bound) -> None:
     other = Bound({"weight": None})
     outer, inner = torch.ones(2), torch.ones(3)
 
-    def look() -> tuple[Any, Any]:
+    def check() -> tuple[Any, Any]:
         return content["weight"], other["weight"]
 
     def call() -> Any:
-        return bind(other, inner, look)
+        return bind(other, inner, check)
 
     assert bind(content, outer, call) == (outer, inner)
-    assert bind(content, outer, look) == (outer, None)
+    assert bind(content, outer, check) == (outer, None)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_leaves_nothing_behind(content: Bound, error: type[BaseException]) -> None:
+def test_an_error_unbinds_the_weights(content: Bound, error: type[BaseException]) -> None:
     def fail() -> None:
         raise error
 
@@ -79,18 +79,18 @@ def test_an_error_leaves_nothing_behind(content: Bound, error: type[BaseExceptio
     assert content["weight"] is content.own["weight"]
 
 
-def test_what_a_call_assigns_ends_with_it(content: Bound) -> None:
+def test_assignments_to_bound_names_end_with_the_call(content: Bound) -> None:
     def assign() -> None:
         content["weight"] = torch.full((2,), 5.0)
         content["bias"] = torch.full((2,), 7.0)
         assert content["weight"][0] == 5
 
     bind(content, torch.ones(2), assign)
-    assert content["weight"][0] == 0, "it was bound"
-    assert content["bias"][0] == 7, "it was not"
+    assert content["weight"][0] == 0, "an assignment to a bound name must end with the call"
+    assert content["bias"][0] == 7, "an assignment to a name that is not bound must stay"
 
 
-def test_it_is_a_dict(content: Bound) -> None:
+def test_bound_behaves_like_a_dict(content: Bound) -> None:
     plain = dict(content)
     assert isinstance(content, dict)
     assert content.copy() == plain
@@ -110,17 +110,17 @@ def test_it_is_a_dict(content: Bound) -> None:
     assert len(content) == 0
 
 
-def test_context_variables_that_a_layer_sets_are_kept(content: Bound) -> None:
+def test_context_variables_set_by_a_layer_are_kept(content: Bound) -> None:
     variable: ContextVar[int] = ContextVar("variable", default=0)
     bind(content, torch.ones(2), lambda: variable.set(3))
     assert variable.get() == 3
 
 
-# ---- in a model
+# ---- inside a model
 
 
-class Looking(Layer):
-    """Looks at its parameters in the ways that modules do."""
+class ReadsParameters(Layer):
+    """Reads its parameters in each way that modules do."""
 
     def forward(self, x: Tensor) -> Tensor:
         named = dict(self.named_parameters())
@@ -132,13 +132,13 @@ class Looking(Layer):
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    found = Stack(layer=Looking)
-    with engine_of(found):
-        yield found
+    stack = Stack(layer=ReadsParameters)
+    with engine_of(stack):
+        yield stack
 
 
-def test_every_way_to_look_at_parameters(model: Any) -> None:
-    plain = Stack(layer=Looking.__base__)  # type: ignore[arg-type]
+def test_every_way_to_read_parameters(model: Any) -> None:
+    plain = Stack(layer=ReadsParameters.__base__)  # type: ignore[arg-type]
     for each in (model, plain):
         each(inputs(0)).square().mean().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -146,7 +146,7 @@ def test_every_way_to_look_at_parameters(model: Any) -> None:
         torch.testing.assert_close(ours.grad.clone(), theirs.grad)
 
 
-def test_a_module_that_was_replaced_is_refused_when_it_runs() -> None:
+def test_a_replaced_module_is_refused_when_it_runs() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -165,14 +165,14 @@ def test_a_module_that_was_replaced_is_refused_when_it_runs() -> None:
             model(inputs(0))
 
 
-def test_a_parameter_that_was_replaced_is_noticed(model: Any, tmp_path: Any) -> None:
+def test_a_replaced_parameter_is_detected(model: Any, tmp_path: Any) -> None:
     model.layers[1].scale = nn.Parameter(torch.zeros(8))
     engine = model._megatrain_engine
     with pytest.raises(ModelMoved, match=r"layers\.1\.scale was replaced"):
         engine.host_state_dict()
 
 
-def test_release_gives_plain_modules_back() -> None:
+def test_release_restores_plain_modules() -> None:
     model = Stack()
     engine = engine_of(model)
     model(inputs(0)).sum().backward()
@@ -183,7 +183,7 @@ def test_release_gives_plain_modules_back() -> None:
     assert torch.equal(copied(inputs(0)), model(inputs(0)))
 
 
-def test_a_layer_of_an_attached_model_is_not_copied(model: Any) -> None:
+def test_a_layer_of_an_attached_model_cannot_be_deep_copied(model: Any) -> None:
     with pytest.raises(MegaTrainError, match="cannot be deep-copied"):
         copy.deepcopy(model.layers[0])
 

@@ -1,4 +1,4 @@
-"""Compiled blocks on the CPU: few tests, since every compilation takes seconds here."""
+"""Compiled blocks on the CPU. There are few tests because each compilation takes seconds."""
 
 import copy
 import threading
@@ -43,7 +43,7 @@ def fresh():
 
 
 def test_layers_share_a_graph_and_policies_agree(said):
-    """Four layers, one compilation; and the graph that is stored is the one that is recomputed, bit for bit."""
+    """Four layers compile once, and all policies give bitwise equal losses and weights."""
     eager, _ = train(llama(), [16, 16])
     losses, weights = train(llama(), [16, 16], compile=True)
     assert Compiled.graphs() == 1
@@ -55,14 +55,14 @@ def test_layers_share_a_graph_and_policies_agree(said):
         assert all(torch.equal(a, b) for a, b in zip(other[1], weights, strict=True))
 
 
-def test_lengths_that_vary_are_compiled_a_bounded_number_of_times():
+def test_varying_lengths_compile_a_bounded_number_of_graphs():
     lengths = [16, 17, 23, 31, 12, 40, 9, 27, 35, 22]
     losses, _ = train(llama(), lengths, compile=True)
     assert Compiled.graphs() <= 3
     assert losses == pytest.approx(train(llama(), lengths)[0], rel=1e-4)
 
 
-def test_what_cannot_be_compiled_runs_eagerly_and_is_said(said, monkeypatch):
+def test_a_layer_that_cannot_be_compiled_runs_eagerly_with_a_notice(said, monkeypatch):
     def fail(*args, **kwargs):
         raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("no C compiler found"), None)
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_is_said(said, monkeypatch):
     assert sum("cannot be compiled here and run eagerly" in message for message in said.messages) == 1
 
 
-def test_too_many_shapes_are_an_error_not_a_silent_fall_back(monkeypatch):
+def test_too_many_shapes_raise_instead_of_falling_back(monkeypatch):
     def fail(*args, **kwargs):
         raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile limit")
 
@@ -82,11 +82,11 @@ def test_too_many_shapes_are_an_error_not_a_silent_fall_back(monkeypatch):
         train(llama(), [16], compile=True)
 
 
-# ---- what ran compiled is recomputed compiled
+# ---- a block that ran compiled is recomputed compiled
 
 
 class Dropping(torch.nn.Module):
-    """Half of it is dropped, and the masks of compiled code are not those of eager code."""
+    """Uses dropout. Compiled code draws other masks than eager code, so a mixed recompute gives wrong gradients."""
 
     def __init__(self, hard=False):
         super().__init__()
@@ -111,7 +111,7 @@ class Mixed(torch.nn.Module):
 
 
 def without_erfinv(graph, example_inputs):
-    """Inductor, on a machine that lacks one operation."""
+    """Inductor without a kernel for one operation."""
     if any(node.target is torch.erfinv for node in graph.graph.nodes):
         raise RuntimeError("no kernel for erfinv")
     return torch._inductor.compile(graph, example_inputs)
@@ -134,15 +134,15 @@ def mixed_gradients(policy, between=lambda model: None):
 
 
 def test_a_structure_that_cannot_be_compiled_leaves_the_others_compiled(no_erfinv, said):
-    """The graph that `store` keeps has the masks of the forward; a recompute in eager code would have others."""
-    kept = mixed_gradients("store")
+    """`store` keeps the forward's dropout masks. A recompute in eager code would draw other masks."""
+    stored = mixed_gradients("store")
     assert len([m for m in said.messages if "run eagerly" in m]) == 1
-    for ours, theirs in zip(mixed_gradients("recompute"), kept, strict=True):
+    for ours, theirs in zip(mixed_gradients("recompute"), stored, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_shape_that_fails_between_forward_and_backward(monkeypatch, said):
-    """The next forward of that structure runs eagerly; what ran compiled is still recomputed compiled."""
+def test_compilation_failing_between_forward_and_backward(monkeypatch, said):
+    """The next forward of the structure runs eagerly. Blocks that ran compiled are still recomputed compiled."""
     failing = []
     plain = torch.compile
 
@@ -162,13 +162,13 @@ def test_a_shape_that_fails_between_forward_and_backward(monkeypatch, said):
         failing.append(True)
         model(torch.randn(7, 16))
 
-    kept = mixed_gradients("recompute")
-    found = mixed_gradients("recompute", another_shape)
-    assert len([m for m in said.messages if "run eagerly" in m]) == 2, "one for each structure"
-    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    stored = mixed_gradients("recompute")
+    actual = mixed_gradients("recompute", another_shape)
+    assert len([m for m in said.messages if "run eagerly" in m]) == 2, "expected one notice per structure"
+    assert all(torch.equal(a, b) for a, b in zip(actual, stored, strict=True))
 
 
-def test_what_cannot_be_compiled_again_is_an_error(monkeypatch):
+def test_a_failed_recompilation_in_the_backward_raises(monkeypatch):
     calls = []
     plain = torch.compile
 
@@ -188,13 +188,13 @@ def test_what_cannot_be_compiled_again_is_an_error(monkeypatch):
         mixed_gradients("recompute")
 
 
-def test_a_second_thread_beside_compiled_training():
-    """Eager inference finds the weights of its own call while a compiled forward is traced or runs."""
+def test_eager_inference_in_another_thread_during_compiled_training():
+    """Eager inference uses the weights of its own call while a compiled forward is traced or running."""
     alone, weights = train(llama(), [16, 16], compile=True)
     model = llama()
     stop, errors = threading.Event(), []
 
-    def visit():
+    def evaluate():
         try:
             while not stop.is_set():
                 with torch.no_grad():
@@ -202,7 +202,7 @@ def test_a_second_thread_beside_compiled_training():
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=visit)
+    thread = threading.Thread(target=evaluate)
     plain = mt.Engine.optimizer
 
     def optimizer(*args, **options):
@@ -212,10 +212,10 @@ def test_a_second_thread_beside_compiled_training():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mt.Engine, "optimizer", optimizer)
         try:
-            losses, found = train(model, [16, 16], compile=True)
+            losses, actual = train(model, [16, 16], compile=True)
         finally:
             stop.set()
             thread.join()
     assert losses == alone
-    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, weights, strict=True))
     assert all(isinstance(error, mt.errors.EngineClosed) for error in errors)

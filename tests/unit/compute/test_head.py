@@ -1,4 +1,4 @@
-"""The chunked head: the loss and gradients of the model's own head, with one chunk of logits at a time."""
+"""The chunked head computes the model's loss and gradients with one chunk of logits in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megatrain.geometry import CHUNK_ELEMENTS, chunk_tokens
 LENGTH = 20
 TOKENS = 3 * LENGTH
 ROUNDING = 2e-6
-"""Relative, of a loss or the norm of a gradient: sums of 60 terms in another order."""
+"""Relative error of a loss or of a gradient's norm: 60 terms summed in a different order."""
 
-WHOLE = 0
-"""The setting that computes logits whole, through the model's own loss."""
+UNCHUNKED = 0
+"""The setting that computes all logits at once and uses the model's own loss."""
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -51,12 +51,12 @@ def batch(seed: int = 0, padded: bool = True, length: int = LENGTH) -> dict[str,
     return zoo.batch("llama", seed, padded=padded, length=length, rows=3)
 
 
-def lossy(family: str, chunk: int | None, *, precision: str = "fp32", given: Any = None, **options: Any) -> Any:
-    """Loss and gradients of one forward and backward; and how often the loss was chunked."""
+def loss_and_grads(family: str, chunk: int | None, *, precision: str = "fp32", data: Any = None, **options: Any) -> Any:
+    """Loss and gradients of one forward and backward."""
     model = build(family)
     with engine_of(model, head_chunk=chunk, precision=precision):
-        out = model(**(batch() if given is None else given), **options)
-        assert isinstance(out.logits, LazyLogits) == (chunk != WHOLE)
+        out = model(**(batch() if data is None else data), **options)
+        assert isinstance(out.logits, LazyLogits) == (chunk != UNCHUNKED)
         out.loss.backward()
         return out.loss.detach(), gradients(model)
 
@@ -75,7 +75,7 @@ def assert_close(left: Any, right: Any, tolerance: float = ROUNDING) -> None:
 
 @pytest.fixture
 def chunked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Chunks of every loss that was computed in chunks with gradients: their number, one entry per loss."""
+    """The number of chunks of each chunked loss computed with gradients, one entry per loss."""
     calls: list[int] = []
     loss = Head.chunked
 
@@ -88,31 +88,35 @@ def chunked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-# ---- the same numbers
+# ---- the same loss and gradients as without chunks
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 60, 1000, None])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite", "gptj", "gpt2", "smollm3"])
 def test_the_chunk_changes_the_loss_by_rounding_only(family: str, chunk: int | None, chunked: list[int]):
-    """Plain; softcap; logit scales (times and divided by); a bias; tied embeddings."""
-    # Tried, and failed here: recorded operations left out, the last chunk left out, weights' gradients of a chunk
-    # replacing those of the chunks before.
+    """Heads without extras, with a softcap, with logit scales (multiplied and divided), a bias, tied embeddings."""
+    # This fails if recorded operations are skipped, if the last chunk is skipped, or if a chunk's weight gradient
+    # replaces the sum so far.
     if family in ("gpt2", "smollm3", "granite") and chunk not in (7, None):
         pytest.skip("the same path as the others")
-    assert_close(lossy(family, chunk), lossy(family, WHOLE))
+    assert_close(loss_and_grads(family, chunk), loss_and_grads(family, UNCHUNKED))
     assert chunked == [-(-TOKENS // (chunk or chunk_tokens(zoo.VOCAB, False)))]
 
 
 @pytest.mark.parametrize("chunk", [7, 60])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_in_bf16(family: str, chunk: int):
-    """Gradients of chunks are summed in FP32; what differs is the rounding of each chunk's own products."""
-    assert_close(lossy(family, chunk, precision="bf16"), lossy(family, WHOLE, precision="bf16"), tolerance=1e-3)
+def test_bf16_gradients_agree_within_rounding(family: str, chunk: int):
+    """Gradients of chunks are summed in FP32. Only the rounding of each chunk's products differs."""
+    assert_close(
+        loss_and_grads(family, chunk, precision="bf16"),
+        loss_and_grads(family, UNCHUNKED, precision="bf16"),
+        tolerance=1e-3,
+    )
 
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 def test_the_chunk_is_the_only_thing_that_changes_bits(lanes: str):
-    expected = lossy("gemma2", 7)
+    expected = loss_and_grads("gemma2", 7)
     model = build("gemma2")
     with engine_of(model, head_chunk=7, slots=1, grad_slots=1, lanes=lanes, policy="store"):
         out = model(**batch())
@@ -129,96 +133,100 @@ def test_the_default_chunk_depends_on_the_vocabulary_alone():
 
 @pytest.mark.parametrize("items", [37, torch.tensor(37), torch.tensor(37.0), 1], ids=str)
 def test_num_items_in_batch(items: Any, chunked: list[int]):
-    assert_close(lossy("llama", 7, num_items_in_batch=items), lossy("llama", WHOLE, num_items_in_batch=items))
+    assert_close(
+        loss_and_grads("llama", 7, num_items_in_batch=items),
+        loss_and_grads("llama", UNCHUNKED, num_items_in_batch=items),
+    )
     assert chunked == [9]
-    assert not torch.allclose(lossy("llama", 7)[0], lossy("llama", 7, num_items_in_batch=items)[0])
+    assert not torch.allclose(loss_and_grads("llama", 7)[0], loss_and_grads("llama", 7, num_items_in_batch=items)[0])
 
 
 def test_ignore_index(chunked: list[int]):
-    given = batch(padded=False)
-    given["labels"] = given["labels"].masked_fill(given["labels"] % 3 == 0, 5)
-    expected = lossy("llama", WHOLE, given=given, ignore_index=5)
-    assert_close(lossy("llama", 7, given=given, ignore_index=5), expected)
-    assert not torch.allclose(lossy("llama", 7, given=given)[0], expected[0])
+    data = batch(padded=False)
+    data["labels"] = data["labels"].masked_fill(data["labels"] % 3 == 0, 5)
+    expected = loss_and_grads("llama", UNCHUNKED, data=data, ignore_index=5)
+    assert_close(loss_and_grads("llama", 7, data=data, ignore_index=5), expected)
+    assert not torch.allclose(loss_and_grads("llama", 7, data=data)[0], expected[0])
     assert chunked == [9, 9]
 
 
 @pytest.mark.parametrize("with_labels", [True, False])
 def test_shift_labels(with_labels: bool, chunked: list[int]):
-    """Labels already in place, as packed and sequence-parallel batches have them. `labels` is then not looked at."""
-    given = batch()
-    shifted = given["labels"].roll(-1, 1) if with_labels else given["labels"].flip(1)
-    expected = lossy("llama", WHOLE, given=given, shift_labels=shifted)
-    assert_close(lossy("llama", 7, given=given, shift_labels=shifted), expected)
+    """Labels that are already shifted, as in packed and sequence-parallel batches. `labels` is then ignored."""
+    data = batch()
+    shifted = data["labels"].roll(-1, 1) if with_labels else data["labels"].flip(1)
+    expected = loss_and_grads("llama", UNCHUNKED, data=data, shift_labels=shifted)
+    assert_close(loss_and_grads("llama", 7, data=data, shift_labels=shifted), expected)
     assert chunked == [9]
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_all_labels_ignored(chunk: int):
-    """0 / 0 in the model's own loss; the gradient is what the model's own loss gives, too."""
-    given = batch() | {"labels": torch.full((3, LENGTH), -100)}
-    loss, grads = lossy("llama", chunk, given=given)
-    expected, theirs = lossy("llama", WHOLE, given=given)
+    """The model's own loss is 0 / 0 here. Loss and gradients match it."""
+    data = batch() | {"labels": torch.full((3, LENGTH), -100)}
+    loss, grads = loss_and_grads("llama", chunk, data=data)
+    expected, theirs = loss_and_grads("llama", UNCHUNKED, data=data)
     assert loss.isnan()
     assert expected.isnan()
     assert {name: None if g is None else g.isnan().any().item() for name, g in grads.items()} == {
         name: None if g is None else g.isnan().any().item() for name, g in theirs.items()
     }
-    counted = lossy("llama", chunk, given=given, num_items_in_batch=5)
+    counted = loss_and_grads("llama", chunk, data=data, num_items_in_batch=5)
     assert counted[0] == 0
     assert all(g is None or g.abs().max() == 0 for g in counted[1].values())
 
 
 def test_one_chunk_without_labels():
-    """Only the last row has labels, so whole chunks have none."""
+    """Only the last row has labels, so some chunks have none."""
     labels = torch.full((3, LENGTH), -100)
     labels[2, 5:] = batch()["labels"][2, 5:]
-    given = batch(padded=False) | {"labels": labels}
-    assert_close(lossy("llama", 7, given=given), lossy("llama", WHOLE, given=given))
+    data = batch(padded=False) | {"labels": labels}
+    assert_close(loss_and_grads("llama", 7, data=data), loss_and_grads("llama", UNCHUNKED, data=data))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_one_token(rows: int):
-    """Nothing to predict: NaN, as stock."""
-    given = {"input_ids": torch.full((rows, 1), 5), "labels": torch.full((rows, 1), 5)}
-    assert lossy("llama", 7, given=given)[0].isnan()
-    assert lossy("llama", WHOLE, given=given)[0].isnan()
+    """There is nothing to predict, so the loss is NaN, as in transformers."""
+    data = {"input_ids": torch.full((rows, 1), 5), "labels": torch.full((rows, 1), 5)}
+    assert loss_and_grads("llama", 7, data=data)[0].isnan()
+    assert loss_and_grads("llama", UNCHUNKED, data=data)[0].isnan()
     assert_close(
-        lossy("llama", 7, given=given, num_items_in_batch=1), lossy("llama", WHOLE, given=given, num_items_in_batch=1)
+        loss_and_grads("llama", 7, data=data, num_items_in_batch=1),
+        loss_and_grads("llama", UNCHUNKED, data=data, num_items_in_batch=1),
     )
 
 
 def test_no_rows():
-    """An empty batch: whatever stock does with it."""
-    given = {"input_ids": torch.zeros(0, 4, dtype=torch.long), "labels": torch.zeros(0, 4, dtype=torch.long)}
+    """An empty batch behaves as in transformers."""
+    data = {"input_ids": torch.zeros(0, 4, dtype=torch.long), "labels": torch.zeros(0, 4, dtype=torch.long)}
     seen = []
-    for chunk in (7, WHOLE):
+    for chunk in (7, UNCHUNKED):
         try:
-            seen.append(str(lossy("llama", chunk, given=given)[0]))
+            seen.append(str(loss_and_grads("llama", chunk, data=data)[0]))
         except Exception as error:
             seen.append(type(error).__name__)
     assert seen[0] == seen[1]
 
 
-def test_labels_that_do_not_fit_are_refused_as_stock_does():
+def test_labels_of_the_wrong_length_are_refused_as_in_transformers():
     model = build("llama")
     with engine_of(model, head_chunk=7), pytest.raises(ValueError, match="batch_size"):
         model(**batch(padded=False), logits_to_keep=5)
 
 
-def test_kept_logits():
-    """A slice of the positions, labels to match."""
-    given = batch(padded=False)
-    kept = {"logits_to_keep": 6, "shift_labels": given["labels"][:, -6:].flip(1)}
-    assert_close(lossy("llama", 7, given=given, **kept), lossy("llama", WHOLE, given=given, **kept))
+def test_logits_to_keep():
+    """Logits of the last positions, with labels for those positions."""
+    data = batch(padded=False)
+    kept = {"logits_to_keep": 6, "shift_labels": data["labels"][:, -6:].flip(1)}
+    assert_close(loss_and_grads("llama", 7, data=data, **kept), loss_and_grads("llama", UNCHUNKED, data=data, **kept))
 
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("chunk", [7, 60])
 def test_autocast(chunk: int, inside: bool):
-    """Backward inside or outside the autocast that the forward ran under."""
+    """The forward runs under autocast; the backward runs inside or outside that context."""
     seen = []
-    for setting in (chunk, WHOLE):
+    for setting in (chunk, UNCHUNKED):
         model = build("gemma2")
         with engine_of(model, head_chunk=setting):
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -233,9 +241,9 @@ def test_autocast(chunk: int, inside: bool):
 
 
 @pytest.mark.parametrize("scale", [3.0, 1 / 128, torch.tensor(0.25)], ids=str)
-def test_a_loss_that_is_scaled(scale: Any):
+def test_a_scaled_loss(scale: Any):
     seen = []
-    for chunk in (7, WHOLE):
+    for chunk in (7, UNCHUNKED):
         model = build("llama")
         with engine_of(model, head_chunk=chunk):
             loss = model(**batch()).loss
@@ -259,7 +267,7 @@ def test_retain_graph():
 @pytest.mark.parametrize("frozen", ["head", "all but head", "embedding", "layers"])
 def test_frozen(frozen: str, chunked: list[int]):
     seen = []
-    for chunk in (7, WHOLE):
+    for chunk in (7, UNCHUNKED):
         model = build("llama")
         for name, parameter in model.named_parameters():
             part = "head" if "lm_head" in name else "embedding" if "embed" in name else "layers"
@@ -274,7 +282,7 @@ def test_frozen(frozen: str, chunked: list[int]):
     assert chunked == [9]
 
 
-def test_everything_frozen_computes_logits_whole(chunked: list[int]):
+def test_a_frozen_model_computes_all_logits_at_once(chunked: list[int]):
     model = build("llama").requires_grad_(False)
     with engine_of(model, head_chunk=7):
         out = model(**batch())
@@ -284,9 +292,9 @@ def test_everything_frozen_computes_logits_whole(chunked: list[int]):
 
 
 def test_an_input_that_needs_a_gradient():
-    """Soft prompts: the gradient of `inputs_embeds` through a frozen model."""
+    """The gradient of `inputs_embeds` through a frozen model, as soft prompts need it."""
     seen = []
-    for chunk in (7, WHOLE):
+    for chunk in (7, UNCHUNKED):
         model = build("llama").requires_grad_(False)
         with engine_of(model, head_chunk=chunk):
             torch.manual_seed(1)
@@ -297,100 +305,101 @@ def test_an_input_that_needs_a_gradient():
     assert_close(*seen)
 
 
-# ---- what a user does with logits
+# ---- uses of logits
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def own(model: Any, given: Any) -> torch.Tensor:
-    return loss_of(model(input_ids=given["input_ids"]).logits, given["labels"])
+def user_loss(model: Any, data: Any) -> torch.Tensor:
+    return loss_of(model(input_ids=data["input_ids"]).logits, data["labels"])
 
 
-def both(model: Any, given: Any) -> torch.Tensor:
-    out = model(**given)
+def loss_and_logits(model: Any, data: Any) -> torch.Tensor:
+    out = model(**data)
     return out.loss + 0.1 * out.logits.float().logsumexp(-1).square().mean()
 
 
-def logits_first(model: Any, given: Any) -> torch.Tensor:
-    out = model(**given)
+def logits_and_loss(model: Any, data: Any) -> torch.Tensor:
+    out = model(**data)
     return 0.1 * out.logits.float().logsumexp(-1).square().mean() + out.loss
 
 
-def sliced(model: Any, given: Any) -> torch.Tensor:
-    return model(**given).logits[:, -3:, ::2].square().mean()
+def sliced(model: Any, data: Any) -> torch.Tensor:
+    return model(**data).logits[:, -3:, ::2].square().mean()
 
 
-def with_temperature(model: Any, given: Any) -> torch.Tensor:
-    """As preference and policy losses do it."""
-    logits = model(input_ids=given["input_ids"]).logits
+def with_temperature(model: Any, data: Any) -> torch.Tensor:
+    """Scales logits as preference and policy losses do."""
+    logits = model(input_ids=data["input_ids"]).logits
     logits = logits / 0.7
-    return -logits.log_softmax(-1).gather(-1, given["input_ids"].unsqueeze(-1)).mean()
+    return -logits.log_softmax(-1).gather(-1, data["input_ids"].unsqueeze(-1)).mean()
 
 
-def divided_in_place(model: Any, given: Any) -> torch.Tensor:
-    out = model(input_ids=given["input_ids"])
+def divided_in_place(model: Any, data: Any) -> torch.Tensor:
+    out = model(input_ids=data["input_ids"])
     logits = out.logits
     logits /= 0.7
-    return loss_of(out.logits, given["labels"])
+    return loss_of(out.logits, data["labels"])
 
 
-def divided_by_method_in_place(model: Any, given: Any) -> torch.Tensor:
-    out = model(input_ids=given["input_ids"])
+def divided_by_method_in_place(model: Any, data: Any) -> torch.Tensor:
+    out = model(input_ids=data["input_ids"])
     out.logits.div_(0.7)
-    return loss_of(out.logits, given["labels"])
+    return loss_of(out.logits, data["labels"])
 
 
-def masked(model: Any, given: Any) -> torch.Tensor:
-    """A mask that differs by position is no constant of every chunk."""
-    logits = model(input_ids=given["input_ids"]).logits
+def masked(model: Any, data: Any) -> torch.Tensor:
+    """A mask that differs by position cannot be applied as one constant to every chunk."""
+    logits = model(input_ids=data["input_ids"]).logits
     mask = torch.arange(LENGTH).view(1, -1, 1) % 2
-    return loss_of(logits + 3.0 * mask, given["labels"])
+    return loss_of(logits + 3.0 * mask, data["labels"])
 
 
-def biased(model: Any, given: Any) -> torch.Tensor:
-    """A value per token of the vocabulary is one."""
-    logits = model(input_ids=given["input_ids"]).logits
-    return model.loss_function(logits + torch.linspace(-1, 1, zoo.VOCAB), given["labels"], zoo.VOCAB)
+def biased(model: Any, data: Any) -> torch.Tensor:
+    """One value per vocabulary entry can be applied as a constant to every chunk."""
+    logits = model(input_ids=data["input_ids"]).logits
+    return model.loss_function(logits + torch.linspace(-1, 1, zoo.VOCAB), data["labels"], zoo.VOCAB)
 
 
-def a_row_as_long_as_the_vocabulary(model: Any, given: Any) -> torch.Tensor:
-    """One value per position, and as many positions as the vocabulary has tokens: not to be taken for the above."""
-    tokens = given["input_ids"].flatten().repeat(2)[: zoo.VOCAB].view(1, -1)
+def a_row_as_long_as_the_vocabulary(model: Any, data: Any) -> torch.Tensor:
+    """One value per position, with as many positions as vocabulary entries: must not be mistaken for `biased`."""
+    tokens = data["input_ids"].flatten().repeat(2)[: zoo.VOCAB].view(1, -1)
     logits = model(input_ids=tokens).logits
     return loss_of(logits + torch.linspace(-1, 1, zoo.VOCAB).view(1, -1, 1), tokens)
 
 
-def with_a_learned_scale(model: Any, given: Any) -> torch.Tensor:
-    """A factor that itself needs a gradient."""
+def with_a_learned_scale(model: Any, data: Any) -> torch.Tensor:
+    """A factor that needs a gradient."""
     scale = model.model.norm.weight.mean()
-    return loss_of(model(input_ids=given["input_ids"]).logits * scale, given["labels"])
+    return loss_of(model(input_ids=data["input_ids"]).logits * scale, data["labels"])
 
 
-def argmax_on_the_way(model: Any, given: Any) -> torch.Tensor:
-    out = model(**given)
+def with_accuracy(model: Any, data: Any) -> torch.Tensor:
+    out = model(**data)
     with torch.no_grad():
-        right = (out.logits.argmax(-1) == given["labels"]).float().mean()
+        right = (out.logits.argmax(-1) == data["labels"]).float().mean()
     return out.loss * (1 + right)
 
 
-def through_the_loss_function_twice(model: Any, given: Any) -> torch.Tensor:
-    logits = model(input_ids=given["input_ids"]).logits
-    first = model.loss_function(logits, given["labels"], zoo.VOCAB)
-    return first + model.loss_function(logits, given["labels"].flip(0), zoo.VOCAB, num_items_in_batch=11)
+def through_the_loss_function_twice(model: Any, data: Any) -> torch.Tensor:
+    logits = model(input_ids=data["input_ids"]).logits
+    first = model.loss_function(logits, data["labels"], zoo.VOCAB)
+    return first + model.loss_function(logits, data["labels"].flip(0), zoo.VOCAB, num_items_in_batch=11)
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        own, both, logits_first, sliced, with_temperature, divided_in_place, divided_by_method_in_place, masked, biased,
-        a_row_as_long_as_the_vocabulary, with_a_learned_scale, argmax_on_the_way, through_the_loss_function_twice,
+        user_loss, loss_and_logits, logits_and_loss, sliced, with_temperature, divided_in_place,
+        divided_by_method_in_place, masked, biased, a_row_as_long_as_the_vocabulary, with_a_learned_scale,
+        with_accuracy, through_the_loss_function_twice,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_uses_of_logits(family: str, use: Any):
-    """Against plain transformers."""
+    """Each use gives the loss and gradients of transformers."""
     plain = build(family)
     model = copy.deepcopy(plain)
     expected = use(plain, batch(padded=False))
@@ -412,7 +421,7 @@ def test_logits_are_those_of_the_model():
         )  # fmt: skip
         assert logits.requires_grad
         assert len(logits) == 3
-        assert "LazyLogits" in repr(logits), "printing a model's output must not compute anything"
+        assert "LazyLogits" in repr(logits), "printing an output must not compute the logits"
         torch.testing.assert_close(logits + 0, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(logits.detach().numpy(), expected.detach().numpy(), rtol=1e-6, atol=1e-6)
         assert logits[0, 0, 0].item() == pytest.approx(expected[0, 0, 0].item(), rel=1e-5)
@@ -435,8 +444,8 @@ def test_evaluation_has_plain_logits(chunked: list[int]):
     assert chunked == []
 
 
-def test_logits_read_after_a_step_are_not_those_of_the_new_weights():
-    """They were not computed when they should have been: an error, never other numbers."""
+def test_logits_read_after_a_step_raise_or_use_the_old_weights():
+    """Logits read late are those of the weights of their forward, or an error."""
     model = build("llama")
     with engine_of(model, head_chunk=7) as engine:
         optimizer = engine.optimizer(lr=0.1)
@@ -469,8 +478,8 @@ def test_outputs_can_be_pickled_and_copied(computed: bool):
         assert torch.equal(detached, expected)
 
 
-def test_deepcopy_is_what_it_is_for_any_logits():
-    """torch refuses to copy a tensor that has a graph."""
+def test_deepcopy_behaves_as_for_plain_logits():
+    """PyTorch refuses to deep-copy a tensor that has a graph."""
     plain = build("llama")
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(plain(**batch()))
@@ -492,13 +501,13 @@ def test_saved_with_torch(tmp_path: Path):
         torch.testing.assert_close(again.detach(), (out.logits + 0).detach(), rtol=0, atol=0)
 
 
-# ---- evaluation for the loss alone
+# ---- loss-only evaluation
 
 
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gptj"])
 def test_a_loss_without_logits(family: str, inference: Any):
-    """The bits of the loss in training, and no more than a chunk of logits; also before any training."""
+    """The loss has the bits of the training loss and computes one chunk of logits at a time, also before training."""
     model = build(family).eval()
     with engine_of(model, head_chunk=7) as engine:
         with inference(), engine.loss_only():
@@ -510,12 +519,12 @@ def test_a_loss_without_logits(family: str, inference: Any):
         assert torch.equal(out.loss, model(**batch(1)).loss.detach())
         with torch.no_grad():
             expected = model(**batch(1))
-        assert type(expected.logits) is torch.Tensor, "said outside, it is over"
+        assert type(expected.logits) is torch.Tensor, "loss_only must end with its block"
         torch.testing.assert_close(out.loss, expected.loss, rtol=ROUNDING, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_logits_that_are_looked_at_all_the_same(precision: str):
+def test_logits_read_after_a_loss_only_forward(precision: str):
     model = build("gemma2").eval()
     with engine_of(model, head_chunk=7, precision=precision) as engine:
         with torch.no_grad():
@@ -541,7 +550,7 @@ def test_a_loss_of_logits_without_a_graph_has_none():
         assert not loss.requires_grad
 
 
-def test_it_can_be_said_twice():
+def test_loss_only_can_be_nested():
     model = build("llama").eval()
     with engine_of(model, head_chunk=7) as engine, torch.no_grad(), engine.loss_only():
         with engine.loss_only():
@@ -549,7 +558,7 @@ def test_it_can_be_said_twice():
         assert isinstance(model(**batch()).logits, LazyLogits)
 
 
-def test_a_failing_forward_ends_it():
+def test_an_error_ends_loss_only():
     model = build("llama").eval()
     with engine_of(model, head_chunk=7) as engine:
         with pytest.raises(ValueError, match="inside"), engine.loss_only():
@@ -558,7 +567,7 @@ def test_a_failing_forward_ends_it():
             assert type(model(**batch()).logits) is torch.Tensor
 
 
-def test_training_inside_is_training():
+def test_gradients_are_computed_inside_loss_only():
     model = build("llama")
     with engine_of(model, head_chunk=7) as engine, engine.loss_only():
         model(**batch()).loss.backward()
@@ -567,9 +576,9 @@ def test_training_inside_is_training():
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("metrics", [False, True])
-def test_a_trainers_evaluation(tmp_path: Path, metrics: bool, bf16: bool):
-    """Stock's loss and stock's metrics; logits exist whole only where metrics look at them."""
-    found, rows = [], []
+def test_evaluation_of_a_trainer(tmp_path: Path, metrics: bool, bf16: bool):
+    """Loss and metrics are those of transformers. All logits exist at once only if metrics need them."""
+    metrics_of, rows = [], []
     for kind in (mt.Trainer, transformers.Trainer):
         mt.init(head_chunk=5)
         trainer = kind(
@@ -579,20 +588,20 @@ def test_a_trainers_evaluation(tmp_path: Path, metrics: bool, bf16: bool):
         )  # fmt: skip
         trainer.evaluate()  # the check of the first batch
         with LargestLogits(trainer.model.config.vocab_size, trainer.model.config.hidden_size) as seen:
-            found.append(trainer.evaluate())
+            metrics_of.append(trainer.evaluate())
         rows.append(seen.rows)
     tolerance = 1e-2 if bf16 else ROUNDING
     for name in ("eval_loss", *(["eval_sum"] if metrics else [])):
-        assert found[0][name] == pytest.approx(found[1][name], rel=tolerance, abs=tolerance)
+        assert metrics_of[0][name] == pytest.approx(metrics_of[1][name], rel=tolerance, abs=tolerance)
     assert rows[0] == rows[1] if metrics else rows[0] == 5 < rows[1]
 
 
-# ---- through Trainer
+# ---- with a Trainer
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_label_smoothing_through_a_trainer(tmp_path: Path, smoothing: float, chunked: list[int]):
-    """The smoother wants logits: they are computed whole then, and the run is stock's."""
+    """Label smoothing reads logits, so they are computed at once, and the run is that of transformers."""
     runs = []
     for kind in (mt.Trainer, transformers.Trainer):
         mt.init(head_chunk=5)
@@ -609,7 +618,7 @@ def test_label_smoothing_through_a_trainer(tmp_path: Path, smoothing: float, chu
 
 
 class LargestLogits(TorchDispatchMode):
-    """The most rows of any tensor with one column per token of the vocabulary, whatever operation made it."""
+    """The largest number of rows of any tensor with one column per vocabulary entry, from any operation."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
@@ -629,20 +638,20 @@ class LargestLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "gptj"])
 def test_no_more_than_a_chunk_of_logits_exists(family: str):
-    """In forward and backward, gradients of logits included. 60 tokens; the chunk is 7."""
+    """In forward and backward, including gradients of logits. The batch has 60 tokens and a chunk has 7."""
     rows = {}
-    for chunk in (7, WHOLE):
+    for chunk in (7, UNCHUNKED):
         model = build(family)
         with engine_of(model, head_chunk=chunk):
-            model(**batch()).loss.backward()  # the check of the first batch looks at up to 64 tokens of one row
+            model(**batch()).loss.backward()  # the check of the first batch reads at up to 64 tokens of one row
             with LargestLogits(zoo.VOCAB, zoo.HIDDEN) as seen:
                 model(**batch(1)).loss.backward()
             rows[chunk] = seen.rows
-    assert rows == {7: 7, WHOLE: TOKENS}
+    assert rows == {7: 7, UNCHUNKED: TOKENS}
 
 
-def test_the_heads_module_never_sees_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch):
-    """Rows per call, and that every row is seen once."""
+def test_the_head_is_called_with_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """The calls together cover each row once."""
     rows: list[int] = []
     linear = F.linear
 
@@ -659,8 +668,8 @@ def test_the_heads_module_never_sees_more_than_a_chunk(monkeypatch: pytest.Monke
     assert rows == [7] * 8 + [4]
 
 
-def test_a_window_holds_one_chunk():
-    """Micro-batches do not wait for each other at the head."""
+def test_a_window_computes_one_chunk_per_micro_batch():
+    """Micro-batches of a window pass the head one after the other, each in chunks."""
     model = build("llama")
     with engine_of(model, head_chunk=7) as engine:
         model(**batch()).loss.backward()
@@ -675,36 +684,36 @@ def test_a_window_holds_one_chunk():
         assert alive == [7, 7, 7]
 
 
-# ---- the check, and models that are left alone
+# ---- the check of the first batch, and models whose head is not chunked
 
 
-def test_a_mismatch_is_said_and_the_models_own_loss_is_used(monkeypatch: pytest.MonkeyPatch, said: Any):
-    expected = lossy("llama", WHOLE)
+def test_a_mismatch_is_announced_and_the_models_own_loss_is_used(monkeypatch: pytest.MonkeyPatch, said: Any):
+    expected = loss_and_grads("llama", UNCHUNKED)
     loss = Head.chunked
     monkeypatch.setattr(Head, "chunked", lambda self, *args: loss(self, *args) * 1.01)
-    got = lossy("llama", 7)
+    got = loss_and_grads("llama", 7)
     assert differences(list(got), list(expected)) == []
     assert sum("differs from the model's own loss" in line for line in said.messages) == 1
 
 
 def test_the_check_waits_for_labels(monkeypatch: pytest.MonkeyPatch, said: Any):
-    """A prompt without labels says nothing: NaN is NaN. The first batch that has labels does."""
+    """A row without labels cannot be compared, because both losses are NaN. The first batch with labels is compared."""
     loss = Head.chunked
     monkeypatch.setattr(Head, "chunked", lambda self, *args: loss(self, *args) * 1.01)
     model = build("llama")
     with engine_of(model, head_chunk=7):
-        silent = batch(padded=False)
-        silent["labels"][0] = -100
-        model(**silent)
-        given = batch(padded=False)
-        got = model(**given).loss
+        unlabelled = batch(padded=False)
+        unlabelled["labels"][0] = -100
+        model(**unlabelled)
+        data = batch(padded=False)
+        got = model(**data).loss
         assert sum("differs from the model's own loss" in line for line in said.messages) == 1
     plain = build("llama")
-    torch.testing.assert_close(got.detach(), plain(**given).loss.detach(), rtol=ROUNDING, atol=0)
+    torch.testing.assert_close(got.detach(), plain(**data).loss.detach(), rtol=ROUNDING, atol=0)
 
 
 def test_a_match_is_silent(said: Any):
-    lossy("gemma2", 7)
+    loss_and_grads("gemma2", 7)
     assert not [line for line in said.messages if "chunk" in line]
 
 
@@ -721,12 +730,12 @@ def test_the_check_runs_once(monkeypatch: pytest.MonkeyPatch):
     assert checks == [1]
 
 
-def test_a_custom_loss_function_is_left_alone(chunked: list[int]):
-    def mine(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+def test_a_custom_loss_function_is_not_chunked(chunked: list[int]):
+    def custom_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
         return loss_of(logits, labels) * 2 + logits.square().mean()
 
     plain = build("llama")
-    plain.loss_function = mine
+    plain.loss_function = custom_loss
     model = copy.deepcopy(plain)
     expected = plain(**batch(padded=False)).loss
     expected.backward()
@@ -749,7 +758,7 @@ def test_a_loss_function_set_after_attaching_is_used():
         assert gradients(model)["lm_head.weight"].abs().max() > 0
 
 
-def test_releasing_gives_the_models_own_loss_back():
+def test_release_restores_the_models_own_loss():
     model = build("llama")
     own_loss = model.loss_function
     engine = engine_of(model, head_chunk=7)
@@ -760,7 +769,7 @@ def test_releasing_gives_the_models_own_loss_back():
 
 
 class TwoHeads(LlamaForCausalLM):
-    """A second head of its own on the hidden state, with its own loss."""
+    """A second head on the hidden state, with a loss of its own."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -776,7 +785,7 @@ class TwoHeads(LlamaForCausalLM):
 
 
 class Mtp(TwoHeads):
-    """Several tokens ahead: one head, called on hidden states of different depth; every call has a loss."""
+    """Multi-token prediction: one head is called on hidden states of two depths, each with a loss."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
         kwargs.pop("use_cache", None)
@@ -803,13 +812,13 @@ def test_more_than_one_head(kind: Any, tied: bool, windowed: bool):
     torch.manual_seed(0)
     plain = kind(AutoConfig.for_model("llama", **zoo.ZOO["llama"].config, tie_word_embeddings=tied)).train()
     model = copy.deepcopy(plain)
-    given = {name: batch(padded=False)[name] for name in ("input_ids", "labels")}
-    expected = plain(**given)
+    data = {name: batch(padded=False)[name] for name in ("input_ids", "labels")}
+    expected = plain(**data)
     expected.backward()
     with engine_of(model, head_chunk=7) as engine:
 
         def task() -> torch.Tensor:
-            loss = model(**given)
+            loss = model(**data)
             loss.backward()
             return loss.detach()
 

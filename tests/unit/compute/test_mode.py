@@ -1,4 +1,4 @@
-"""A recompute runs in the mode of its forward, or not at all."""
+"""A recompute runs in the training mode of its forward, or raises."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_switching_the_mode_before_the_backward_is_refused(policy: str, training
             loss.backward()
 
 
-def test_a_stored_graph_is_that_of_the_forward() -> None:
-    found = []
+def test_a_stored_graph_ignores_a_later_switch_of_the_mode() -> None:
+    results = []
     for switched in (False, True):
         model = small.gpt2().train()
         with engine_of(model, policy="store"):
@@ -30,5 +30,5 @@ def test_a_stored_graph_is_that_of_the_forward() -> None:
             loss = model(**small.batch()).loss
             model.train(not switched)
             loss.backward()
-            found.append(gradients(model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+            results.append(gradients(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

@@ -1,4 +1,4 @@
-"""One node per block: whatever a block takes, returns, writes or raises, the model sees what it would see anyway."""
+"""Each block is one autograd node. Its inputs, outputs, side effects and errors are those of plain PyTorch."""
 
 import copy
 
@@ -15,7 +15,7 @@ TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class Model(nn.Module):
-    """Three layers of a class, and a way to run through them."""
+    """Three layers of one class and the function that calls them."""
 
     def __init__(self, layer, walk, depth=3):
         super().__init__()
@@ -28,17 +28,17 @@ class Model(nn.Module):
 
 
 def compare(layer, walk, *, x=None, settings=None, steps=2):
-    """Loss, gradients of weights and of the input, and buffers, beside a plain twin, twice in a row."""
+    """Compare outputs, gradients of weights and input, and buffers with a plain copy of the model, for some steps."""
     plain = Model(layer, walk)
     model = copy.deepcopy(plain)
     with engine_of(model, **(settings or {})):
         for step in range(steps):
             seen = []
             for each in (plain, model):
-                given = (inputs(step) if x is None else x.clone()).requires_grad_()
-                out = each(given)
+                x_in = (inputs(step) if x is None else x.clone()).requires_grad_()
+                out = each(x_in)
                 out.square().sum().backward()
-                seen.append((out.detach(), given.grad))
+                seen.append((out.detach(), x_in.grad))
             torch.testing.assert_close(seen[1][0], seen[0][0], **TOLERANCE)
             torch.testing.assert_close(seen[1][1], seen[0][1], **TOLERANCE)
             compare_gradients(model, plain)
@@ -55,16 +55,16 @@ def compare_gradients(model, plain):
             torch.testing.assert_close(ours[name], expected, **TOLERANCE)
 
 
-def through(layers, x):
+def call_in_order(layers, x):
     for layer in layers:
         x = layer(x)
     return x
 
 
-# ---- what a block returns
+# ---- outputs of a block
 
 
-def test_changed_in_place_by_the_model():
+def test_outputs_changed_in_place_by_the_model():
     def walk(layers, x):
         for layer in layers:
             x = layer(x)
@@ -75,7 +75,7 @@ def test_changed_in_place_by_the_model():
     compare(Layer, walk)
 
 
-def test_changed_in_place_through_a_view():
+def test_outputs_changed_in_place_through_a_view():
     def walk(layers, x):
         for layer in layers:
             x = layer(x)
@@ -91,29 +91,29 @@ class Identity(Layer):
 
 
 def test_returns_its_input():
-    plain = compare(Identity, through)
+    plain = compare(Identity, call_in_order)
     assert all(p.grad is None for p in plain.parameters())
 
 
-class Sometimes(Layer):
-    """Returns its input, and something made of it."""
+class InputAndOutput(Layer):
+    """Returns its input and an output computed from it."""
 
     def forward(self, x):
         return x, super().forward(x)
 
 
-def test_returns_its_input_beside_another():
+def test_returns_its_input_and_another_tensor():
     def walk(layers, x):
         for layer in layers:
             same, other = layer(x)
             x = same + 0.5 * other
         return x
 
-    compare(Sometimes, walk)
+    compare(InputAndOutput, walk)
 
 
-class Weighty(Layer):
-    """Returns weights, whole and in part: views of a slot that is refilled soon."""
+class ReturnsWeights(Layer):
+    """Returns a weight and a slice of a weight: views of a slot that is soon refilled."""
 
     def forward(self, x):
         return super().forward(x), self.scale, self.shift[2:5]
@@ -128,7 +128,7 @@ def test_returns_views_of_its_weights(slots):
             kept.append((scale, part))
         return x * sum(scale for scale, _ in kept) + torch.cat([part for _, part in kept])[:WIDTH]
 
-    compare(Weighty, walk, settings={"slots": slots})
+    compare(ReturnsWeights, walk, settings={"slots": slots})
 
 
 def test_views_of_weights_under_no_grad():
@@ -139,14 +139,14 @@ def test_views_of_weights_under_no_grad():
             kept += [scale, part]
         return torch.cat([x.flatten(), *kept])
 
-    plain = Model(Weighty, walk)
+    plain = Model(ReturnsWeights, walk)
     model = copy.deepcopy(plain)
     with engine_of(model, slots=1), torch.no_grad():
         assert torch.equal(model(inputs(0)), plain(inputs(0)))
 
 
-class Counting(Layer):
-    """Integers, truth values, None, strings, nested structures: only floats have gradients."""
+class MixedOutputs(Layer):
+    """Returns integers, booleans, None, strings and nested structures. Only floats have gradients."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -172,7 +172,7 @@ def test_structures_integers_and_none():
             x = out["y"][0].gather(1, out["order"]) + out["note"][2]["twice"] * out["positive"]
         return x
 
-    compare(Counting, walk)
+    compare(MixedOutputs, walk)
 
 
 class Twice(Layer):
@@ -191,7 +191,7 @@ def test_returns_one_tensor_twice():
     compare(Twice, walk)
 
 
-def test_an_output_that_nobody_uses():
+def test_an_unused_output():
     def walk(layers, x):
         for layer in layers:
             x, _ = layer(x)
@@ -200,7 +200,7 @@ def test_an_output_that_nobody_uses():
     compare(Twice, walk)
 
 
-# ---- what a block takes
+# ---- inputs of a block
 
 
 class Several(Layer):
@@ -244,7 +244,7 @@ def test_inputs_without_gradient():
 
 
 class Sharing(Layer):
-    """Leaves, changes and reads entries of dicts and lists that go from layer to layer."""
+    """Adds, changes and reads entries of dicts and lists that are passed from layer to layer."""
 
     def forward(self, x, shared, history):
         y = super().forward(x)
@@ -268,7 +268,7 @@ def test_entries_of_dicts_and_lists():
     compare(Sharing, walk)
 
 
-# ---- what a block writes
+# ---- buffers that a block writes
 
 
 class Normed(Layer):
@@ -281,12 +281,12 @@ class Normed(Layer):
 
 
 def test_running_statistics_advance_once_per_forward():
-    plain = compare(Normed, through, x=inputs(0, rows=6))
+    plain = compare(Normed, call_in_order, x=inputs(0, rows=6))
     assert plain.layers[0].norm.num_batches_tracked == 2
 
 
 class Counter(Layer):
-    """Its result depends on the buffer that it changes, in place or by a new tensor."""
+    """Its output depends on a buffer that it changes in place or replaces."""
 
     replace = False
 
@@ -310,7 +310,7 @@ class Replacing(Counter):
 @pytest.mark.parametrize("layer", [Counter, Replacing])
 def test_a_buffer_is_replayed_as_the_forward_saw_it(layer):
     def walk(layers, x):
-        return through(layers, x) + through(layers, 2 * x)
+        return call_in_order(layers, x) + call_in_order(layers, 2 * x)
 
     plain = compare(layer, walk)
     assert plain.layers[0].count == 0.5**4
@@ -343,16 +343,16 @@ def test_autograd_grad_of_the_input():
     plain = Stack()
     model = copy.deepcopy(plain)
     with engine_of(model):
-        found = []
+        slopes = []
         for each in (plain, model):
             x = inputs(0).requires_grad_()
-            found += torch.autograd.grad(each(x).square().sum(), [x])
-        torch.testing.assert_close(found[1], found[0], **TOLERANCE)
+            slopes += torch.autograd.grad(each(x).square().sum(), [x])
+        torch.testing.assert_close(slopes[1], slopes[0], **TOLERANCE)
 
 
 @pytest.mark.parametrize("change", ["step", "write"])
 def test_weights_changed_between_forward_and_backward_are_refused(change):
-    """As in PyTorch: the gradient would be of another function. And the engine goes on."""
+    """The gradient would be that of other weights, so it is refused as in PyTorch. The engine stays usable."""
     plain = Stack()
     model = copy.deepcopy(plain)
     with engine_of(model) as engine:
@@ -398,23 +398,23 @@ def test_gradient_hooks_on_parameters():
         torch.testing.assert_close(seen[1], seen[0], **TOLERANCE)
 
 
-# ---- what a block raises
+# ---- errors in a block
 
 
-class Trouble(Layer):
-    """Raises when told to, in the forward or in the recompute."""
+class Raising(Layer):
+    """Calls `trap`, which may raise, in the forward and in the recompute."""
 
     trap = None
 
     def forward(self, x):
         y = F.dropout(super().forward(x), 0.3, self.training)
-        if Trouble.trap is not None:
-            Trouble.trap(self)
+        if Raising.trap is not None:
+            Raising.trap(self)
         return y
 
 
 def clean_run(lanes="sync"):
-    model = Stack(layer=Trouble)
+    model = Stack(layer=Raising)
     with engine_of(model, lanes=lanes) as engine:
         optimizer = engine.optimizer(lr=0.1)
         losses = train(model, optimizer)
@@ -438,9 +438,9 @@ def train(model, optimizer):
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_an_exception_leaves_a_usable_engine(layer, phase, error, lanes, monkeypatch):
-    """After `zero_grad` the run is the one that never met it, bit for bit."""
+    """After `zero_grad` the run is bitwise equal to one without the exception."""
     expected = clean_run()
-    model = Stack(layer=Trouble)
+    model = Stack(layer=Raising)
     made = ThreadLanes(seed=1, max_delay=3e-4) if lanes == "delayed" else lanes
     with engine_of(model, lanes=made, slots=2) as engine:
         optimizer = engine.optimizer(lr=0.1)
@@ -451,13 +451,13 @@ def test_an_exception_leaves_a_usable_engine(layer, phase, error, lanes, monkeyp
 
         def attempt():
             if phase == "evaluation":
-                monkeypatch.setattr(Trouble, "trap", staticmethod(trap))
+                monkeypatch.setattr(Raising, "trap", staticmethod(trap))
                 with torch.no_grad():
                     model(inputs(50))
             if phase == "forward":
-                monkeypatch.setattr(Trouble, "trap", staticmethod(trap))
+                monkeypatch.setattr(Raising, "trap", staticmethod(trap))
             loss = model(inputs(50)).sum()
-            monkeypatch.setattr(Trouble, "trap", staticmethod(trap))
+            monkeypatch.setattr(Raising, "trap", staticmethod(trap))
             before.append(torch.get_rng_state())
             loss.backward()
 
@@ -465,8 +465,8 @@ def test_an_exception_leaves_a_usable_engine(layer, phase, error, lanes, monkeyp
         with pytest.raises(error, match="in a layer"):
             attempt()
         if phase == "backward":
-            assert torch.equal(torch.get_rng_state(), before[0]), "a replay must put the generator back"
-        monkeypatch.setattr(Trouble, "trap", None)
+            assert torch.equal(torch.get_rng_state(), before[0]), "a failed recompute must restore the generator"
+        monkeypatch.setattr(Raising, "trap", None)
         optimizer.zero_grad()
         losses = train(model, optimizer)
         assert differences((losses, roles(engine)), expected) == []
@@ -474,9 +474,9 @@ def test_an_exception_leaves_a_usable_engine(layer, phase, error, lanes, monkeyp
         assert not any(pins)
 
 
-def test_an_exception_in_a_loss_between():
+def test_an_exception_in_a_backward_hook():
     expected = clean_run()
-    model = Stack(layer=Trouble)
+    model = Stack(layer=Raising)
     with engine_of(model) as engine:
         optimizer = engine.optimizer(lr=0.1)
         out = model(inputs(3))

@@ -1,4 +1,4 @@
-"""How compiled layers are split: gradients are right, dropout included, and a recompute leaves out the last product."""
+"""Partitions of compiled layers: gradients are right, with dropout too, and a recompute skips the last product."""
 
 import logging
 
@@ -10,8 +10,8 @@ from megatrain.compute.partition import backend
 
 
 @pytest.fixture(autouse=True)
-def _traced_again(caplog):
-    """Partitioning is skipped for graphs in PyTorch's cache on disk."""
+def _disable_caches(caplog):
+    """Graphs in PyTorch's disk cache are not partitioned again."""
     torch._dynamo.reset()
     caplog.set_level(logging.DEBUG, "megatrain.compute.partition")
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -38,7 +38,7 @@ def ends_in_a_norm(x, w):
     return normed(mlp(x, w), w["norm"])
 
 
-def drops_its_result(x, w):
+def ends_in_dropout(x, w):
     return functional.dropout(mlp(x, w), 0.3)
 
 
@@ -47,7 +47,7 @@ def left_out(caplog):
 
 
 def compiled(function):
-    """The function as a layer is compiled, and as its recompute is; both draw the numbers of seed 0."""
+    """The function compiled as a layer, or as its recompute. Each call starts from seed 0."""
     recomputing = False
     call = torch.compile(function, backend=backend(function, lambda: recomputing))
 
@@ -64,9 +64,9 @@ def with_dropout(x, w):
     return mlp(x, w, dropout=0.4)
 
 
-@pytest.mark.parametrize("function", [with_dropout, drops_its_result], ids=lambda f: f.__name__)
-def test_gradients_with_dropout_are_those_of_finite_differences(function):
-    """Of the forward's own graph and of the recompute's, along a random direction of input and weights."""
+@pytest.mark.parametrize("function", [with_dropout, ends_in_dropout], ids=lambda f: f.__name__)
+def test_gradients_with_dropout_match_finite_differences(function):
+    """Along a random direction of input and weights, for the graphs of the forward and of the recompute."""
     run, w = compiled(function), weights()
     x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     generator = torch.Generator().manual_seed(2)
@@ -78,11 +78,11 @@ def test_gradients_with_dropout_are_those_of_finite_differences(function):
         return run(moved.pop("x"), moved).square().sum().item()
 
     expected = (value(1e-5) - value(-1e-5)) / 2e-5
-    towards = 2 * run(x, w).detach()
+    grad_output = 2 * run(x, w).detach()
     for recompute in (False, True):
-        grads = torch.autograd.grad(run(x, w, recompute), [*inputs.values()], towards)
-        found = sum((g * d).sum().item() for g, d in zip(grads, direction.values(), strict=True))
-        assert found == pytest.approx(expected, rel=1e-6)
+        grads = torch.autograd.grad(run(x, w, recompute), [*inputs.values()], grad_output)
+        actual = sum((g * d).sum().item() for g, d in zip(grads, direction.values(), strict=True))
+        assert actual == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_recompute_leaves_out_the_last_product(caplog):
@@ -93,22 +93,22 @@ def test_a_recompute_leaves_out_the_last_product(caplog):
     assert again.shape == result.shape
     assert again.stride() == result.stride()
     assert not torch.equal(result, again)
-    towards = torch.ones_like(result)
-    both = [torch.autograd.grad(each, [x, *w.values()], towards) for each in (result, again)]
+    grad_output = torch.ones_like(result)
+    both = [torch.autograd.grad(each, [x, *w.values()], grad_output) for each in (result, again)]
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
-@pytest.mark.parametrize("function", [ends_in_a_norm, drops_its_result], ids=lambda f: f.__name__)
-def test_what_the_backward_needs_is_computed_again(function, caplog):
-    """The norm's backward needs the product; a mask that is drawn after the product could be fused with it."""
+@pytest.mark.parametrize("function", [ends_in_a_norm, ends_in_dropout], ids=lambda f: f.__name__)
+def test_products_that_the_backward_needs_are_recomputed(function, caplog):
+    """The norm's backward needs the product, and a dropout mask drawn after it could be fused with it."""
     run, w = compiled(function), weights()
     x = torch.randn(6, 8, dtype=torch.float64).requires_grad_()
     assert torch.equal(run(x, w), run(x, w, recompute=True))
     assert not left_out(caplog)
 
 
-def test_a_graph_that_is_a_part_of_the_call_is_computed_again(caplog):
-    """What the first part returns is the second part's input."""
+def test_a_graph_before_a_graph_break_is_recomputed_in_full(caplog):
+    """The output of the first graph is the input of the second."""
 
     def in_two_parts(x, w):
         x = mlp(x, w)

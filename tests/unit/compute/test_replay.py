@@ -1,4 +1,4 @@
-"""A recomputed forward sees the random numbers and the autocast of the first, and leaves no trace."""
+"""A recompute uses the random numbers and autocast state of its forward and leaves the caller's unchanged."""
 
 import copy
 
@@ -13,7 +13,7 @@ from megatrain.compute.replay import AmbientState
 CPU = torch.device("cpu")
 
 
-def test_random_numbers_come_again():
+def test_random_numbers_are_replayed():
     torch.manual_seed(3)
     ambient = AmbientState.capture(CPU)
     first = torch.rand(5)
@@ -24,7 +24,7 @@ def test_random_numbers_come_again():
         assert torch.equal(torch.rand(5), first)
 
 
-def test_the_outer_generator_is_undisturbed():
+def test_the_callers_generator_is_unchanged():
     ambient = AmbientState.capture(CPU)
     torch.manual_seed(9)
     before = torch.get_rng_state()
@@ -33,23 +33,23 @@ def test_the_outer_generator_is_undisturbed():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_outer_generator_is_undisturbed_by_an_exception():
+def test_the_callers_generator_is_unchanged_after_an_exception():
     ambient = AmbientState.capture(CPU)
     torch.manual_seed(9)
     before = torch.get_rng_state()
 
-    def draw_and_stop():
+    def draw_and_raise():
         with ambient.replayed(ambient.generators):
             torch.rand(100)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        draw_and_stop()
+        draw_and_raise()
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_autocast_comes_again():
+def test_autocast_is_replayed():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = AmbientState.capture(CPU)
     outside = AmbientState.capture(CPU)
@@ -61,7 +61,7 @@ def test_autocast_comes_again():
         assert (left @ right).dtype == torch.float32
 
 
-def test_autocast_dtype_and_cache_come_again():
+def test_autocast_dtype_and_cache_are_replayed():
     with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
         ambient = AmbientState.capture(CPU)
     with ambient.replayed(ambient.generators):
@@ -71,7 +71,7 @@ def test_autocast_dtype_and_cache_come_again():
 
 
 class Dropping(Layer):
-    """The mask is part of the gradient, so a wrong one shows."""
+    """Uses dropout. The mask changes the gradient, so a wrong mask is detected."""
 
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5, self.training)
@@ -135,8 +135,8 @@ def test_autocast_around_the_forward_only():
         assert not torch.equal(plain.entry.weight.grad, full.entry.weight.grad)
 
 
-def test_autocast_does_not_serve_the_cast_of_another_layer():
-    """Its cache knows weights by object: layers that share a slot must not share the cast."""
+def test_autocast_does_not_reuse_the_cast_of_another_layer():
+    """Autocast caches casts by tensor object. Layers that share a slot must not share a cast."""
     plain = Stack(depth=6, layer=Mixing)
     model = copy.deepcopy(plain)
     with engine_of(model, slots=1), torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""`create_graph=True`: the gradients of streamed blocks have no graph, so it is refused and never half done."""
+"""Gradients of streamed blocks have no graph, so `create_graph=True` is refused."""
 
 import copy
 from typing import Any
@@ -21,13 +21,13 @@ def penalty(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def wide(seed: int) -> torch.Tensor:
-    """Large enough to be offloaded under policy `offload`."""
+    """Inputs large enough to be offloaded under policy `offload`."""
     return inputs(seed, rows=64)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ask", ["grad", "backward", "parameters", "hessian"])
-def test_is_refused_and_training_goes_on(policy: str, ask: str) -> None:
+def test_create_graph_is_refused_and_training_goes_on(policy: str, ask: str) -> None:
     plain = Stack()
     model = copy.deepcopy(plain)
     with engine_of(model, policy=policy) as engine:
@@ -46,7 +46,7 @@ def test_is_refused_and_training_goes_on(policy: str, ask: str) -> None:
                 else:
                     torch.autograd.grad(loss, list(model.layers.parameters()), create_graph=True)
             optimizer.zero_grad()
-            # The refusal has used nothing up: the same graph can still be differentiated.
+            # The refused call must not free the graph.
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -57,7 +57,7 @@ def test_is_refused_and_training_goes_on(policy: str, ask: str) -> None:
             torch.testing.assert_close(ours.detach().clone(), theirs.detach())
 
 
-def test_the_run_after_a_refusal_has_the_bits_of_one_without() -> None:
+def test_a_run_after_a_refusal_is_bitwise_equal() -> None:
     def run(refused: bool) -> list[torch.Tensor]:
         model = Stack()
         with engine_of(model) as engine:
@@ -92,7 +92,7 @@ def test_embeddings_of_a_language_model(head_chunk: int | None, frozen: bool) ->
         assert slope.abs().sum() > 0
 
 
-def test_in_a_window() -> None:
+def test_create_graph_is_refused_in_a_window() -> None:
     model = Stack()
     with engine_of(model) as engine:
 
@@ -106,7 +106,7 @@ def test_in_a_window() -> None:
 
 
 def test_a_parameter_used_outside_blocks() -> None:
-    """Its gradient goes to the store, where it would lose its graph; asked for by name, it is plain PyTorch's."""
+    """`backward` is refused because the store keeps no graph. `autograd.grad` of the parameter works as in PyTorch."""
     model = Stack()
     with engine_of(model):
         loss: Any = model.gain.pow(3).sum()
@@ -118,7 +118,7 @@ def test_a_parameter_used_outside_blocks() -> None:
         torch.testing.assert_close(curvature, 6 * model.gain.detach().clone())
 
 
-def test_without_a_block_in_the_way() -> None:
+def test_create_graph_works_without_a_block_in_the_graph() -> None:
     model = Stack()
     with engine_of(model):
         x = inputs(0).requires_grad_()

@@ -1,4 +1,4 @@
-"""Structures taken apart into tensors and put together again."""
+"""Nested structures are flattened to tensors and rebuilt."""
 
 from collections import OrderedDict, UserDict, namedtuple
 
@@ -43,21 +43,21 @@ def same(left, right):
 
 
 @pytest.mark.parametrize(("tree", "tensors"), TREES.values(), ids=TREES.keys())
-def test_apart_and_together(tree, tensors):
-    found, spec = flatten_tensors(tree)
-    assert len(found) == len(tensors)
-    assert all(a is b for a, b in zip(found, tensors, strict=True))
-    assert same(spec.unflatten(found), tree)
+def test_flatten_and_unflatten(tree, tensors):
+    tensors_of_tree, spec = flatten_tensors(tree)
+    assert len(tensors_of_tree) == len(tensors)
+    assert all(a is b for a, b in zip(tensors_of_tree, tensors, strict=True))
+    assert same(spec.unflatten(tensors_of_tree), tree)
 
 
-def test_other_tensors_in_the_same_places():
-    found, spec = flatten_tensors({"x": (A, "kept", B)})
+def test_unflatten_with_other_tensors():
+    tensors_of_tree, spec = flatten_tensors({"x": (A, "kept", B)})
     assert same(spec.unflatten([B, C]), {"x": (B, "kept", C)})
     with pytest.raises(ValueError):
-        spec.unflatten(found[:1])
+        spec.unflatten(tensors_of_tree[:1])
 
 
-def test_the_recipe_holds_no_tensor():
+def test_the_spec_holds_no_tensor():
     _, spec = flatten_tensors((A, {"x": B}))
     assert not any(isinstance(leaf, torch.Tensor) for leaf in spec.leaves)
 
@@ -65,23 +65,23 @@ def test_the_recipe_holds_no_tensor():
 @pytest.mark.parametrize("make", [dict, Shared], ids=["dict", "user dict"])
 def test_containers_are_new_objects(make):
     original = make(x=A)
-    found, spec = flatten_tensors((original, [A]))
-    rebuilt, items = spec.unflatten([*found])
+    tensors_of_tree, spec = flatten_tensors((original, [A]))
+    rebuilt, items = spec.unflatten([*tensors_of_tree])
     rebuilt["y"] = B
     items.append(B)
     assert list(original) == ["x"]
     assert type(rebuilt) is make
 
 
-def test_containers_by_place():
+def test_containers_by_position_or_name():
     shared, plain, listed = Shared(), {}, []
-    found = containers((A, shared, listed), {"states": plain, "x": A, "n": 3})
-    assert found == {1: shared, 2: listed, "states": plain}
-    assert found["states"] is plain
-    assert found[2] is listed
+    tensors_of_tree = containers((A, shared, listed), {"states": plain, "x": A, "n": 3})
+    assert tensors_of_tree == {1: shared, 2: listed, "states": plain}
+    assert tensors_of_tree["states"] is plain
+    assert tensors_of_tree[2] is listed
 
 
-def test_entries_put_back():
+def test_entries_are_updated():
     listed, plain = [A], {"x": A}
     update_entries(listed, {0: B, 1: C})
     update_entries(plain, {"x": B, "y": C})

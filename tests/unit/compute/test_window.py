@@ -1,4 +1,4 @@
-"""The window: micro-batches in threads of their own, one at a time, in order, each with its own random numbers."""
+"""A window runs micro-batches in threads, one at a time and in order, each with its own random numbers."""
 
 import copy
 import threading
@@ -43,7 +43,7 @@ def test_results_in_order_and_gradients_of_plain_accumulation(lanes):
             torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_weights_travel_once_for_all(lanes):
+def test_weights_are_fetched_once_per_window(lanes):
     counts = []
     for size in (1, 4):
         model = Stack(depth=5)
@@ -53,7 +53,7 @@ def test_weights_travel_once_for_all(lanes):
     assert counts[1] == counts[0]
 
 
-def test_one_runs_at_a_time_and_blocks_are_met_in_order():
+def test_micro_batches_run_one_at_a_time_block_by_block():
     model = Stack()
     seen = []
     running = threading.Semaphore(1)
@@ -68,14 +68,14 @@ def test_one_runs_at_a_time_and_blocks_are_met_in_order():
     with engine_of(model) as engine:
         engine.window(tasks(model, 0, 1, 2))
     assert [name for name, _ in seen] == ["0"] * 3 + ["1"] * 3
-    assert [who for _, who in seen[:3]] == [who for _, who in seen[3:]]
-    assert len({who for _, who in seen}) == 3
+    assert [thread for _, thread in seen[:3]] == [thread for _, thread in seen[3:]]
+    assert len({thread for _, thread in seen}) == 3
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_dropout_is_that_of_one_after_the_other(whole, precision, lanes):
-    """Seeds are drawn once per task from the caller's generator."""
+@pytest.mark.parametrize("full_step_window", [True, False])
+def test_dropout_matches_sequential_micro_batches(full_step_window, precision, lanes):
+    """One seed per task is drawn from the caller's generator."""
     results = []
     for windowed in (True, False):
         model = Stack(layer=Dropping)
@@ -85,7 +85,7 @@ def test_dropout_is_that_of_one_after_the_other(whole, precision, lanes):
             for step in range(2):
                 work = tasks(model, *range(3 * step, 3 * step + 3))
                 if windowed:
-                    losses = engine.window(work, full_step=whole)
+                    losses = engine.window(work, full_step=full_step_window)
                 else:
                     losses = []
                     seeds = torch.randint(0, 2**62, (3,)).tolist()
@@ -117,16 +117,16 @@ def test_an_empty_window():
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("where", ["before", "between", "after"])
-def test_a_failing_task_is_raised_and_the_engine_goes_on(where, failing, error, lanes):
+@pytest.mark.parametrize("stage", ["before", "between", "after"])
+def test_an_error_in_a_task_is_raised_and_the_engine_stays_usable(stage, failing, error, lanes):
     clean = Stack()
     model = copy.deepcopy(clean)
 
     def bad():
-        if where == "before":
+        if stage == "before":
             raise error("in a task")
         loss = model(inputs(9)).square().mean()
-        if where == "between":
+        if stage == "between":
             raise error("in a task")
         loss.backward()
         raise error("in a task")
@@ -137,9 +137,9 @@ def test_a_failing_task_is_raised_and_the_engine_goes_on(where, failing, error, 
         with pytest.raises(error, match="in a task"):
             engine.window(work)
         optimizers = [reference.optimizer(lr=0.1), engine.optimizer(lr=0.1)]
-        for each, optimizer, its in zip((clean, model), optimizers, (reference, engine), strict=True):
+        for each, optimizer, attached in zip((clean, model), optimizers, (reference, engine), strict=True):
             optimizer.zero_grad()
-            its.window(tasks(each, 4, 5, 6))
+            attached.window(tasks(each, 4, 5, 6))
             optimizer.step()
         assert differences(roles(engine), roles(reference)) == []
 
