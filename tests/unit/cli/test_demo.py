@@ -1,4 +1,4 @@
-"""The demo runs, compares and reports; the byte tokenizer gives back what it was given."""
+"""The demo trains, compares with plain PyTorch and reports. The byte tokenizer round-trips any text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatrain.errors import SettingsError
 TOKENIZER = byte_tokenizer()
 
 
-# ---- bytes
+# ---- the byte tokenizer
 
 
 @given(st.text() | st.lists(st.sampled_from([*SPECIAL, " ", "\n", "é", "a", "\0"])).map("".join))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]
     assert TOKENIZER.decode(ids) == text
     if not any(token in text for token in SPECIAL):
@@ -46,7 +46,7 @@ def test_ids() -> None:
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
     byte_tokenizer(max_length=64).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # must not bring in Llama's own
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # must not select Llama's tokenizer
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = "We the People,  naïve <eos> 🙂\r\n"
     assert loaded(text)["input_ids"] == TOKENIZER(text)["input_ids"]
@@ -84,7 +84,7 @@ def test_demo(tmp_path: Path) -> None:
     ):
         assert words in result.output
     assert (out / "model.safetensors").exists()
-    # The output is ordinary: a process that never imports megatrain loads it and generates.
+    # A process that does not import megatrain can load the output and generate.
     code = f"""
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,15 +102,15 @@ def test_demo_bf16() -> None:
 
 
 @pytest.mark.parametrize("columns", [30, 80])
-def test_demo_in_a_pipe_that_takes_ascii_alone(columns: int) -> None:
-    """The random model writes bytes that are no text; nothing of the output is beyond ASCII, coloured or too wide."""
+def test_demo_output_in_an_ascii_pipe(columns: int) -> None:
+    """The untrained model writes arbitrary bytes. The output is plain ASCII, without colours and not too wide."""
     environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONIOENCODING": "ascii:strict"}
     command = [sys.executable, "-m", "megatrain", "demo", "--steps", "3", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, env=environment | {"NO_COLOR": "1", "COLUMNS": str(columns)})
     assert done.returncode == 0, done.stderr.decode()
     lines = done.stdout.decode("ascii").splitlines()
     assert "\x1b" not in "".join(lines)
-    assert max(map(len, lines[:-6])) <= 80  # all but the commands, which are not broken
+    assert max(map(len, lines[:-6])) <= 80  # all lines but the commands, which are not wrapped
     assert any(line.strip().startswith("6 |") for line in lines)
 
 
@@ -155,13 +155,13 @@ def test_learning_rate() -> None:
     assert 0.1 <= rates[-1] < 0.15
 
 
-def test_bad_precision_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_precision_exits_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SettingsError):
         run_demo(steps=2, device="cpu", precision="fp8", out=None)
     monkeypatch.setattr(sys, "argv", ["megatrain", "demo", "--precision", "fp8"])
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main()
-    assert end.value.code == 2
+    assert exit_info.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("megatrain: precision must be one of")
     assert error.count("\n") == 1
@@ -173,31 +173,29 @@ def test_out_that_cannot_be_written_to_is_refused_before_training(tmp_path: Path
         run_demo(steps=2, device="cpu", precision="fp32", out=tmp_path / "file" / "model")
 
 
-# ---- the picture
+# ---- the loss curves
 
 
-def drawn(
-    line: list[float], marked: list[float], *, steps: int, width: int = 48, ascii_only: bool = False
-) -> list[str]:
+def draw(line: list[float], marked: list[float], *, steps: int, width: int = 48, ascii_only: bool = False) -> list[str]:
     return curves(line, marked, steps=steps, width=width, height=9, ascii_only=ascii_only).plain.splitlines()
 
 
-def test_both_curves_are_seen_where_they_are_equal_and_where_they_differ() -> None:
+def test_both_curves_are_visible() -> None:
     falling = [5.0 - step / 10 for step in range(40)]
-    same = drawn(falling, falling, steps=40, ascii_only=True)
-    # 40 columns and 40 steps from 5.0 to 1.1 over rows of half a unit: one sign per column, every fourth is a mark.
-    signs = [next(row[8 + column] for row in same[:9] if row[8 + column] != " ") for column in range(40)]
+    equal_curves = draw(falling, falling, steps=40, ascii_only=True)
+    # 40 steps from 5.0 to 1.1 in 40 columns and rows of 0.5: one sign per column, every fourth is a mark.
+    signs = [next(row[8 + column] for row in equal_curves[:9] if row[8 + column] != " ") for column in range(40)]
     assert signs == ["o" if column % 4 == 2 else "*" for column in range(40)]
-    apart = drawn(falling, [5.0] * 40, steps=40, ascii_only=True)
-    assert apart[0].count("o") == 10
-    assert sum(row.count("*") for row in apart[:9]) == 39  # one lies under a mark, in the first row
-    assert [row.split("|")[0].strip() for row in same[:9]] == ["5", "", "4", "", "3", "", "2", "", "1"]
-    assert same[-1].split() == ["1", "20", "step", "40"]
+    different_curves = draw(falling, [5.0] * 40, steps=40, ascii_only=True)
+    assert different_curves[0].count("o") == 10
+    assert sum(row.count("*") for row in different_curves[:9]) == 39  # a mark covers one sign in the first row
+    assert [row.split("|")[0].strip() for row in equal_curves[:9]] == ["5", "", "4", "", "3", "", "2", "", "1"]
+    assert equal_curves[-1].split() == ["1", "20", "step", "40"]
 
 
-def test_the_line_has_no_holes() -> None:
-    rows = drawn([9.0, 0.0] * 20, [], steps=40)[:9]
-    # From the second step on, every column is crossed from top to bottom.
+def test_the_line_has_no_gaps() -> None:
+    rows = draw([9.0, 0.0] * 20, [], steps=40)[:9]
+    # From the second step on, the line crosses every column from top to bottom.
     assert all(" " not in row[9:] for row in rows)
     assert {len(row) for row in rows} == {48}
 
@@ -206,12 +204,12 @@ def test_the_line_has_no_holes() -> None:
 @pytest.mark.parametrize("width", [1, 20, 80])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_any_losses_can_be_drawn(values: list[float], width: int, ascii_only: bool) -> None:
-    rows = drawn(values, values, steps=8, width=width, ascii_only=ascii_only)
+    rows = draw(values, values, steps=8, width=width, ascii_only=ascii_only)
     assert len(rows) == 11
     assert "".join(rows).isascii() or not ascii_only
 
 
-def test_nothing_a_model_writes_commands_the_terminal() -> None:
+def test_control_characters_in_generated_text_are_replaced() -> None:
     assert printable("a\x1b[2J\nb\ufffd\u202e", "ascii") == "a?[2J b??"
     assert printable("naïve", "utf-8") == "naïve"
 

@@ -1,4 +1,4 @@
-"""`megatrain doctor`: it reports on any installation, shows no secret, and says what to do about what is broken."""
+"""`megatrain doctor` reports on any installation, prints no secrets, and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def report(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    code, found = report()
-    assert (code, found["problems"]) == (0, [])
-    assert list(found) == [*SECTIONS, "problems"]
-    assert found["versions"]["megatrain"].startswith(__version__)
+    code, sections = report()
+    assert (code, sections["problems"]) == (0, [])
+    assert list(sections) == [*SECTIONS, "problems"]
+    assert sections["versions"]["megatrain"].startswith(__version__)
     assert {"torch", "transformers", "accelerate", "safetensors", "triton", "trl", "peft", "datasets"} <= set(
-        found["versions"]
+        sections["versions"]
     )
-    assert found["native"]["path"] == str(library.find())
-    assert found["native"]["ABI"].startswith(str(library.ABI_VERSION))
-    assert found["native"]["instructions"].startswith(library.isas()[-1])
-    assert found["host"]["RAM"] == f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
+    assert sections["native"]["path"] == str(library.find())
+    assert sections["native"]["ABI"].startswith(str(library.ABI_VERSION))
+    assert sections["native"]["instructions"].startswith(library.isas()[-1])
+    assert sections["host"]["RAM"] == f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
 
 
 def test_through_a_pipe_in_a_narrow_terminal() -> None:
@@ -67,13 +67,13 @@ def test_a_missing_library_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
     assert "/no/such/library.so" in report()[1]["problems"][0]
 
 
-def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_old_packages_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.1.0", "accelerate": None}
-    there = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package, there(package)))
-    code, found = report()
+    installed_version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package, installed_version(package)))
+    code, sections = report()
     assert code == 1
-    old, missing = found["problems"]
+    old, missing = sections["problems"]
     assert old.startswith("torch 2.1.0 is installed, and MegaTrain needs torch>=")
     assert missing.startswith("accelerate is not installed")
     assert "pip install 'accelerate>=" in missing
@@ -81,12 +81,12 @@ def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_launcher_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    code, found = report()
-    assert (code, found["environment"]["WORLD_SIZE"]) == (1, "4")
-    assert "WORLD_SIZE=4" in found["problems"][0]
+    code, sections = report()
+    assert (code, sections["environment"]["WORLD_SIZE"]) == (1, "4")
+    assert "WORLD_SIZE=4" in sections["problems"][0]
 
 
-def test_torch_that_cannot_be_imported(tmp_path: Path) -> None:
+def test_broken_torch_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
@@ -96,32 +96,32 @@ def test_torch_that_cannot_be_imported(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    assert "libcudart.so.13" in found["problems"][0]
-    assert "libcudart.so.13" in found["native"]["not found"]
-    assert found["host"]  # the rest is there
+    sections = json.loads(done.stdout)
+    assert "libcudart.so.13" in sections["problems"][0]
+    assert "libcudart.so.13" in sections["native"]["not found"]
+    assert sections["host"]  # the other sections are complete
 
 
-def test_items_that_cannot_be_found_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_items_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(psutil, "virtual_memory", broken)
     monkeypatch.setattr(psutil, "disk_partitions", broken)
     monkeypatch.setattr(doctor, "_compile", broken)
-    code, found = report()
+    code, sections = report()
     assert code == 0
-    assert "PermissionError" in found["host"]["RAM"]
-    assert "PermissionError" in found["disks"]["working directory"]
-    assert "PermissionError" in found["compile"]["not found"]
-    assert found["host"]["cores"]
+    assert "PermissionError" in sections["host"]["RAM"]
+    assert "PermissionError" in sections["disks"]["working directory"]
+    assert "PermissionError" in sections["compile"]["not found"]
+    assert sections["host"]["cores"]
 
 
 def test_disks(tmp_path: Path) -> None:
     missing = str(tmp_path / "not" / "there")
-    _, found = report("--offload-dir", str(tmp_path), "--offload-dir", missing, "--offload-dir", "/dev/shm")
-    assert found["disks"][f"offload {tmp_path}"].startswith(f"{tmp_path}: ")
-    assert "GiB free" in found["disks"][f"offload {tmp_path}"]
-    assert "does not exist yet" in found["disks"][f"offload {missing}"]
+    _, sections = report("--offload-dir", str(tmp_path), "--offload-dir", missing, "--offload-dir", "/dev/shm")
+    assert sections["disks"][f"offload {tmp_path}"].startswith(f"{tmp_path}: ")
+    assert "GiB free" in sections["disks"][f"offload {tmp_path}"]
+    assert "does not exist yet" in sections["disks"][f"offload {missing}"]
     if any(mount.mountpoint == "/dev/shm" for mount in psutil.disk_partitions(all=True)):
-        assert "tmpfs, which is RAM" in found["disks"]["offload /dev/shm"]
+        assert "tmpfs, which is RAM" in sections["disks"]["offload /dev/shm"]

@@ -1,4 +1,4 @@
-"""`megatrain plan`: a table or JSON on stdout; refusals exit 3, wrong usage 2, with one sentence and no traceback."""
+"""`megatrain plan` prints a table or JSON. Refusals exit 3 and wrong usage exits 2, with one line and no traceback."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run(*arguments: Any) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-def said(result: Result, code: int, *words: str) -> None:
-    """One sentence on stderr, nothing on stdout."""
+def assert_error_line(result: Result, code: int, *words: str) -> None:
+    """Check that stderr has one line with these words and that stdout is empty."""
     assert result.exit_code == code, result.output
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.stdout == ""
@@ -47,25 +47,25 @@ def said(result: Result, code: int, *words: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "config.json"])
-def test_prints_the_table_alone(folder: Path, part: str) -> None:
+def test_prints_only_the_table(folder: Path, part: str) -> None:
     result = run(folder / part, "--machine", MACHINE, "--batch", 2, "--length", 512, "--accumulation", 3)
     assert result.exit_code == 0, result.output
-    made = mt.plan(folder / part, machine=MACHINE, batch=2, length=512, accumulation=3)
-    assert result.stdout == made.table() + "\n"
+    expected_plan = mt.plan(folder / part, machine=MACHINE, batch=2, length=512, accumulation=3)
+    assert result.stdout == expected_plan.table() + "\n"
 
 
 def test_json_is_the_plan(folder: Path) -> None:
     options = ("--optimizer-compression", "8bit", "--precision", "fp32", "--compile", "--no-clipping", "--padded")
     result = run(folder, "--machine", MACHINE, *options, "--head-chunk", 0, "--optimizer", "lion", "--json")
-    made = mt.plan(
+    expected_plan = mt.plan(
         folder, machine=MACHINE, optimizer_compression="8bit", precision="fp32", compile=True, clipping=False,
         padded=True, head_chunk=0, optimizer="lion",
     )  # fmt: skip
-    assert mt.Plan.from_json(result.stdout) == made
+    assert mt.Plan.from_json(result.stdout) == expected_plan
 
 
-def test_every_option_of_a_plan_can_be_given() -> None:
-    assert set(command.OPTIONS) == set(OPTIONS) - {"available", "trainer"}  # what is free now, and who runs the steps
+def test_every_option_of_a_plan_is_available() -> None:
+    assert set(command.OPTIONS) == set(OPTIONS) - {"available", "trainer"}  # set by the running program, not by users
     assert set(command.OPTIONS) < set(inspect.signature(command.plan).parameters)
 
 
@@ -82,17 +82,19 @@ def test_tokens(folder: Path) -> None:
     assert "days for 20B tokens" in run(folder, "--machine", MACHINE, "--tokens", 2e10).stdout
 
 
-def test_a_described_file_is_a_machine(folder: Path, tmp_path: Path) -> None:
+def test_a_machine_can_be_read_from_a_file(folder: Path, tmp_path: Path) -> None:
     description = tmp_path / "mine.json"
     description.write_text(mt.Machine.load(MACHINE).to_json())
     assert run(folder, "--machine", description).stdout == run(folder, "--machine", MACHINE).stdout
 
 
-# ---- what does not fit
+# ---- refusals
 
 
-def test_a_refusal_is_its_sentence(folder: Path) -> None:
-    said(run(folder, "--machine", MACHINE, "--max-ram-gb", 0.5, "--max-vram-gb", 1.5), 3, "does not fit", "GiB")
+def test_a_refusal_prints_one_line(folder: Path) -> None:
+    assert_error_line(
+        run(folder, "--machine", MACHINE, "--max-ram-gb", 0.5, "--max-vram-gb", 1.5), 3, "does not fit", "GiB"
+    )
 
 
 def test_a_refusal_as_json(folder: Path) -> None:
@@ -129,8 +131,8 @@ def test_a_refusal_as_json(folder: Path) -> None:
         (["--device", "cpu", "--offload-dir", "/no/such/directory"], "/no/such/directory"),
     ],
 )
-def test_values_that_cannot_be_used(folder: Path, arguments: list[str], words: str) -> None:
-    said(run(folder, *arguments), 2, words)
+def test_unusable_values(folder: Path, arguments: list[str], words: str) -> None:
+    assert_error_line(run(folder, *arguments), 2, words)
 
 
 @pytest.mark.parametrize(
@@ -146,34 +148,34 @@ def test_values_that_cannot_be_used(folder: Path, arguments: list[str], words: s
         (b'{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}', "trust_remote_code=True"),
     ],
 )
-def test_configs_that_cannot_be_used(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_unusable_configs(tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
-    said(run(tmp_path, "--machine", MACHINE), 2, words)
+    assert_error_line(run(tmp_path, "--machine", MACHINE), 2, words)
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./model", "config.json", "~/no/such/model"])
-def test_no_such_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said(run(name, "--machine", MACHINE), 2, f"no file or directory {name!r}")
+    assert_error_line(run(name, "--machine", MACHINE), 2, f"no file or directory {name!r}")
 
 
 @pytest.mark.parametrize("name", ["company/model", "llama", "two words", ""])
-def test_a_name_that_is_not_here(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    said(run(name, "--machine", MACHINE), 2, f"no config was found for {name!r}")
+    assert_error_line(run(name, "--machine", MACHINE), 2, f"no config was found for {name!r}")
 
 
 def test_other_errors_exit_1(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 0}))
-    said(run(tmp_path, "--machine", MACHINE), 1, "no repeated layers")
+    assert_error_line(run(tmp_path, "--machine", MACHINE), 1, "no repeated layers")
 
 
-# ---- the command itself
+# ---- in a subprocess
 
 
-def alone(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def run_in_subprocess(*arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megatrain", *map(str, arguments)],
         capture_output=True,
@@ -182,15 +184,15 @@ def alone(*arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_through_a_pipe(folder: Path) -> None:
-    done = alone("plan", folder, "--machine", MACHINE)
+def test_output_to_a_pipe(folder: Path) -> None:
+    done = run_in_subprocess("plan", folder, "--machine", MACHINE)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == mt.plan(folder, machine=MACHINE).table() + "\n"
     assert "\x1b" not in done.stdout
 
 
-def test_a_refusal_through_a_pipe(folder: Path) -> None:
-    done = alone("plan", folder, "--machine", MACHINE, "--max-ram-gb", 0.5, "--max-vram-gb", 1.5)
+def test_a_refusal_to_a_pipe(folder: Path) -> None:
+    done = run_in_subprocess("plan", folder, "--machine", MACHINE, "--max-ram-gb", 0.5, "--max-vram-gb", 1.5)
     assert (done.returncode, done.stdout) == (3, "")
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`megatrain probe`: a narrow table, or the description that `megatrain plan --machine FILE` reads."""
+"""`megatrain probe` prints a narrow table, or the JSON that `megatrain plan --machine FILE` reads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BARE = replace(
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Measuring takes 15 seconds; that it is right is a matter of tests/unit/hardware/test_probe.py."""
+def probe_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Replaces the measurement, which takes 15 seconds. tests/unit/hardware/test_probe.py tests it."""
     calls: list[dict[str, Any]] = []
 
     def probe(**options: Any) -> mt.Machine:
@@ -38,29 +38,29 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_table(asked: list[dict[str, Any]]) -> None:
+def test_table(probe_calls: list[dict[str, Any]]) -> None:
     result = CliRunner().invoke(app, ["probe", "--offload-dir", "/a/directory", "--refresh"])
     assert result.exit_code == 0, result.output
-    assert asked == [{"device": None, "offload_dir": ["/a/directory"], "refresh": True}]
+    assert probe_calls == [{"device": None, "offload_dir": ["/a/directory"], "refresh": True}]
     for words in ("H200", "to the GPU", "TFLOP/s", "/a/directory: 1024.0 GiB free, read 3.00 GB/s, write 2.00 GB/s"):
         assert words in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= COLUMNS
 
 
-def test_without_a_gpu(asked: list[dict[str, Any]]) -> None:
+def test_without_a_gpu(probe_calls: list[dict[str, Any]]) -> None:
     result = CliRunner().invoke(app, ["probe", "--device", "cpu"])
-    assert asked == [{"device": "cpu", "offload_dir": None, "refresh": False}]
+    assert probe_calls == [{"device": "cpu", "offload_dir": None, "refresh": False}]
     assert "bf16 40, fp32 20 GFLOP/s" in result.stdout
     assert "to the GPU" not in result.stdout
 
 
-def test_json_is_a_machine(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_json_is_a_machine(probe_calls: list[dict[str, Any]], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["probe", "--device", "cpu", "--json"])
     (tmp_path / "machine.json").write_text(result.stdout)
     assert mt.Machine.load(tmp_path / "machine.json") == BARE
 
 
-def test_long_values_are_wrapped_and_paths_stay_whole() -> None:
+def test_long_values_are_wrapped_and_paths_are_not() -> None:
     path = "/" + "x" * 100
     first, *others = aligned(iter([("a", "word " * 30), ("label", path), ("empty", "")])).splitlines()
     assert first.startswith("a      word")

@@ -1,4 +1,4 @@
-"""Attaching is one list of steps: whichever of them fails, the model and the process are what they were."""
+"""Attaching runs a list of steps. If one of them fails, the model and the process are restored."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ ENGINE = Path(attach.__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="module")
-def alone() -> None:
-    """Engines that other tests have left open end before these begin."""
+def _collect_engines() -> None:
+    """Collect engines that other tests have left open."""
     gc.collect()
     gc.collect()
 
 
 def used_model(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model on which its user has put something everywhere an engine does."""
+    """A model with user changes in every place that an engine changes."""
     model = small.llama(**changes).to(dtype)
     model.gradient_checkpointing_enable()
     model.config.use_cache = True
     model.model.norm.weight.requires_grad_(False)
     layer, save = model.model.layers[1], model.save_pretrained
-    own = layer.forward
-    layer.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    inner_forward = layer.forward
+    layer.forward = lambda *args, **kwargs: inner_forward(*args, **kwargs)
     model.save_pretrained = lambda *args, **kwargs: save(*args, **kwargs)
     layer.register_forward_hook(lambda *_: None)
     model.register_forward_pre_hook(lambda *_: None)
@@ -48,19 +48,19 @@ def used_model(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return model
 
 
-def photograph(model: nn.Module) -> list[Any]:
-    """Everything that a model consists of; objects by identity, tensors by their bits."""
+def snapshot_of(model: nn.Module) -> list[Any]:
+    """The full state of a model: objects by identity, tensors by their bits."""
 
-    def seen(value: Any) -> Any:
+    def state(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return type(value), value.dtype, value.device, value.requires_grad, value.detach().clone()
         if isinstance(value, dict):
-            return type(value), {key: seen(item) for key, item in value.items()}
+            return type(value), {key: state(item) for key, item in value.items()}
         return value
 
     modules = list(model.modules())
     tied = [[i for i, p in enumerate(model.parameters(recurse=True)) if p is q] for q in model.parameters()]
-    return [[(type(m), {k: seen(v) for k, v in vars(m).items() if k != "_modules"}) for m in modules], modules, tied]
+    return [[(type(m), {k: state(v) for k, v in vars(m).items() if k != "_modules"}) for m in modules], modules, tied]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -73,7 +73,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one is other or one == other)
 
 
-def of_process() -> tuple[Any, ...]:
+def process_state() -> tuple[Any, ...]:
     dynamo = torch._dynamo.config
     limits = dynamo.recompile_limit, dynamo.accumulated_recompile_limit, dynamo.fail_on_recompile_limit_hit
     lanes = {thread for thread in threading.enumerate() if thread.name.startswith("megatrain-")}
@@ -81,8 +81,8 @@ def of_process() -> tuple[Any, ...]:
 
 
 def assert_untouched(model: Any, before: list[Any], process: tuple[Any, ...]) -> None:
-    assert same(photograph(model), before)
-    assert of_process() == process
+    assert same(snapshot_of(model), before)
+    assert process_state() == process
     loss = model(**small.batch()).loss
     loss.backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
@@ -93,11 +93,11 @@ def assert_untouched(model: Any, before: list[Any], process: tuple[Any, ...]) ->
     ("loaded", "precision"), [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float16, "bf16")], ids=str
 )
 @pytest.mark.parametrize("number", range(len(ATTACH_STEPS)), ids=lambda number: ATTACH_STEPS[number].__name__)
-def test_a_step_that_fails_undoes_all_before_it(
+def test_a_failed_step_undoes_the_steps_before_it(
     monkeypatch: pytest.MonkeyPatch, number: int, loaded: torch.dtype, precision: str
 ) -> None:
     model = used_model(loaded)
-    before, process = photograph(model), of_process()
+    before, process = snapshot_of(model), process_state()
 
     def fails(self: attach.Attachment) -> None:
         ATTACH_STEPS[number](self)
@@ -113,8 +113,8 @@ def test_a_step_that_fails_undoes_all_before_it(
         engine.optimizer().step()
 
 
-def interrupted_at(place: Any, work: Callable[[], Any]) -> dict[Any, None]:
-    """A Ctrl-C before a line of engine/, which may be deferred; the lines that were run."""
+def interrupted_at(line: Any, work: Callable[[], Any]) -> dict[Any, None]:
+    """Raise SIGINT before the given line of engine/ and return the lines that ran. The interrupt may be deferred."""
     lines: dict[Any, None] = {}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -122,7 +122,7 @@ def interrupted_at(place: Any, work: Callable[[], Any]) -> dict[Any, None]:
             return None
         if event == "line":
             lines[here := (frame.f_code, frame.f_lineno)] = None
-            if here == place:
+            if here == line:
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGINT)
         return trace
@@ -135,37 +135,37 @@ def interrupted_at(place: Any, work: Callable[[], Any]) -> dict[Any, None]:
     return lines
 
 
-def test_ctrl_c_at_any_line_of_it() -> None:
-    """A sample of them: every 23rd."""
+def test_ctrl_c_at_any_line_of_attaching() -> None:
+    """Every 23rd line is tested."""
     model = used_model(num_hidden_layers=2)
-    mt.Engine(model, device="cpu").release()  # imports what is imported on first use
+    mt.Engine(model, device="cpu").release()  # runs imports that happen on first use
     lines = interrupted_at(None, lambda: mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads")))
     model._megatrain_engine.release()
-    before, process = photograph(model), of_process()
-    for place in list(lines)[-1::-23]:
+    before, process = snapshot_of(model), process_state()
+    for line in list(lines)[-1::-23]:
         with pytest.raises(KeyboardInterrupt):
-            interrupted_at(place, lambda: mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads")))
-        assert same(photograph(model), before), place
+            interrupted_at(line, lambda: mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads")))
+        assert same(snapshot_of(model), before), line
     assert_untouched(model, before, process)
 
 
-def test_closing_and_releasing_put_back_what_users_had() -> None:
+def test_close_and_release_restore_user_changes() -> None:
     model = used_model()
-    before, process = photograph(model), of_process()
+    before, process = snapshot_of(model), process_state()
     engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
     assert not model.is_gradient_checkpointing
-    assert of_process() != process
+    assert process_state() != process
     engine.close()
-    assert of_process() == process
-    assert not same(photograph(model), before)
+    assert process_state() == process
+    assert not same(snapshot_of(model), before)
     engine.release()
     assert_untouched(model, before, process)
     engine.release()
     assert model.is_gradient_checkpointing
 
 
-def test_a_closing_that_was_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = of_process()
+def test_an_interrupted_close_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = process_state()
     engine = mt.Engine(small.llama(), device="cpu", debug=mt.Debug(lanes="threads"))
 
     def interrupted(**_: Any) -> None:
@@ -176,40 +176,40 @@ def test_a_closing_that_was_interrupted_can_be_repeated(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             engine.close()
     assert engine.closed
-    assert of_process() != process
+    assert process_state() != process
     engine.close()
-    assert of_process() == process
+    assert process_state() == process
 
 
-def test_an_engine_that_is_dropped_is_undone_in_the_process() -> None:
+def test_a_dropped_engine_restores_the_process() -> None:
     gc.collect()
-    process = of_process()
+    process = process_state()
     mt.Engine(small.llama(), device="cpu", debug=mt.Debug(lanes="threads"))
     gc.collect()
-    assert of_process() == process
+    assert process_state() == process
 
 
-def test_updates_under_way_do_not_keep_an_engine_that_was_dropped() -> None:
-    begun, go_on = threading.Event(), threading.Event()
+def test_pending_updates_do_not_keep_a_dropped_engine_alive() -> None:
+    started, proceed = threading.Event(), threading.Event()
 
     def dropped() -> weakref.ref[mt.Engine]:
         model = small.llama()
         engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
         optimizer = engine.optimizer(lr=1e-3)
         model(**small.batch()).loss.backward()
-        engine._lanes["update"].submit(lambda: (begun.set(), go_on.wait(30))[0], label="in the way")
+        engine._lanes["update"].submit(lambda: (started.set(), proceed.wait(30))[0], label="in the way")
         optimizer.step()
-        begun.wait(30)
+        started.wait(30)
         return weakref.ref(engine)
 
     engine = dropped()
-    # Ending its lanes waits for what they do.
-    threading.Timer(0.2, go_on.set).start()
+    # Closing the lanes waits for their jobs, so the job must end while the engine is collected.
+    threading.Timer(0.2, proceed.set).start()
     gc.collect()
     assert engine() is None
 
 
-def test_an_undo_that_fails_does_not_keep_the_others() -> None:
+def test_a_failing_undo_does_not_stop_the_others() -> None:
     undone: list[int] = []
     undo = Undo()
     undo.add(lambda: undone.append(0))

@@ -1,4 +1,4 @@
-"""Corners of an engine's life: optimizers the user made, errors that end it, another GPU, another optimizer."""
+"""Edge cases of an engine: user-made optimizers, errors that close it, a second GPU, a second optimizer."""
 
 import copy
 import threading
@@ -16,7 +16,7 @@ from megatrain.store.ram import HostMemory
 from megatrain.stream.lanes import ThreadLanes
 
 
-def test_clipping_asked_of_the_trainer_reaches_an_optimizer_that_the_user_made(tmp_path: Any, said: Any) -> None:
+def test_max_grad_norm_of_the_trainer_applies_to_a_user_made_optimizer(tmp_path: Any, said: Any) -> None:
 
     def run(own: bool) -> Any:
         model = small.llama()
@@ -36,7 +36,7 @@ def test_clipping_asked_of_the_trainer_reaches_an_optimizer_that_the_user_made(t
     assert any("max_grad_norm" in line for line in said.messages)
 
 
-def test_masters_of_all_roles_are_readable_after_an_error_left_the_engine() -> None:
+def test_a_second_engine_attaches_after_an_error_closed_the_first() -> None:
     model = Stack()
     with pytest.raises(KeyboardInterrupt), engine_of(model, lanes=ThreadLanes()) as engine:  # noqa: PT012
         optimizer = engine.optimizer(lr=0.1)
@@ -48,17 +48,17 @@ def test_masters_of_all_roles_are_readable_after_an_error_left_the_engine() -> N
     again.close()
 
 
-def test_pinned_memory_is_given_back_also_after_an_error(monkeypatch: Any) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(HostMemory, "unpin", lambda _: asked.append(True))
+def test_pinned_memory_is_released_after_an_error(monkeypatch: Any) -> None:
+    unpinned: list[bool] = []
+    monkeypatch.setattr(HostMemory, "unpin", lambda _: unpinned.append(True))
     with pytest.raises(RuntimeError), engine_of(Stack()):  # noqa: PT012
-        assert not asked
+        assert not unpinned
         raise RuntimeError
-    assert asked
+    assert unpinned
 
 
-def test_marks_are_of_the_engines_device(monkeypatch: Any) -> None:
-    """Engine(device="cuda:1") while cuda:0 is current: marks and orders are of cuda:0's stream, compute is not."""
+def test_marks_use_the_stream_of_the_engines_device(monkeypatch: Any) -> None:
+    """With Engine(device="cuda:1") while cuda:0 is current, marks must not be recorded on cuda:0's stream."""
     from megatrain.stream import cuda
 
     events: list[Any] = []
@@ -86,8 +86,8 @@ def test_marks_are_of_the_engines_device(monkeypatch: Any) -> None:
     assert all(stream is not None and stream.device is not None for _, stream in events), events
 
 
-def test_state_of_one_kind_does_not_stay_when_another_takes_over() -> None:
-    """Moments of the first optimizer are kept in memory, and written to every checkpoint of the second."""
+def test_a_second_optimizer_drops_the_state_of_the_first() -> None:
+    """Otherwise the first optimizer's moments would take memory and be saved in each checkpoint."""
     model = Stack()
     engine = engine_of(model)
     engine.optimizer(kind="sgd")
@@ -97,7 +97,7 @@ def test_state_of_one_kind_does_not_stay_when_another_takes_over() -> None:
     assert set(optimizer.state_dict()["state"][0]) <= {"step", "exp_avg", "exp_avg_sq", "residual"}
 
 
-def test_loading_a_state_dict_that_has_to_be_rounded_is_said(said: Any) -> None:
+def test_rounding_a_loaded_state_dict_is_announced(said: Any) -> None:
     model = small.llama(hidden_size=64, intermediate_size=128)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(**small.batch(2)).loss.backward()
@@ -110,15 +110,15 @@ def test_loading_a_state_dict_that_has_to_be_rounded_is_said(said: Any) -> None:
     assert any("rounded to 8bit" in line for line in said.messages), said.messages
 
 
-# ---- parts of a model called by themselves
+# ---- direct calls of parts of a model
 
 
-def test_an_inner_module_called_by_itself_takes_no_more_memory_with_every_step() -> None:
-    """Losses of one's own on hidden states: nobody calls the model itself."""
+def test_direct_calls_of_an_inner_module_do_not_leak_memory() -> None:
+    """A loss on hidden states calls the inner module and never the model."""
     model, plain = small.llama(), small.llama()
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer(lr=1e-3)
-    held = []
+    usage = []
     for step in range(4):
         for seed in range(3):
             ids = small.batch(seed=seed)["input_ids"]
@@ -129,11 +129,11 @@ def test_an_inner_module_called_by_itself_takes_no_more_memory_with_every_step()
                 assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8), name
         optimizer.step()
         optimizer.zero_grad()
-        held.append((engine._memory.allocated_bytes, max(len(slab.grad.parts) for slab in engine.slabs)))
-    assert held == [(held[0][0], 1)] * 4
+        usage.append((engine._memory.allocated_bytes, max(len(slab.grad.parts) for slab in engine.slabs)))
+    assert usage == [(usage[0][0], 1)] * 4
 
 
-def test_a_forward_that_nobody_differentiates_takes_no_place_for_good() -> None:
+def test_a_forward_without_backward_does_not_leak_a_gradient_part() -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer(lr=1e-3)
@@ -145,8 +145,8 @@ def test_a_forward_that_nobody_differentiates_takes_no_place_for_good() -> None:
     assert max(len(slab.grad.parts) for slab in engine.slabs) == 1
 
 
-def test_another_thread_may_call_a_part_of_the_model() -> None:
-    """Autograd's own thread does, where a block is called inside another one that is computed again."""
+def test_another_thread_can_call_a_part_of_the_model() -> None:
+    """Autograd's thread does so when the recompute of a block calls another block."""
     model, failures = small.llama(), []
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer(lr=1e-3)
@@ -170,7 +170,7 @@ def test_another_thread_may_call_a_part_of_the_model() -> None:
 
 
 class Calling(nn.Module):
-    """A layer that calls a module which is not its own, as hybrids with shared attention do."""
+    """A layer that calls a module owned by its parent, as hybrid models with shared attention do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -192,9 +192,9 @@ class Sharing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one-thread", "autograd-thread"])
-def test_a_block_called_inside_others_has_a_buffer_per_place_whatever_thread_differentiates(apart: bool) -> None:
-    """On a GPU the backward, and with it what is computed again, runs in a thread of autograd's."""
+@pytest.mark.parametrize("in_autograd_thread", [False, True], ids=["one-thread", "autograd-thread"])
+def test_a_shared_block_has_one_gradient_part_per_call_in_any_backward_thread(in_autograd_thread: bool) -> None:
+    """On a GPU, autograd runs the backward and its recomputes in a thread of its own."""
     torch.manual_seed(0)
     model = Sharing()
     plain = copy.deepcopy(model)
@@ -205,7 +205,7 @@ def test_a_block_called_inside_others_has_a_buffer_per_place_whatever_thread_dif
             for seed in range(4):
                 x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
                 loss = model(x).square().mean()
-                pool.submit(loss.backward).result() if apart else loss.backward()
+                pool.submit(loss.backward).result() if in_autograd_thread else loss.backward()
                 plain(x).square().mean().backward()
             if step == 0:
                 assert torch.allclose(model.shared.weight.grad, plain.shared.weight.grad, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""A batch that RAM does not hold is refused before its forward; one that fits, or has been through, is not."""
+"""A batch that does not fit in RAM is refused before its forward. A batch that fits, or that has run before, is not."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def attached(left: list[int]) -> tuple[Any, Any]:
+def attached(free: list[int]) -> tuple[Any, Any]:
     model = small.llama(max_position_embeddings=256)
     engine = engine_of(model)
-    engine.ram._left = lambda: left[0]
+    engine.ram._left = lambda: free[0]
     return model, engine
 
 
-def test_the_batch_that_does_not_fit_is_refused_with_its_size() -> None:
-    left = [1 << 40]
-    model, engine = attached(left)
-    left[0] = level(CRITICAL, engine.ram._limit) + (16 << 20)
+def test_a_batch_that_does_not_fit_is_refused_with_its_size() -> None:
+    free = [1 << 40]
+    model, engine = attached(free)
+    free[0] = level(CRITICAL, engine.ram._limit) + (16 << 20)
     needed, block = engine._headroom._estimate(4, 256)
     assert 0 < block < needed
-    left[0] = level(CRITICAL, engine.ram._limit) + needed
+    free[0] = level(CRITICAL, engine.ram._limit) + needed
     with pytest.raises(OutOfRam, match=r"a batch of 4 x 256 tokens takes about .* stopped before starting it"):
         model(**batch(4, 256))
-    # Without gradients nothing is kept for a backward.
+    # Without gradients, nothing is stored for a backward.
     with torch.no_grad():
-        left[0] = 1 << 40
+        free[0] = 1 << 40
         model(**batch(4, 256))
     model(**batch(1, 8)).loss.backward()
 
 
-def test_slots_and_gradients_that_are_not_there_yet_are_counted_once() -> None:
+def test_slots_and_gradients_are_counted_until_they_are_allocated() -> None:
     model, engine = attached([1 << 40])
     to_allocate = engine._headroom._backward_bytes()
     assert to_allocate > sum(slab.layout.nbytes for slab in engine.slabs)
@@ -51,14 +51,14 @@ def test_slots_and_gradients_that_are_not_there_yet_are_counted_once() -> None:
     assert engine._headroom._backward_bytes() == 0
 
 
-def test_a_window_is_as_many_as_half_of_what_is_left_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_fills_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine = attached([1 << 20])
     each = engine._headroom.batch_bytes(batch(4, 256))
     monkeypatch.setattr(inventory, "free_memory", lambda device: 6 * each)
     assert engine.window_size(batch(4, 256)) == 3
 
 
-def test_a_config_that_is_not_transformers_says_nothing() -> None:
+def test_a_config_that_is_not_from_transformers_is_ignored() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
     model.config = {"hidden_size": 8}
     with mt.Engine(model, device="cpu"):

@@ -1,4 +1,4 @@
-"""A plan's GPU memory is taken ahead: all of it, no more than may be, and not twice. The allocator is a stand-in."""
+"""The GPU memory of a plan is reserved in advance, within the limit and only once. The allocator is simulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOTAL = 140 * GIB
 
 
 class Allocator:
-    """PyTorch's, as far as it matters here: memory is reserved from the driver, held by tensors, cached, given back."""
+    """A model of PyTorch's allocator: reserves memory from the driver, holds it in tensors, caches and frees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = TOTAL) -> None:
         self.share, self.free = 1.0, free
@@ -41,13 +41,13 @@ class Allocator:
             monkeypatch.setattr(torch.cuda, name, stand_in)
         real = torch.empty
 
-        def empty(*args: Any, **more: Any) -> Any:
-            return self.empty(*args) if more.get("device") == GPU else real(*args, **more)
+        def empty(*args: Any, **extra: Any) -> Any:
+            return self.empty(*args) if extra.get("device") == GPU else real(*args, **extra)
 
         monkeypatch.setattr(torch, "empty", empty)
 
     def quiet(self) -> None:
-        assert self.held == 0, "lanes may still ask for memory"
+        assert self.held == 0, "lanes must be idle before memory is reserved"
         self.quieted += 1
 
     def empty_cache(self) -> None:
@@ -55,10 +55,10 @@ class Allocator:
 
     def empty(self, nbytes: int) -> Any:
         self.asked += 1
-        more = max(0, self.held + nbytes - self.reserved)
-        if self.reserved + more > min(self.share * TOTAL, self.free):
+        extra = max(0, self.held + nbytes - self.reserved)
+        if self.reserved + extra > min(self.share * TOTAL, self.free):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.reserved, self.held = self.reserved + more, self.held + nbytes
+        self.reserved, self.held = self.reserved + extra, self.held + nbytes
         self.peak = max(self.peak, self.reserved)
         return Block(self, nbytes)
 
@@ -72,15 +72,15 @@ class Block:
 
 
 def memory_limit_of(**settings: Any) -> tuple[MemoryLimit, int]:
-    """For a plan of a made-up model, and what the allocator may have of it."""
-    decided = plan(small.llama(), machine=Machine.load("h200-1.5tb"), batch=64, length=8192)
-    followed = Settings(plan=decided, **decided.settings(), **settings)
+    """A memory limit for the plan of a small model, and the bytes that the allocator may reserve."""
+    chosen = plan(small.llama(), machine=Machine.load("h200-1.5tb"), batch=64, length=8192)
+    followed = Settings(plan=chosen, **chosen.settings(), **settings)
     memory_limit = MemoryLimit(followed, GPU, small.llama())
     memory_limit.apply()
-    return memory_limit, decided.total("vram") - decided.outside_allocator
+    return memory_limit, chosen.total("vram") - chosen.outside_allocator
 
 
-def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_planned_memory_is_reserved_and_left_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     memory_limit, planned = memory_limit_of()
     memory_limit.reserve(allocator.quiet)
@@ -88,20 +88,20 @@ def test_all_of_it_is_taken_and_left_with_the_allocator(monkeypatch: pytest.Monk
     assert planned - 2 * GRANULARITY <= allocator.reserved <= planned
 
 
-def test_it_is_taken_again_once_whatever_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reserved_once_more_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     memory_limit, planned = memory_limit_of()
     for steps in range(1, 6):
-        # Given back but for a tenth, nine times what is missing of it cached.
+        # A tenth of the planned memory has been returned to the driver.
         allocator.reserved = planned - planned // 10
         memory_limit.after_step(steps, allocator.quiet)
-        whole = planned - 2 * GRANULARITY <= allocator.reserved <= planned
-        assert whole == (steps == WARMUP_STEPS)
-        assert allocator.quieted == (steps >= WARMUP_STEPS), "once, before anything is held"
+        is_reserved = planned - 2 * GRANULARITY <= allocator.reserved <= planned
+        assert is_reserved == (steps == WARMUP_STEPS)
+        assert allocator.quieted == (steps >= WARMUP_STEPS), "memory must be reserved once, while lanes are idle"
     assert allocator.peak <= planned
 
 
-def test_what_the_user_allows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_fraction_set_by_the_user_limits_the_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     _, planned = memory_limit_of()
     allocator.share = planned / 2 / TOTAL
@@ -110,7 +110,7 @@ def test_what_the_user_allows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None
     assert planned // 2 - 2 * GRANULARITY <= allocator.reserved <= planned // 2
 
 
-def test_a_gpu_that_is_full_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch, free=GIB)
     memory_limit, _ = memory_limit_of()
     with pytest.raises(NotEnoughMemory, match=r"but only 1\.00 GiB are free; stop other processes"):
@@ -118,7 +118,7 @@ def test_a_gpu_that_is_full_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory_limit.after_step(WARMUP_STEPS, allocator.quiet)
 
 
-def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_expandable_segments_only_compute_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
     memory_limit, planned = memory_limit_of()
@@ -134,16 +134,16 @@ def test_segments_that_do_not_grow_get_what_computing_takes(monkeypatch: pytest.
     assert allocator.asked == 1
 
 
-def test_what_was_cached_before_counts_against_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_frees_memory_cached_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     allocator.reserved = 3 * GIB
     MemoryLimit(Settings(plan=None), GPU, small.llama()).reserve(allocator.quiet)
-    assert allocator.reserved == 3 * GIB, "without a cap it is nobody's business"
+    assert allocator.reserved == 3 * GIB, "without a cap the cache must not be emptied"
     MemoryLimit(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama()).reserve(allocator.quiet)
     assert allocator.reserved == 0
 
 
-def test_what_something_else_holds_is_beside_the_plan_and_inside_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_other_tensors_adds_to_the_plan_and_counts_against_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     allocator.reserved = allocator.held = 5 * GIB
     _, planned = memory_limit_of()
@@ -152,7 +152,7 @@ def test_what_something_else_holds_is_beside_the_plan_and_inside_the_cap(monkeyp
         memory_limit_of(max_vram_gb=5.5)
 
 
-def test_what_pinned_memory_takes_of_the_gpu_is_inside_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_used_by_pinning_counts_against_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, pinned = Allocator(monkeypatch), [0]
     memory_limit = MemoryLimit(Settings(plan=None, max_vram_gb=20.0), GPU, small.llama(), pinned=lambda: pinned[0])
     memory_limit.apply()
@@ -164,23 +164,23 @@ def test_what_pinned_memory_takes_of_the_gpu_is_inside_the_cap(monkeypatch: pyte
     for window in (16, 8):
         memory_limit.set_window_size(window)
         assert allocator.share * TOTAL == pytest.approx(20 * GIB - cuda_bytes(512 * GIB, 16)), (
-            "threads that are there stay"
+            "a smaller window keeps the threads of a larger one"
         )
     assert cuda_bytes(0, 16) - cuda_bytes(0) == 14 * THREAD_BYTES
     memory_limit.release()
     memory_limit.release()
     assert allocator.share == 1.0
     memory_limit.apply()
-    assert allocator.share == 1.0, "it has ended"
+    assert allocator.share == 1.0, "apply after release must change nothing"
 
 
-def test_pinned_memory_that_takes_all_of_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_can_use_up_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     MemoryLimit(Settings(plan=None, max_vram_gb=2.0), GPU, small.llama(), pinned=lambda: 1 << 40).apply()
     assert allocator.share == 0.0
 
 
-def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_returns_the_memory_and_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     memory_limit, planned = memory_limit_of()
     memory_limit.reserve(allocator.quiet)
@@ -189,7 +189,7 @@ def test_the_end_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (allocator.reserved, allocator.share) == (0, 1.0)
 
 
-def test_after_it_ran_out_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_running_out_of_memory_nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     memory_limit, _ = memory_limit_of()
     memory_limit.policies = SimpleNamespace(reduced=torch.no_grad, stored=["layers.0"])  # type: ignore[assignment]

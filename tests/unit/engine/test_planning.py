@@ -1,4 +1,4 @@
-"""`mt.plan`, and engines that follow a plan."""
+"""`mt.plan` and engines that follow a plan."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def planned(**options: Any) -> mt.Plan:
     return mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, **options)
 
 
-def test_from_a_model_a_config_and_for_another_machine() -> None:
+def test_plans_from_a_model_and_its_config_agree() -> None:
     model = small.llama()
-    plans = [mt.plan(it, machine="rtx4090-64gb", batch=2, length=8, precision="fp32") for it in (model, model.config)]
+    plans = [
+        mt.plan(source, machine="rtx4090-64gb", batch=2, length=8, precision="fp32") for source in (model, model.config)
+    ]
     assert plans[0].memory == plans[1].memory
     assert "rtx4090-64gb" in plans[0].table()
     assert mt.Plan.from_json(plans[0].to_json()) == plans[0]
 
 
-def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) -> None:
+def test_an_engine_follows_and_announces_its_plan(said: pytest.LogCaptureFixture) -> None:
     plan = dataclasses.replace(
         planned(accumulation=6),
         resident=("model.layers.0", "lm_head"),
@@ -47,7 +49,7 @@ def test_an_engine_follows_its_plan_and_says_so(said: pytest.LogCaptureFixture) 
     assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_user_settings_override_the_plan() -> None:
     plan = dataclasses.replace(
         planned(accumulation=3),
         resident=("*",),
@@ -78,20 +80,20 @@ def test_a_plan_does_not_change_bits() -> None:
     assert differences(run(plan=planned(accumulation=4)), run()) == []
 
 
-def test_what_cannot_be_followed_is_refused() -> None:
+def test_unusable_plans_are_refused() -> None:
     with pytest.raises(SettingsError, match="plan must be a Plan"):
         engine_of(small.llama(), plan={"resident": ()})
     with pytest.raises(SettingsError, match="offload_dir is not implemented yet"):
         engine_of(small.llama(), plan=dataclasses.replace(planned(), resident=(), on_disk=("model.layers.0",)))
 
 
-def test_a_refusal_has_the_shortfall_and_what_would_help() -> None:
+def test_a_refusal_has_the_shortfall_and_suggestions() -> None:
     with pytest.raises(NotEnoughMemory, match=r"GiB") as refusal:
         mt.plan(small.llama(hidden_size=4096, intermediate_size=8192), machine="rtx4090-64gb", max_ram_gb=1.0)
     assert refusal.value.suggestions
 
 
-def test_an_optimizer_that_the_plan_is_not_for_is_named(said: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_differs_from_the_plan_is_announced(said: pytest.LogCaptureFixture) -> None:
     engine = engine_of(small.llama(), plan=planned())
     engine.optimizer(lr=0.1)
     assert not any("the plan is for" in line for line in said.messages)

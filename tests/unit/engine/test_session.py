@@ -1,4 +1,4 @@
-"""The lifetime of an engine: what it says, what it takes, what users see through it, what it gives back."""
+"""The lifetime of an engine: announcements, precision, reading and writing weights, closing, memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def master(parameter: Any) -> torch.Tensor:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_is_announced_on_the_cpu(said: pytest.LogCaptureFixture) -> None:
+def test_announcements_on_the_cpu(said: pytest.LogCaptureFixture) -> None:
     mt.init(offload_dir=["/a", "/b"], max_vram_gb=80, optimizer_compression="8bit")
     said.clear()
     mt.Engine(small.llama())
@@ -57,22 +57,22 @@ def test_what_is_announced_on_the_cpu(said: pytest.LogCaptureFixture) -> None:
     assert any("max_vram_gb=80 has no effect" in line for line in lines)
     assert any("offload_dir" in line and "/b" in line and "RAM" in line for line in lines)
     assert any("optimizer_compression='8bit'" in line and "lose precision" in line for line in lines)
-    assert len(lines) == len(set(lines)), "nothing is said twice"
+    assert len(lines) == len(set(lines)), "each notice must be printed once"
 
 
-def test_nothing_but_a_summary_is_announced_if_nothing_was_decided(said: pytest.LogCaptureFixture) -> None:
+def test_defaults_announce_the_summary_only(said: pytest.LogCaptureFixture) -> None:
     mt.Engine(small.llama(), device="cpu")
     (summary,) = said.messages
     assert summary.startswith("LlamaForCausalLM on cpu\n  parameters  ")
 
 
-def test_init_is_the_default_and_an_engine_may_override(said: pytest.LogCaptureFixture) -> None:
+def test_engine_arguments_override_init(said: pytest.LogCaptureFixture) -> None:
     settings = mt.init(debug=mt.Debug(slots=5), precision="bf16", device="cpu")
     assert settings.debug.slots == 5
     engine = mt.Engine(small.llama(), precision="fp32")
     assert (engine.settings.debug.slots, engine.precision) == (5, "fp32")
     mt.init(device="cpu")
-    assert mt.Engine(small.llama()).settings.debug.slots == 3, "a second init replaces the first"
+    assert mt.Engine(small.llama()).settings.debug.slots == 3, "a second init must replace the first"
 
 
 # ---- precision
@@ -83,14 +83,14 @@ def test_precision_follows_the_model() -> None:
     assert mt.Engine(small.llama().bfloat16(), device="cpu").precision == "bf16"
 
 
-@pytest.mark.parametrize("asked", ["fp32", "bf16"])
+@pytest.mark.parametrize("requested", ["fp32", "bf16"])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_master_is_exact(asked: str, loaded: torch.dtype) -> None:
+def test_the_master_is_exact(requested: str, loaded: torch.dtype) -> None:
     model = small.llama().to(loaded)
     original = small.snapshot(model)
-    engine = mt.Engine(model, device="cpu", precision=asked)
+    engine = mt.Engine(model, device="cpu", precision=requested)
     assert {parameter.dtype for parameter in model.parameters()} == {
-        torch.float32 if asked == "fp32" else torch.bfloat16
+        torch.float32 if requested == "fp32" else torch.bfloat16
     }
     for name, parameter in model.named_parameters():
         assert torch.equal(master(parameter), original[name].float()), name
@@ -104,13 +104,13 @@ def test_an_fp16_model_is_trained_in_bf16(said: pytest.LogCaptureFixture) -> Non
     assert any("FP16" in line and "BF16" in line for line in said.messages)
 
 
-def test_fp32_of_a_bf16_model_is_announced(said: pytest.LogCaptureFixture) -> None:
+def test_training_a_bf16_model_in_fp32_is_announced(said: pytest.LogCaptureFixture) -> None:
     mt.Engine(small.llama().bfloat16(), device="cpu", precision="fp32")
     assert any("twice the memory" in line for line in said.messages)
 
 
-def test_fp32_parts_of_a_bf16_model_stay_so() -> None:
-    """A mostly-BF16 model keeps what was left in FP32 on purpose, and both kinds are trained."""
+def test_fp32_parts_of_a_bf16_model_stay_in_fp32() -> None:
+    """Parameters that are in FP32 in a mostly BF16 model stay in FP32, and both dtypes are trained."""
     model = small.llama().bfloat16()
     for layer in model.model.layers:
         layer.input_layernorm.float()
@@ -128,7 +128,7 @@ def test_fp32_parts_of_a_bf16_model_stay_so() -> None:
 
 
 def test_modules_that_transformers_keeps_in_fp32() -> None:
-    """Asked for in BF16 from an FP32 load: what a BF16 load would have kept in FP32 is kept."""
+    """An FP32 model trained in BF16 keeps the modules in FP32 that loading it in BF16 would keep."""
     model = small.llama()
     model._keep_in_fp32_modules_strict = {"norm"}
     mt.Engine(model, device="cpu", precision="bf16")
@@ -137,8 +137,8 @@ def test_modules_that_transformers_keeps_in_fp32() -> None:
     assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
 
 
-class Counted(nn.Module):
-    """A frozen table of integers beside weights."""
+class WithTable(nn.Module):
+    """A frozen integer table and trained weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_integers_stay_integers(precision: str) -> None:
-    model, plain = Counted(), Counted()
+    model, plain = WithTable(), WithTable()
     engine = mt.Engine(model, device="cpu", precision=precision)
     assert model.table.dtype == torch.int64
     assert torch.equal(model.table, torch.arange(8))
@@ -169,12 +169,12 @@ def test_frozen_integers_stay_integers(precision: str) -> None:
     assert torch.equal(model.table, torch.arange(8))
 
 
-# ---- what users see
+# ---- reading and writing weights
 
 
 @pytest.mark.parametrize("lanes", ["sync", "threads", "slow"])
 def test_reading_shows_current_weights(tmp_path: Path, lanes: str) -> None:
-    """With updates still pending on a lane: every way to read waits for them."""
+    """Every way to read waits for updates that are pending on a lane."""
     reference = small.llama()
     stock = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     train_a_step(reference, stock)
@@ -206,13 +206,13 @@ def test_reading_shows_current_weights(tmp_path: Path, lanes: str) -> None:
         engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes=chosen))
         optimizer = engine.optimizer(lr=1e-2, weight_decay=0.1)
         train_a_step(model, optimizer)
-        found = read(model)
-        assert found.keys() == expected.keys(), name
-        assert all(close(key, value) for key, value in found.items()), name
+        results = read(model)
+        assert results.keys() == expected.keys(), name
+        assert all(close(key, value) for key, value in results.items()), name
         engine.close()
 
 
-def test_what_does_not_need_values() -> None:
+def test_shapes_and_counts_match_the_plain_model() -> None:
     model, plain = small.llama(), small.llama()
     mt.Engine(model, device="cpu")
     assert model.num_parameters() == plain.num_parameters()
@@ -225,7 +225,7 @@ def test_what_does_not_need_values() -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def test_writing_reaches_the_store() -> None:
+def test_writes_reach_the_store() -> None:
     model, plain = small.llama(), small.llama()
     mt.Engine(model, device="cpu")
     other = small.snapshot(small.llama(1))
@@ -237,8 +237,8 @@ def test_writing_reaches_the_store() -> None:
         each.model.layers[0].mlp.up_proj.weight.data.zero_()
     assert small.same(small.snapshot(model), small.snapshot(plain))
     with torch.no_grad():
-        found, expected = model(**small.batch()).logits, plain(**small.batch()).logits
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        results, expected = model(**small.batch()).logits, plain(**small.batch()).logits
+    torch.testing.assert_close(results, expected, atol=1e-6, rtol=0)
 
 
 def test_generate_equals_the_plain_model() -> None:
@@ -259,7 +259,7 @@ def test_trace_on_the_cpu(tmp_path: Path) -> None:
     assert {span.lane for span in spans} == {"compute", "h2d", "d2h", "update"}
     assert all(0 <= span.start <= span.end for span in spans)
     computed = [span.label for span in spans if span.lane == "compute"]
-    # The head may run as part of the loss; the layers go forward in order and backward in reverse.
+    # The head may run as part of the loss. Layers run forward in order and backward in reverse.
     layers = [f"model.layers.{index}" for index in range(3)]
     expected = [f"forward {name}" for name in layers] + [f"backward {name}" for name in reversed(layers)]
     assert [label for label in computed if "layers" in label] == expected
@@ -268,11 +268,11 @@ def test_trace_on_the_cpu(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert len([event for event in events if event["ph"] == "X"]) == len(spans)
     train_a_step(model, optimizer)
-    assert timeline.spans == spans, "nothing is recorded outside the block"
+    assert timeline.spans == spans, "the trace must end with its block"
     engine.close()
 
 
-# ---- the end
+# ---- closing and releasing
 
 
 def test_context_manager() -> None:
@@ -290,7 +290,7 @@ def test_context_manager() -> None:
 
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
-def test_release_gives_back_a_plain_model(tmp_path: Path, lanes: str) -> None:
+def test_release_returns_a_plain_model(tmp_path: Path, lanes: str) -> None:
     model, plain = small.gpt2().eval(), small.gpt2().eval()
     reference = small.gpt2().eval()
     engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes=lanes))
@@ -306,7 +306,7 @@ def test_release_gives_back_a_plain_model(tmp_path: Path, lanes: str) -> None:
     for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
         assert mine.__dict__.keys() == theirs.__dict__.keys(), type(mine)
         assert not mine._forward_pre_hooks
-    # It trains with torch, and its weights do not depend on the engine's life.
+    # The released model trains with PyTorch, and its weights outlive the engine.
     del engine
     gc.collect()
     train_a_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -320,8 +320,8 @@ def lane_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_nothing_is_left_when_model_and_engine_are_gone(closed: bool) -> None:
-    """Threads end and memory is given back, closed or not: somebody may make many engines in one process."""
+def test_deleting_model_and_engine_frees_threads_and_memory(closed: bool) -> None:
+    """Threads end and memory is freed whether or not the engine was closed."""
     gc.collect()
     before = set(lane_threads())
     model = small.llama()
@@ -330,7 +330,7 @@ def test_nothing_is_left_when_model_and_engine_are_gone(closed: bool) -> None:
     train_a_step(model, optimizer)
     assert len(set(lane_threads()) - before) == sum(lane.runs_on is not None for lane in LANES.values())
     buffers = [weakref.ref(slab._weight_buffer) for slab in engine.slabs]
-    watched = [weakref.ref(engine), weakref.ref(model), *buffers]
+    references = [weakref.ref(engine), weakref.ref(model), *buffers]
     if closed:
         engine.close()
     del model, engine, optimizer
@@ -339,11 +339,11 @@ def test_nothing_is_left_when_model_and_engine_are_gone(closed: bool) -> None:
         thread.join(timeout=5)
     assert set(lane_threads()) - before == set()
     gc.collect()  # a job that was still queued at the first collection held its slab
-    assert [reference() for reference in watched] == [None] * len(watched)
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 def test_the_model_keeps_its_engine_alive() -> None:
-    """`mt.Engine(model)` without a name for it is enough."""
+    """`mt.Engine(model)` need not be assigned to a variable."""
     model = small.llama()
     optimizer = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads")).optimizer()
     gc.collect()
@@ -403,39 +403,39 @@ print(json.dumps({"model": before - empty, "peak": peak - empty, "after": after 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_adopting_takes_the_model_and_one_block(precision: str) -> None:
-    """Originals are freed as it goes; nothing stays twice."""
+def test_attaching_needs_memory_for_the_model_and_one_block(precision: str) -> None:
+    """Each original parameter is freed once it has been copied to the store."""
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, precision], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    constant = 48 << 20
-    assert constant < found["block"], "else a second block would go unseen"
-    assert found["model"] == pytest.approx(found["parameters"] * 4, rel=0.02)
-    # In BF16, high and low halves together are as large as the FP32 originals.
-    assert found["peak"] <= found["model"] + found["block"] + constant
-    assert found["after"] <= found["model"] + constant
+    results = json.loads(done.stdout.splitlines()[-1])
+    margin = 48 << 20
+    assert margin < results["block"], "the margin must be smaller than a second block"
+    assert results["model"] == pytest.approx(results["parameters"] * 4, rel=0.02)
+    # In BF16, the high and low halves together are as large as the FP32 originals.
+    assert results["peak"] <= results["model"] + results["block"] + margin
+    assert results["after"] <= results["model"] + margin
 
 
-def test_a_window_is_as_large_as_memory_allows_whatever_a_collator_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_window_size_depends_on_memory_and_not_on_the_batch_type(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = mt.Engine(small.llama(), device="cpu")
     monkeypatch.setattr("megatrain.hardware.inventory.free_memory", lambda _: 1 << 18)
     batch = small.batch(2)
     sizes = {engine.window_size(each) for each in (batch, BatchEncoding(batch), [batch], tuple(batch.values()))}
     assert len(sizes) == 1
     assert 1 < sizes.pop() < 64
-    # On a GPU each micro-batch has a thread, for which libraries keep some of its memory.
+    # On a GPU each micro-batch has a thread, and libraries allocate GPU memory per thread.
     monkeypatch.setattr("megatrain.hardware.inventory.free_memory", lambda _: 8 * THREAD_BYTES + (1 << 20))
     assert engine.window_size(batch) == 64
     monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
     assert engine.window_size(batch) == 4
 
 
-def test_a_window_says_how_many_threads_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a cap on GPU memory includes them."""
+def test_a_window_reports_its_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap on GPU memory includes the memory of these threads."""
     engine, sizes = mt.Engine(small.llama(), device="cpu"), []
     monkeypatch.setattr(engine.memory_limit, "set_window_size", sizes.append)
     engine.window([lambda: None] * 3)
@@ -443,10 +443,10 @@ def test_a_window_says_how_many_threads_it_has(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_old_keyword_of_a_window_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, asked = mt.Engine(small.llama(), device="cpu"), []
-    monkeypatch.setattr(engine._step, "window", lambda tasks, full_step: asked.append(full_step) or [])
+    engine, requested = mt.Engine(small.llama(), device="cpu"), []
+    monkeypatch.setattr(engine._step, "window", lambda tasks, full_step: requested.append(full_step) or [])
     for whole in (True, False):
         with pytest.warns(FutureWarning, match=r"Engine\.window\(whole=\.\.\.\) is now full_step") as caught:
             engine.window([], whole=whole)
         assert caught[0].filename == __file__
-    assert asked == [True, False]
+    assert requested == [True, False]

@@ -1,4 +1,4 @@
-"""An engine says what it trains, in which precision, and where its state is; with a plan, the plan."""
+"""An engine prints what it trains, in which precision and where its state is. With a plan, it prints the plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
-def test_it_says_where_everything_is(said: pytest.LogCaptureFixture) -> None:
+def test_the_summary_says_where_everything_is(said: pytest.LogCaptureFixture) -> None:
     engine = engine_of(
         small.llama(hidden_size=64, vocab_size=2048),
         precision="bf16",
@@ -40,38 +40,38 @@ def test_it_says_where_everything_is(said: pytest.LogCaptureFixture) -> None:
     )
     title, *lines = printed(said)
     assert title == "LlamaForCausalLM on cpu"
-    found = rows(lines)
-    assert found["parameters"] == "0.3M, all trained"
-    assert found["blocks"] == f"{len(engine.blocks)}"
-    assert found["precision"] == "computes in bf16, exact FP32 master, saved in fp32"
-    assert found["optimizer"] == "AdamW, moments in 8bit"
+    summary = rows(lines)
+    assert summary["parameters"] == "0.3M, all trained"
+    assert summary["blocks"] == f"{len(engine.blocks)}"
+    assert summary["precision"] == "computes in bf16, exact FP32 master, saved in fp32"
+    assert summary["optimizer"] == "AdamW, moments in 8bit"
 
     def nbytes(name: str) -> int:
         return sum(slab.layout.nbytes for slab in engine.slabs if slab.name.startswith(name))
 
     everything, head, first = nbytes(""), nbytes("lm_head"), nbytes("model.layers.0")
-    assert found["weights"] == (
+    assert summary["weights"] == (
         f"RAM {mib(everything - head)}, VRAM {mib(head)}, copies in VRAM {mib(nbytes('model.layers'))}"
     )
-    assert found["gradients"] == f"RAM {mib(everything - head - first)}, VRAM {mib(head + first)}"
-    assert found["policy"] == f"{len(engine.blocks) - 1} recompute, 1 store"
-    assert found["window"] == "4 micro-batches"
+    assert summary["gradients"] == f"RAM {mib(everything - head - first)}, VRAM {mib(head + first)}"
+    assert summary["policy"] == f"{len(engine.blocks) - 1} recompute, 1 store"
+    assert summary["window"] == "4 micro-batches"
     states = {True: 0, False: 0}
     for slab in engine.slabs:
         states[slab.name == "lm_head"] += slab.state_bytes(AdamW.moments, "8bit")
-    assert found["states"] == f"RAM {mib(states[False])}, VRAM {mib(states[True])}"
+    assert summary["states"] == f"RAM {mib(states[False])}, VRAM {mib(states[True])}"
 
 
-def test_what_is_frozen_has_no_gradients_or_states(said: pytest.LogCaptureFixture) -> None:
+def test_frozen_parameters_have_no_gradients_or_states(said: pytest.LogCaptureFixture) -> None:
     model = small.llama().requires_grad_(False)
     engine_of(model)
-    found = rows(printed(said))
-    assert found["parameters"].endswith(", none trained")
-    assert found["weights"].startswith("RAM ")
-    assert found["gradients"] == found["states"] == "none"
+    summary = rows(printed(said))
+    assert summary["parameters"].endswith(", none trained")
+    assert summary["weights"].startswith("RAM ")
+    assert summary["gradients"] == summary["states"] == "none"
 
 
-def test_parameters_that_are_trained_are_counted(said: pytest.LogCaptureFixture) -> None:
+def test_trained_parameters_are_counted(said: pytest.LogCaptureFixture) -> None:
     model = small.llama(vocab_size=4096).requires_grad_(False)
     model.lm_head.requires_grad_(True)
     engine_of(model)
@@ -79,7 +79,7 @@ def test_parameters_that_are_trained_are_counted(said: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize(
-    ("loaded", "precision", "says"),
+    ("loaded", "precision", "expected"),
     [
         (torch.float32, "fp32", "computes in fp32, saved in fp32"),
         (torch.bfloat16, "fp32", "computes in fp32, saved in fp32"),
@@ -88,17 +88,17 @@ def test_parameters_that_are_trained_are_counted(said: pytest.LogCaptureFixture)
         (torch.float32, "bf16-sr", "computes in bf16, no FP32 master, rounded stochastically, saved in bf16"),
     ],
 )
-def test_what_is_said_to_be_saved_is_saved(
-    loaded: torch.dtype, precision: str, says: str, said: pytest.LogCaptureFixture, tmp_path: Path
+def test_weights_are_saved_in_the_announced_precision(
+    loaded: torch.dtype, precision: str, expected: str, said: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     engine = engine_of(small.llama().to(loaded), precision=precision)
-    assert rows(printed(said))["precision"] == says
+    assert rows(printed(said))["precision"] == expected
     engine.save(tmp_path)
     dtypes = {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()}
     assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16}[engine.saved_precision]}
 
 
-def test_one_block_is_said_so(said: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_one_block_is_announced(said: pytest.LogCaptureFixture) -> None:
     engine_of(torch.nn.Linear(4, 4))
     title, *lines = printed(said)
     assert title == "Linear on cpu"
@@ -107,7 +107,7 @@ def test_one_block_is_said_so(said: pytest.LogCaptureFixture) -> None:
     assert [*rows(lines)][-3:] == ["weights", "gradients", "states"]
 
 
-def test_a_plan_is_printed_instead_and_what_differs_from_it_is_named(said: pytest.LogCaptureFixture) -> None:
+def test_a_plan_is_printed_and_differences_from_it_are_announced(said: pytest.LogCaptureFixture) -> None:
     plan = mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, precision="bf16", optimizer_compression=True)
     engine_of(small.llama(), plan=plan, precision="bf16", optimizer_compression="4bit")
     assert not [record for record in said.records if record.levelname == "WARNING"]

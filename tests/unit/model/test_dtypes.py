@@ -1,4 +1,4 @@
-"""One rule for the dtype of a parameter in the store: what the engine allocates is what the planner counts."""
+"""Engine and planner use the same rule for a parameter's dtype in the store."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_the_planner_counts_what_the_engine_allocates(build: Callable[[], Any], 
     assert allocated == counted
 
 
-def test_a_model_is_trained_in_what_most_of_it_was_loaded_in() -> None:
+def test_the_default_precision_is_that_of_most_parameters() -> None:
     assert describe(fp32_norms_in_bf16()).precision == natural_precision(torch.bfloat16) == "bf16"
     assert natural_precision(torch.float16) == "bf16"
     assert natural_precision(torch.float32) == "fp32"
 
 
-def test_masters_come_back_whole_also_where_the_low_half_is_zero() -> None:
-    """Otherwise a second engine would save those in BF16, and the others in FP32."""
+def test_masters_are_restored_in_fp32_where_the_low_half_is_zero() -> None:
+    """Otherwise a second engine would save these parameters in BF16 and the others in FP32."""
     model = small.llama()
     mt.Engine(model, device="cpu", precision="bf16").close()
     second = mt.Engine(model, device="cpu")

@@ -1,4 +1,4 @@
-"""What a trace without values counts is what layers keep on the CPU, and no less than their peaks."""
+"""A trace on meta tensors counts the bytes that layers keep on the CPU and covers their peaks."""
 
 import copy
 import time
@@ -49,7 +49,7 @@ def config_of(kind, **fields):
 
 
 def on_the_cpu(config, name):
-    """Bytes that a layer's graph keeps and the peak of its backward above them, from a real step."""
+    """Bytes that a layer's graph keeps, and the peak of its backward above them, measured on the CPU."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     layer = model.get_submodule(name)
     calls = []
@@ -58,25 +58,25 @@ def on_the_cpu(config, name):
     hook.remove()
     args, kwargs = trace.tree_map(trace._detach, calls[0])
     weights = list(layer.parameters())
-    theirs = {trace._storage(t) for t in (*trace._tensors((args, kwargs)), *weights)}
+    external = {trace._storage(t) for t in (*trace._tensors((args, kwargs)), *weights)}
     kept = {}
 
     def pack(tensor):
-        if trace._storage(tensor) not in theirs:
+        if trace._storage(tensor) not in external:
             kept[trace._storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 
-    with trace._LiveBytes(theirs) as live:
+    with trace._LiveBytes(external) as live:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = trace._tensors(layer(*args, **kwargs))[0]
-        there = live.now
+        before_backward = live.now
         wanted = [t for t in (*trace._tensors((args, kwargs)), *weights) if t.requires_grad]
         torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
-    return sum(kept.values()), live.peak - there
+    return sum(kept.values()), live.peak - before_backward
 
 
 def last_layer(config):
-    """A model's shape, its last layer, and what that takes on the CPU."""
+    """A model's shape, its last layer, and the bytes which that layer keeps and needs on the CPU."""
     shape = describe(config)
     assert shape.guessed == ()
     block = [block for block in shape.blocks if block.kind == "layer"][-1]
@@ -84,7 +84,7 @@ def last_layer(config):
 
 
 @pytest.mark.parametrize("kind", COUNTED)
-def test_what_is_counted_is_what_the_cpu_keeps(kind):
+def test_traced_bytes_match_the_cpu(kind):
     shape, block, kept, peak = last_layer(config_of(kind))
     assert block.traced is not None
     run = Run(length=LENGTH)
@@ -96,14 +96,14 @@ def test_what_is_counted_is_what_the_cpu_keeps(kind):
 
 
 @pytest.mark.parametrize("kind", FORMULA)
-def test_families_of_the_formula_keep_it(kind):
+def test_the_formula_matches_the_cpu(kind):
     shape, block, kept, _ = last_layer(config_of(kind))
     assert block.traced is None
     assert kept * 0.95 <= graph_bytes(block, Run(length=LENGTH), shape.attention) <= kept * 1.6
 
 
-def test_a_trace_agrees_with_what_a_gpu_showed():
-    """Bytes per token of a layer's graph, benchmarks/results/2026-11-15-h200.md."""
+def test_a_trace_agrees_with_a_gpu_measurement():
+    """Bytes per token of a layer's graph, from benchmarks/results/2026-11-15-h200.md."""
     config = AutoConfig.for_model(
         "llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, num_attention_heads=32
     )
@@ -112,7 +112,7 @@ def test_a_trace_agrees_with_what_a_gpu_showed():
     assert counted["model.layers.0"].graph.at(8192, 2048) / 8192 == pytest.approx(194_696, rel=1e-3)
 
 
-def test_other_widths_of_values_keep_no_scores():
+def test_value_heads_of_another_width_keep_no_scores():
     config = config_of("deepseek_v3", v_head_dim=32)
     layer = next(block for block in describe(config).blocks if block.kind == "layer")
     assert layer.head_dim == (32 + 16 + 32) // 2
@@ -132,16 +132,16 @@ def test_every_kind_of_layer_is_counted():
     assert mixer.traced.graph.token > 3 * attention.traced.graph.token
 
 
-def test_scores_are_seen_among_layers_that_go_token_by_token():
+def test_scores_are_counted_in_hybrid_models():
     config = config_of("jamba", num_hidden_layers=4)
     config._attn_implementation = "eager"
     mixer, *_, attention = [block for block in describe(config).blocks if block.kind == "layer"]
     assert mixer.traced.graph.pair == mixer.traced.work.pair == mixer.traced.forward.pair == 0
-    # Of four heads: scores as they are, as probabilities, and these in FP32 or rounded.
+    # For each of four heads: at least scores and probabilities, two bytes each.
     assert attention.traced.graph.pair >= 4 * (2 + 2)
 
 
-def test_evaluations_are_counted_too():
+def test_evaluation_is_counted():
     shape = describe(config_of("mamba"))
     block = next(block for block in shape.blocks if block.kind == "layer")
     assert block.traced.forward.pair == 0
@@ -150,14 +150,14 @@ def test_evaluations_are_counted_too():
         assert evaluation_bytes(shape, run, shape.attention, gpu) >= block.traced.forward.at(4096, LENGTH) > 0
 
 
-def test_scores_that_a_run_asks_for():
+def test_scores_of_eager_attention_are_counted():
     shape = describe(config_of("phi"))
     block = next(block for block in shape.blocks if block.kind == "layer")
     fused, eager = (graph_bytes(block, Run(length=LENGTH, attention=a), "sdpa") for a in (None, "eager"))
     assert eager - fused >= 8 * block.heads * LENGTH * LENGTH
 
 
-def test_a_live_model_is_left_as_it_was():
+def test_tracing_does_not_change_the_model():
     config = config_of("phi")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     shapes._trace_cache.clear()
@@ -169,18 +169,18 @@ def test_a_live_model_is_left_as_it_was():
     assert "forward" not in vars(model.model.layers[0])
 
 
-def test_a_model_is_counted_once():
+def test_a_model_is_traced_once():
     config = config_of("mamba", hidden_size=192)
     describe(config)
-    began = time.perf_counter()
+    start = time.perf_counter()
     describe(config)
-    assert time.perf_counter() - began < 0.5
+    assert time.perf_counter() - start < 0.5
 
 
-def test_what_cannot_be_counted_is_named():
+def test_layers_that_cannot_be_traced_are_named():
     assert describe(AutoConfig.for_model("whisper")).guessed == ("WhisperDecoderLayer", "WhisperEncoderLayer")
     assert describe(torch.nn.ModuleList(torch.nn.Linear(16, 64) for _ in range(3))).guessed == ("Linear",)
-    # The language model is one that the formula was made for.
+    # The language model is covered by the formula.
     assert describe(AutoConfig.for_model("llava")).guessed == ("CLIPEncoderLayer",)
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_counted_is_named():
         ((2560, 5120, 7680), (0, 10, 0)),
         ((2660, 5220, 7780), (100, 10, 0)),
         ([3 * n * n + 10 * n for n in trace.LENGTHS], (0, 10, 3)),
-        # A peak that moved.
+        # The peak grows faster than linearly, but too little for a quadratic term.
         ((2560, 5120, 7700), (0, 2580 / 256, 0)),
     ],
 )
@@ -200,46 +200,46 @@ def test_growth(sizes, expected):
     assert formula.at(768, 768) >= sizes[2] - 1e-6
 
 
-def test_random_numbers_are_neither_used_up_nor_decide():
-    """OPT draws one per layer, and leaves some out."""
-    found = []
+def test_tracing_draws_no_random_numbers():
+    """OPT with layerdrop draws a number per layer and skips some layers."""
+    traced_shapes = []
     for seed in range(3):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         shapes._trace_cache.clear()
-        found.append(describe(config_of("opt", layerdrop=0.5, num_hidden_layers=8)))
+        traced_shapes.append(describe(config_of("opt", layerdrop=0.5, num_hidden_layers=8)))
         assert torch.equal(torch.get_rng_state(), before)
-    assert found[0] == found[1] == found[2]
-    assert any(block.traced for block in found[0].blocks)
+    assert traced_shapes[0] == traced_shapes[1] == traced_shapes[2]
+    assert any(block.traced for block in traced_shapes[0].blocks)
 
 
-class Waiting(GPT2LMHeadModel):
-    """Goes on until a value is reached, which tensors without values never do."""
+class LoopsOnValues(GPT2LMHeadModel):
+    """Loops until a value is reached. Meta tensors have no values."""
 
     def forward(self, input_ids=None, **more):
-        left = input_ids.float()
-        while (left > 0.5).any():
-            left = left / 2
+        remaining = input_ids.float()
+        while (remaining > 0.5).any():
+            remaining = remaining / 2
         return super().forward(input_ids=input_ids, **more)
 
 
-def test_models_that_their_config_does_not_make_are_planned_all_the_same():
-    def made(cls=GPT2LMHeadModel, layers=3):
+def test_models_that_differ_from_their_config_can_be_planned():
+    def build(cls=GPT2LMHeadModel, layers=3):
         return cls(config_of("gpt2", n_layer=layers)).to(torch.bfloat16)
 
-    grown, odd, cut = made(), made(layers=4), made(layers=5)
+    grown, odd, cut = build(), build(layers=4), build(layers=5)
     grown.transformer.h.append(copy.deepcopy(grown.transformer.h[0]))
     odd.config.unheard_of = torch.nn.ReLU()
     cut.transformer.h = cut.transformer.h[:2]
-    for model in (grown, odd, cut, made(Waiting)):
+    for model in (grown, odd, cut, build(LoopsOnValues)):
         before = {name: repr(value) for name, value in vars(model.config).items()}
         assert describe(model).parameters == sum(p.numel() for p in model.parameters())
         assert {name: repr(value) for name, value in vars(model.config).items()} == before
-    # What was counted of a part of it says nothing of the rest.
-    assert all(block.traced for block in describe(made(layers=5)).blocks if block.kind == "layer")
+    # A trace of the shortened model must not be used for the full one.
+    assert all(block.traced for block in describe(build(layers=5)).blocks if block.kind == "layer")
 
 
-def test_a_config_is_left_as_it_was():
+def test_tracing_does_not_change_the_config():
     config = AutoConfig.for_model("llava")
     config.text_config.dtype, config.vision_config.dtype = torch.bfloat16, torch.float32
     describe(config)

@@ -1,4 +1,4 @@
-"""Bars show on a terminal, after a while, and never tear what is printed beside them."""
+"""Progress bars appear on a terminal after a delay and do not garble other output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def opened(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Not a fixture: pytest puts its own stderr back when the test begins."""
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Replaces stderr. This is not a fixture because pytest replaces stderr again when the test starts."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(module, "REFRESH", 0.01)
@@ -31,7 +31,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def work(total: int | None, until: str, stream: Terminal) -> None:
-    """Goes on until the bar shows something; a bar that never does is a failure, not an endless test."""
+    """Work until the bar shows the text `until`, for at most 20 seconds."""
     end = time.monotonic() + 20
     with progress(total, "block", "Moving weights") as advance:
         advance(2)
@@ -40,8 +40,8 @@ def work(total: int | None, until: str, stream: Terminal) -> None:
             time.sleep(0.005)
 
 
-def test_a_bar_says_how_far_it_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = opened(monkeypatch)
+def test_a_bar_shows_its_progress_and_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(module, "AFTER", 0.0)
     work(4, "2/4", terminal)
     assert "Moving weights" in terminal.getvalue()
@@ -49,21 +49,21 @@ def test_a_bar_says_how_far_it_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> N
     assert not tqdm._instances
 
 
-def test_without_a_total_it_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = opened(monkeypatch)
+def test_without_a_total_the_bar_shows_the_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(module, "AFTER", 0.0)
     work(None, "Moving weights: 00:00", terminal)
 
 
 def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = opened(monkeypatch)
+    terminal = open_terminal(monkeypatch)
     with progress(4, "block", "Moving weights") as advance:
         advance()
     assert terminal.getvalue() == ""
 
 
-def test_an_error_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = opened(monkeypatch)
+def test_an_error_closes_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(module, "AFTER", 0.0)
     with pytest.raises(AssertionError, match="Moving"):
         fail(terminal)
@@ -78,8 +78,8 @@ def fail(terminal: Terminal) -> None:
         raise AssertionError(terminal.getvalue())
 
 
-def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened(monkeypatch)
+def test_bars_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_terminal(monkeypatch)
     assert module.shown()
     with hidden():
         assert not module.shown()
@@ -94,7 +94,7 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_is_printed_above_an_open_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = opened(monkeypatch)
+    terminal = open_terminal(monkeypatch)
     monkeypatch.setattr("logging.root.handlers", [])
     with tqdm(total=4, file=terminal, ncols=40) as bar:
         bar.update(1)
@@ -104,4 +104,4 @@ def test_a_line_is_printed_above_an_open_bar(monkeypatch: pytest.MonkeyPatch) ->
     cleared, _, rest = after.partition("[megatrain] a decision\n")
     assert rest, after
     assert set(cleared) <= set("\r ")
-    assert "/4" in rest, "the bar is drawn again"
+    assert "/4" in rest, "the bar must be redrawn"

@@ -1,4 +1,4 @@
-"""`run.jsonl`: every step is there, exactly, and nothing that goes wrong with the file reaches the run."""
+"""`run.jsonl` has an exact line for every step. Errors of the file do not stop the run."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from megatrain.telemetry.trace import read
 
 
 def lines(path: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """All of them, as strict JSON."""
+    """The lines of the file, or those of one event, read as strict JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    return [line for line in found if event in (None, line["event"])]
+    events = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [line for line in events if event in (None, line["event"])]
 
 
-def loop(path: Path | None, steps: int = 4, late: bool = False, **settings: Any) -> tuple[Any, list[float]]:
-    """An own loop with two micro-batches per step."""
+def training_loop(path: Path | None, steps: int = 4, late: bool = False, **settings: Any) -> tuple[Any, list[float]]:
+    """A training loop with two micro-batches per step."""
     engine = engine_of(small.llama(), **settings)
     optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
     record = None if path is None else engine.record(path)
     losses = []
     for step in range(steps):
-        both = []
+        micro_losses = []
         for micro in range(2):
             loss = engine.model(**small.batch(seed=2 * step + micro)).loss / 2
             loss.backward()
-            both.append(loss.detach())
-        losses.append(float(sum(both)))
+            micro_losses.append(loss.detach())
+        losses.append(float(sum(micro_losses)))
         if record is not None and not late:
-            record.log(loss=sum(both))
+            record.log(loss=sum(micro_losses))
         optimizer.step()
         if record is not None and late:
-            record.log(loss=sum(both))
+            record.log(loss=sum(micro_losses))
         optimizer.zero_grad()
     return engine, losses
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
-def test_steps_of_an_own_loop(tmp_path: Path, late: bool, lanes: str) -> None:
-    engine, losses = loop(tmp_path / "run.jsonl", late=late, lanes=lanes)
+def test_steps_of_a_training_loop(tmp_path: Path, late: bool, lanes: str) -> None:
+    engine, losses = training_loop(tmp_path / "run.jsonl", late=late, lanes=lanes)
     engine.close()
     start, *_, end = lines(tmp_path / "run.jsonl")
     assert (start["event"], start["format"], start["resumed_from_step"]) == ("start", 1, None)
@@ -80,21 +80,21 @@ def test_steps_of_an_own_loop(tmp_path: Path, late: bool, lanes: str) -> None:
     assert {"forward model.layers.0", "backward model.layers.0"} <= {label for _, label, *_ in spans["spans"]}
 
 
-def test_it_changes_no_bits(tmp_path: Path) -> None:
-    with_it, _ = loop(tmp_path / "run.jsonl")
-    without, _ = loop(None)
-    assert not differences(roles(with_it), roles(without))
+def test_recording_is_bitwise_neutral(tmp_path: Path) -> None:
+    recorded, _ = training_loop(tmp_path / "run.jsonl")
+    unrecorded, _ = training_loop(None)
+    assert not differences(roles(recorded), roles(unrecorded))
 
 
-def test_a_directory_and_one_that_is_not_there_yet(tmp_path: Path) -> None:
-    engine, _ = loop(tmp_path, steps=1)
+def test_missing_directories_are_created(tmp_path: Path) -> None:
+    engine, _ = training_loop(tmp_path, steps=1)
     engine.record(tmp_path / "new" / "other.jsonl")
     engine.close()
     assert lines(tmp_path / "run.jsonl", "step")
     assert [line["event"] for line in lines(tmp_path / "new" / "other.jsonl")] == ["start", "end"]
 
 
-def test_what_is_logged(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_logged_values(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     engine = engine_of(small.llama())
     optimizer = engine.optimizer()
     with engine.record(tmp_path) as record:
@@ -111,7 +111,7 @@ def test_what_is_logged(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
         with pytest.raises(SettingsError, match="seconds cannot be logged"):
             record.log(seconds=1)
         engine.save(tmp_path / "saved", optimizer)
-    record.log(loss=1.0)  # of a closed record: nothing
+    record.log(loss=1.0)  # ignored: the record is closed
     (step,) = lines(tmp_path / "run.jsonl", "step")
     assert (step["loss"], step["name"], step["tensor"]) == (loss.item(), "second", 0.5)
     assert step["table"] == {"a": [1, 2, "3.0"]}
@@ -120,7 +120,7 @@ def test_what_is_logged(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     assert not [listener for listener in notices.listeners if listener == record._write_notice]
 
 
-def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
     engine = engine_of(small.llama())
     optimizer = engine.optimizer(max_grad_norm=1.0)
     record = engine.record(tmp_path)
@@ -134,7 +134,7 @@ def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     assert step["skipped"] is True
 
 
-def test_tokens_without_padding_and_of_what_was_kept(tmp_path: Path) -> None:
+def test_tokens_exclude_padding_and_dropped_micro_batches(tmp_path: Path) -> None:
     engine = engine_of(small.llama())
     optimizer = engine.optimizer()
     engine.record(tmp_path)
@@ -156,7 +156,7 @@ def test_tokens_without_padding_and_of_what_was_kept(tmp_path: Path) -> None:
     ("error", "reason"),
     [(KeyboardInterrupt(), "interrupted"), (OutOfRam("none left"), "out_of_ram"), (ValueError("bad\nrow"), "failed")],
 )
-def test_why_it_ended(tmp_path: Path, error: BaseException, reason: str) -> None:
+def test_the_reason_of_the_end_is_recorded(tmp_path: Path, error: BaseException, reason: str) -> None:
     engine = engine_of(small.llama())
     engine.record(tmp_path)
 
@@ -172,7 +172,7 @@ def test_why_it_ended(tmp_path: Path, error: BaseException, reason: str) -> None
     assert "\n" not in end["error"]
 
 
-def test_a_resumed_loop_appends_and_counts_on(tmp_path: Path) -> None:
+def test_a_resumed_loop_appends_and_continues_the_step_count(tmp_path: Path) -> None:
     engine = engine_of(small.llama())
     optimizer = engine.optimizer()
     engine.record(tmp_path)
@@ -193,10 +193,10 @@ def test_a_resumed_loop_appends_and_counts_on(tmp_path: Path) -> None:
         engine.model(**small.batch()).loss.backward()
         optimizer.step()
         engine.close()
-    found = lines(tmp_path / "run.jsonl")
-    assert [line["resumed_from_step"] for line in found if line["event"] == "start"] == [None, 2, None]
-    assert [line["step"] for line in found if line["event"] == "load"] == [2]
-    assert [line["step"] for line in found if line["event"] == "step"] == [1, 2, 3, 3]
+    events = lines(tmp_path / "run.jsonl")
+    assert [line["resumed_from_step"] for line in events if line["event"] == "start"] == [None, 2, None]
+    assert [line["step"] for line in events if line["event"] == "load"] == [2]
+    assert [line["step"] for line in events if line["event"] == "step"] == [1, 2, 3, 3]
 
 
 def test_a_device_that_failed_does_not_hide_the_error(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_forwards_without_a_record_are_not_counted() -> None:
 # ---- the file
 
 
-def test_part_of_a_line_is_ended_before_the_next(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ended_first(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(b'{"event": "start", "time": "2026-01-01T00:00:00+00:00"}\n{"event": "st')
     engine_of(small.llama()).record(path).close()
@@ -225,9 +225,7 @@ def test_part_of_a_line_is_ended_before_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["full", "directory", "no directory"])
-def test_a_file_that_cannot_be_written_does_not_end_the_run(
-    tmp_path: Path, fault: str, said: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_file_does_not_stop_the_run(tmp_path: Path, fault: str, said: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.jsonl"
     if fault == "full":
         path.symlink_to("/dev/full")
@@ -237,12 +235,12 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(
     else:
         (tmp_path / "file").touch()
         path = tmp_path / "file" / "run.jsonl"
-    engine, _ = loop(path, steps=2)
+    engine, _ = training_loop(path, steps=2)
     engine.close()
     assert sum("cannot be written" in line and "goes on" in line for line in said.messages) == 1
 
 
-def test_a_line_that_does_not_fit_is_not_there_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_does_not_fit_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonl"
     file = LineFile(path)
     file.append("one")
@@ -260,7 +258,7 @@ def test_a_line_that_does_not_fit_is_not_there_at_all(tmp_path: Path, monkeypatc
     file.append("two")
     file.append("three")
     assert path.read_text() == "one\n"
-    assert len(calls) == 2, "nothing more was tried"
+    assert len(calls) == 2, "nothing must be written after the first error"
 
 
 def test_a_deleted_file_is_noticed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
@@ -276,7 +274,7 @@ def test_a_deleted_file_is_noticed(tmp_path: Path, said: pytest.LogCaptureFixtur
     assert not list(tmp_path.iterdir())
 
 
-def test_two_do_not_record_into_one_file(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_two_runs_do_not_record_into_one_file(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     first = LineFile(tmp_path / "run.jsonl")
     second = LineFile(tmp_path / "run.jsonl")
     second.append("mine")
@@ -320,7 +318,7 @@ while True:
 """
 
 
-def test_kill_leaves_a_file_that_can_be_read(tmp_path: Path) -> None:
+def test_sigkill_leaves_a_readable_file(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
     path = tmp_path / "run.jsonl"
@@ -329,13 +327,13 @@ def test_kill_leaves_a_file_that_can_be_read(tmp_path: Path) -> None:
         time.sleep(0.02)
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
-    found = [line for line in read(path) if line["event"] == "step"]
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    assert len(found) >= 4
+    events = [line for line in read(path) if line["event"] == "step"]
+    assert [line["step"] for line in events] == list(range(1, len(events) + 1))
+    assert len(events) >= 4
     engine_of(small.llama()).record(path).close()
     assert [line["event"] for line in read(path)][-2:] == ["start", "end"]
 
 
-def test_a_setting_that_is_no_bool(tmp_path: Path) -> None:
+def test_record_must_be_a_bool(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="record must be True or False"):
         mt.init(record=str(tmp_path))

@@ -1,4 +1,4 @@
-"""`megatrain trace`: what a run recorded, as Perfetto reads it."""
+"""`megatrain trace` writes the record of a run in the format that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain.cli.main import app
 STEP = '{"event": "step", "time": "2026-01-01T00:00:00+00:00"}'
 
 
-def recorded(directory: Path, steps: int = 4) -> None:
+def record_run(directory: Path, steps: int = 4) -> None:
     engine = engine_of(small.llama())
     optimizer = engine.optimizer()
     with engine.record(directory) as record:
@@ -30,37 +30,37 @@ def recorded(directory: Path, steps: int = 4) -> None:
     engine.close()
 
 
-def traced(*arguments: str) -> Any:
+def run_trace(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["trace", *arguments])
 
 
-def test_a_run_and_its_resumption(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    recorded(tmp_path)
+def test_a_run_that_was_resumed(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    record_run(tmp_path)
     with (tmp_path / "run.jsonl").open("a") as file:
         file.write('{"event": "st')  # killed
-    assert traced(str(tmp_path)).exit_code == 0
-    assert traced(str(tmp_path / "run.jsonl"), "--out", str(tmp_path / "other.json")).exit_code == 0
+    assert run_trace(str(tmp_path)).exit_code == 0
+    assert run_trace(str(tmp_path / "run.jsonl"), "--out", str(tmp_path / "other.json")).exit_code == 0
     text = (tmp_path / "trace.json").read_text()
     assert text == (tmp_path / "other.json").read_text()
     events = json.loads(text)["traceEvents"]
     for run in (0, 1):
-        own = [event for event in events if event["pid"] == run]
-        named = {e["args"]["name"]: e["tid"] for e in own if e["name"] == "thread_name"}
+        events_of_run = [event for event in events if event["pid"] == run]
+        named = {e["args"]["name"]: e["tid"] for e in events_of_run if e["name"] == "thread_name"}
         assert {"steps", "compute", "h2d", "d2h"} <= named.keys()
-        steps = [event for event in own if event["ph"] == "X" and event["tid"] == named["steps"]]
+        steps = [event for event in events_of_run if event["ph"] == "X" and event["tid"] == named["steps"]]
         assert [step["name"] for step in steps] == ["step 1", "step 2", "step 3", "step 4"]
-        for one, following in pairwise(steps):
-            assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
-        # The spans of the third step lie in it: a microsecond is lost in rounding at each end.
-        spans = [event for event in own if event["ph"] == "X" and event["tid"] == named["compute"]]
+        for one, next_step in pairwise(steps):
+            assert one["ts"] + one["dur"] <= next_step["ts"] + 1e-3
+        # The spans of the third step are inside it, within a microsecond of rounding at each end.
+        spans = [event for event in events_of_run if event["ph"] == "X" and event["tid"] == named["compute"]]
         assert spans
         assert all(steps[2]["ts"] - 2 <= s["ts"] <= steps[2]["ts"] + steps[2]["dur"] + 2 for s in spans)
-        assert [e["name"] for e in own if e["ph"] == "C"].count("loss") == 4
+        assert [e["name"] for e in events_of_run if e["ph"] == "C"].count("loss") == 4
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (None, "cannot be read (No such file or directory)"),
         ("hello\n", "is not the record of a run"),
@@ -72,26 +72,26 @@ def test_a_run_and_its_resumption(tmp_path: Path) -> None:
         ("", "has no step yet"),
     ],
 )
-def test_what_is_no_run(tmp_path: Path, content: str | None, says: str) -> None:
+def test_files_that_are_not_a_run(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "a.jsonl"
     if content is not None:
         path.write_text(content)
-    done = traced(str(path))
+    done = run_trace(str(path))
     assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
-    assert says in done.stderr
+    assert message in done.stderr
 
 
 def test_a_directory_without_a_run_and_a_run_without_a_step(tmp_path: Path) -> None:
-    assert "run.jsonl cannot be read" in traced(str(tmp_path)).stderr
-    recorded(tmp_path, steps=0)
-    assert "has no step yet" in traced(str(tmp_path)).stderr
-    recorded(tmp_path)
-    assert "cannot be written" in traced(str(tmp_path), "--out", str(tmp_path / "none" / "t.json")).stderr
+    assert "run.jsonl cannot be read" in run_trace(str(tmp_path)).stderr
+    record_run(tmp_path, steps=0)
+    assert "has no step yet" in run_trace(str(tmp_path)).stderr
+    record_run(tmp_path)
+    assert "cannot be written" in run_trace(str(tmp_path), "--out", str(tmp_path / "none" / "t.json")).stderr
 
 
 def test_the_record_is_not_overwritten(tmp_path: Path) -> None:
-    recorded(tmp_path)
+    record_run(tmp_path)
     before = (tmp_path / "run.jsonl").read_bytes()
-    done = traced(str(tmp_path), "--out", str(tmp_path / "run.jsonl"))
+    done = run_trace(str(tmp_path), "--out", str(tmp_path / "run.jsonl"))
     assert (done.exit_code, "is the record itself" in done.stderr) == (2, True)
     assert (tmp_path / "run.jsonl").read_bytes() == before
