@@ -1,4 +1,4 @@
-"""Layer drop inside a window, with updates that start in the backward."""
+"""Micro-batches that skip layers inside a window, with updates that start in the backward."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from tests.tiny import Stack, differences, engine_of, inputs, roles
 @pytest.mark.parametrize(
     "skips", [[(), (1,), ()], [(), (2,), ()], [(1,), (), ()], [(), (0,), (), (1,)], [(2,), (), (1,)]]
 )
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("full_step", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_micro_batch_that_skips_a_block(skips: Any, whole: bool, precision: str) -> None:
+def test_early_updates_with_skipped_blocks_are_bitwise(skips: Any, full_step: bool, precision: str) -> None:
     def run(early: bool) -> Any:
         model = Stack()
         engine = engine_of(model, precision=precision)
@@ -28,9 +28,9 @@ def test_a_micro_batch_that_skips_a_block(skips: Any, whole: bool, precision: st
             ]
             if early:
                 with optimizer.final_backward():
-                    engine.window(tasks, full_step=whole)
+                    engine.window(tasks, full_step=full_step)
             else:
-                engine.window(tasks, full_step=whole)
+                engine.window(tasks, full_step=full_step)
             optimizer.step()
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)

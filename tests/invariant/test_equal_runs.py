@@ -1,4 +1,4 @@
-"""Runs that must be equal are compared as runs, bit for bit: losses, gradients, every role of every slab.
+"""Runs that must be equal are compared as runs, bitwise: losses, gradients, every role of every slab.
 
 Each run accumulates micro-batches, clips, has two parameter groups, and has parameters without gradient in some steps.
 """
@@ -26,7 +26,7 @@ FAMILIES = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     "zamba2": {"attention_dropout": 0.1},
 }
-"""Plain; tied with windows and softcaps; experts with an auxiliary loss; tied with biases; weights shared by layers."""
+"""Plain; tied with windows and soft caps; experts with an auxiliary loss; tied with biases; shared layers."""
 
 STEPS = 4
 LENGTH = 10
@@ -34,20 +34,20 @@ MAX_NORM = 0.5
 
 
 class Run:
-    """A model, its engine, optimizer and schedule, and what they showed."""
+    """A model with engine, optimizer and schedule, and a record of what they produced."""
 
     def __init__(
         self,
         family: str,
         precision: str = "fp32",
         *,
-        looking: bool = False,
+        reading: bool = False,
         windows: tuple[int, ...] = (),
         **settings: Any,
     ) -> None:
         self.family = family
         self.windows = windows
-        self.looking = looking
+        self.reading = reading
         self.model = zoo.build(family, **FAMILIES[family])
         self.engine = engine_of(self.model, precision=precision, **settings)
         flat = [p for p in self.model.parameters() if p.ndim < 2]
@@ -69,15 +69,15 @@ class Run:
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
-            if self.looking:
+            if self.reading:
                 [p + 0 for p in self.model.state_dict().values()]
                 self.optimizer.state_dict()
             self.seen.append(self.optimizer.grad_norm)
-            assert self.optimizer.grad_norm > MAX_NORM, "clipping must bite"
+            assert self.optimizer.grad_norm > MAX_NORM, "the gradient must be clipped"
         return self
 
     def backward(self, tasks: list[Callable[[], torch.Tensor]]) -> None:
-        """One micro-batch after the other, or in windows of the given sizes."""
+        """Run micro-batches one after the other, or in windows of the given sizes."""
         if not self.windows:
             self.seen += [task() for task in tasks]
             return
@@ -89,13 +89,13 @@ class Run:
         torch.manual_seed(100 * step + micro)
         loss = self.model(**zoo.batch(self.family, 3 * step + micro, length=LENGTH)).loss
         (loss / 3).backward()
-        if self.looking:
+        if self.reading:
             gradients(self.model)
             self.engine.grad_norm()
         return loss.detach()
 
     def result(self) -> list[Any]:
-        """Everything seen and left behind; the engine is closed."""
+        """Everything recorded, with the final state. Closes the engine."""
         self.seen.append(roles(self.engine))
         self.engine.close()
         return self.seen
@@ -128,8 +128,10 @@ def assert_equal(left: list[Any], right: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_run_shows_what_it_should(family: str, reference: Any):
-    """A parameter misses a step, weights move, and no step is skipped: else the equalities below say little."""
+def test_the_run_covers_skips_clipping_and_updates(family: str, reference: Any):
+    """A parameter has no gradient in one step, weights change, no step is skipped; else the tests below prove
+    little.
+    """
     seen = reference(family)
     without = [sum(g is None for g in entry.values()) for entry in seen if isinstance(entry, dict)][:STEPS]
     assert without[1] > without[0]
@@ -140,7 +142,7 @@ def test_the_run_shows_what_it_should(family: str, reference: Any):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_twice_the_same(family: str, reference: Any):
+def test_two_equal_runs_are_bitwise_equal(family: str, reference: Any):
     assert_equal(run(family), reference(family))
 
 
@@ -171,8 +173,9 @@ def test_lanes(family: str, precision: str, reference: Any):
 
 
 class OnTwoThreads(Run):
-    """Forward and backward on one thread, norms and updates on two: PyTorch's own matrix products may round differently
-    on another number of threads, as they do in FP32 on AVX2."""
+    """Forward and backward run on one thread, norms and updates on two. PyTorch's own matrix products may round
+    differently with another number of threads, as they do in FP32 on AVX2.
+    """
 
     def micro_batch(self, step: int, micro: int) -> torch.Tensor:
         torch.set_num_threads(1)
@@ -192,7 +195,7 @@ def test_thread_count(precision: str, reference: Any):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_resumed(family: str, precision: str, lanes: str, reference: Any, tmp_path: Path):
-    """N + N steps = 2N steps: the second half knows the first by its directory alone."""
+    """N + N steps = 2N steps; the second half has only the directory of the first."""
     half = STEPS // 2
     first = Run(family, precision, lanes=lanes).steps(range(half))
     first.engine.save(tmp_path, first.optimizer)
@@ -213,9 +216,9 @@ def test_resumed(family: str, precision: str, lanes: str, reference: Any, tmp_pa
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "zamba2"])
-def test_looking_changes_nothing(family: str, precision: str, reference: Any):
-    """Gradients and norms read between micro-batches, parameters and state dicts after steps."""
-    looked = Run(family, precision, looking=True).steps(range(STEPS))
+def test_reading_changes_nothing(family: str, precision: str, reference: Any):
+    """Gradients and norms are read between micro-batches, parameters and state dicts after steps."""
+    looked = Run(family, precision, reading=True).steps(range(STEPS))
     assert_equal(looked.result(), reference(family, precision))
 
 
@@ -223,7 +226,7 @@ def test_looking_changes_nothing(family: str, precision: str, reference: Any):
 @pytest.mark.parametrize("windows", [(3,), (2, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "zamba2"])
 def test_windows(family: str, windows: tuple[int, ...], precision: str, reference: Any):
-    """Micro-batches that pass each block together give the bits of one after the other."""
+    """Micro-batches in windows give the bits of running one after the other."""
     lanes = "threads" if windows == (2, 1) else "sync"
     run = Run(family, precision, windows=windows, lanes=lanes).steps(range(STEPS))
     assert_equal(run.result(), reference(family, precision))
@@ -235,7 +238,7 @@ def masters(engine: mt.Engine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 def test_master_weights_are_exact_after_loading(lanes: str, tmp_path: Path):
-    """An FP32 model trained in BF16: the low halves are there from the start, and come back."""
+    """An FP32 model trained in BF16: the low halves of the masters exist from the start, and are restored."""
     original = zoo.build("llama").state_dict()
     first = Run("llama", "bf16", lanes=lanes)
     for name, parameter in first.model.named_parameters():

@@ -1,5 +1,6 @@
-"""Where weights, sums and states live, what is held, how micro-batches are cut into windows and what blocks keep for
-their backward, all chosen at random: the bits are those of everything streamed, one micro-batch after the other."""
+"""Homes, held state, windows and policies are chosen at random. The bits are those of a run where everything streams,
+with one micro-batch after the other.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ MICRO_BATCHES = 5
 BLOCKS = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head")
 
 
-def drawn(seed: int, tied: bool) -> dict[str, Any]:
-    """Settings that must not change bits, by a seed."""
+def random_settings(seed: int, tied: bool) -> dict[str, Any]:
+    """Random settings that must not change bits."""
     source = random.Random(seed)
     homes: dict[str, list[str]] = {name: [] for name in PLACEMENT_SETTINGS}
     for block in BLOCKS[:-1] if tied else BLOCKS:
@@ -39,8 +40,8 @@ def drawn(seed: int, tied: bool) -> dict[str, Any]:
     }
 
 
-def cut(seed: int) -> list[int]:
-    """The windows of a step; now and then there is one."""
+def random_windows(seed: int) -> list[int]:
+    """The windows of a step; sometimes only one."""
     source = random.Random(seed)
     windows: list[int] = [MICRO_BATCHES] if source.random() < 0.2 else []
     while sum(windows) < MICRO_BATCHES:
@@ -49,9 +50,9 @@ def cut(seed: int) -> list[int]:
 
 
 def train(seed: int | None, tied: bool, clip: float | None, precision: str, compression: Any) -> list[Any]:
-    """Three steps with dropout; a gradient is looked at, and one written, between micro-batches."""
+    """Three steps with dropout. A gradient is read, and one is written, between micro-batches."""
     model = small.llama(tie_word_embeddings=tied, num_hidden_layers=3, attention_dropout=0.1).train()
-    settings = {} if seed is None else drawn(seed, tied)
+    settings = {} if seed is None else random_settings(seed, tied)
     lanes = SyncLanes() if seed is None or seed % 3 == 0 else ThreadLanes(seed=seed, max_delay=2e-4)
     engine = engine_of(model, lanes=lanes, precision=precision, optimizer_compression=compression, **settings)
     optimizer = engine.optimizer(lr=1e-2, max_grad_norm=clip)
@@ -63,7 +64,7 @@ def train(seed: int | None, tied: bool, clip: float | None, precision: str, comp
         return loss.detach()
 
     for step in range(3):
-        windows = [1] * MICRO_BATCHES if seed is None else cut(1000 * seed + step)
+        windows = [1] * MICRO_BATCHES if seed is None else random_windows(1000 * seed + step)
         tasks = [partial(micro_batch, MICRO_BATCHES * step + k) for k in range(MICRO_BATCHES)]
         for window in windows[:-1]:
             seen += engine.window(tasks[:window])
@@ -90,7 +91,7 @@ def streamed(*options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_homes_and_holds_chosen_at_random(seed: int) -> None:
+def test_random_placements_are_bitwise(seed: int) -> None:
     source = random.Random(-seed)
     options = (
         source.random() < 0.5,
@@ -98,4 +99,4 @@ def test_homes_and_holds_chosen_at_random(seed: int) -> None:
         source.choice(["bf16", "fp32", "bf16-sr"]),
         source.choice([False, "8bit"]),
     )
-    assert differences(train(seed, *options), streamed(*options)) == [], (drawn(seed, options[0]), options)
+    assert differences(train(seed, *options), streamed(*options)) == [], (random_settings(seed, options[0]), options)

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward never shows: store = recompute = offload, bit for bit, alone and mixed.
+"""Policies do not change results: store = recompute = offload bitwise, alone and mixed.
 
 Compared are the losses, every gradient of every step, the norms, and all roles of all slabs after the last step.
 """
@@ -30,13 +30,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"attention_dropout": 0.1},
     "smollm3": {"tie_word_embeddings": True, "attention_dropout": 0.1},
 }
-"""Plain; dropout in four places, tied; weights shared by layers; an auxiliary loss; shared keys and values, inputs per
-layer; tied with rotary positions in some layers only."""
+"""Plain; tied with dropout in four modules; weights shared by layers; an auxiliary loss; shared keys and values, inputs
+per layer; tied, with rotary positions in some layers only.
+"""
 
 OTHERS = ("store", "offload")
 STEPS = 2
 LENGTH = 20
-"""Long enough that hidden states are above the size from which `offload` moves them to RAM."""
+"""Long enough for `offload` to move hidden states to RAM."""
 
 Step = Callable[[nn.Module, int], list[torch.Tensor]]
 MIXTURES: dict[str, dict[str, str]] = {
@@ -47,7 +48,7 @@ MIXTURES: dict[str, dict[str, str]] = {
 
 
 def two_micro_batches(model: nn.Module, step: int, family: str = "llama") -> list[torch.Tensor]:
-    """The second one is padded."""
+    """The second micro-batch is padded."""
     losses = []
     for micro in range(2):
         torch.manual_seed(100 * step + micro)
@@ -107,13 +108,13 @@ def assert_equal(left: list[Any], right: list[Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policies_are_equal(family: str, precision: str, policy: str, recomputed: Any):
-    # Tried, and failed here: random numbers not replayed by the recompute, a handle that forgets its offset (store), a
-    # parked tensor that comes back with its rows in another order (offload).
+    # This fails if a recompute does not replay random numbers, if a handle of `store` loses its offset, or if an
+    # offloaded tensor is restored with its rows in another order.
     assert_equal(train(family, policy, precision=precision), recomputed(family, precision=precision))
 
 
 def test_the_runs_draw_random_numbers(recomputed: Any):
-    """Else equality would say nothing about them."""
+    """Otherwise equality would prove nothing about them."""
     dry = train("gpt2", "recompute", prepare=lambda model: model.eval() and None)
     assert differences(dry[:2], recomputed("gpt2", precision="fp32")[:2]) != []
 
@@ -125,7 +126,7 @@ def test_mixtures_are_equal(family: str, mixture: str, recomputed: Any):
     assert_equal(train(family, MIXTURES[mixture], lanes=lanes), recomputed(family, precision="fp32"))
 
 
-def test_patterns_choose_what_they_say():
+def test_the_first_matching_pattern_chooses_the_policy():
     model = zoo.build("llama")
     engine = engine_of(model, policy={"model.layers.0": "store", "model.layers.*": "offload"})
     chosen = {block.name: engine.memory_limit.policies[block.name] for block in engine.blocks}
@@ -140,12 +141,12 @@ def test_patterns_choose_what_they_say():
 @pytest.mark.parametrize("policy", OTHERS)
 @pytest.mark.parametrize("family", ["llama", "zamba2"])
 def test_slots(family: str, policy: str, slots: int, lanes: str, recomputed: Any):
-    """The default is 3. With one slot every handle of `store` is bound to a slot that held other layers meanwhile."""
+    """The default is 3. With one slot, every handle of `store` is bound to a slot that held other layers in between."""
     got = train(family, policy, precision="bf16", slots=slots, lanes=lanes)
     assert_equal(got, recomputed(family, precision="bf16"))
 
 
-# ---- how a user may run it
+# ---- ways to run a step
 
 
 def autocast_step(model: nn.Module, step: int) -> list[torch.Tensor]:
@@ -164,8 +165,8 @@ def two_forwards_one_backward(model: nn.Module, step: int) -> list[torch.Tensor]
     return [first.detach(), second.detach()]
 
 
-def backwards_crossed(model: nn.Module, step: int) -> list[torch.Tensor]:
-    """Two graphs alive; the older one is differentiated first, then the younger."""
+def older_graph_first(model: nn.Module, step: int) -> list[torch.Tensor]:
+    """Two graphs are alive; the older one is differentiated first."""
     torch.manual_seed(step)
     losses = [model(**zoo.batch("llama", 2 * step + micro, length=LENGTH)).loss for micro in range(2)]
     for loss in losses:
@@ -184,7 +185,7 @@ def evaluation_between(model: nn.Module, step: int) -> list[torch.Tensor]:
 
 
 def own_loss(model: nn.Module, step: int) -> list[torch.Tensor]:
-    """Hidden states of every layer join the loss, so blocks get gradients of several outputs."""
+    """Hidden states of every layer enter the loss, so blocks get gradients of several outputs."""
     torch.manual_seed(step)
     output = model(**zoo.batch("llama", step, length=LENGTH), output_hidden_states=True)
     loss = output.logits.float().square().mean() + sum(h.square().mean() for h in output.hidden_states)
@@ -194,7 +195,7 @@ def own_loss(model: nn.Module, step: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("policy", OTHERS)
 @pytest.mark.parametrize(
-    "step", [autocast_step, two_forwards_one_backward, backwards_crossed, evaluation_between, own_loss]
+    "step", [autocast_step, two_forwards_one_backward, older_graph_first, evaluation_between, own_loss]
 )
 def test_ways_to_run(step: Step, policy: str, recomputed: Any):
     for lanes in ("sync", "threads"):
@@ -224,12 +225,12 @@ def test_frozen(prepare: Any, policy: str, recomputed: Any):
     assert_equal(train("llama", policy, prepare=prepare), expected)
 
 
-# ---- what goes wrong on the way
+# ---- exceptions and misuse
 
 
 @contextlib.contextmanager
 def failing(layer: nn.Module, when: str) -> Iterator[None]:
-    """The layer's attention raises: in its forward, or when a gradient comes back through it."""
+    """The layer's attention raises in its forward, or when a gradient reaches it in the backward."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if when == "forward":
@@ -257,7 +258,7 @@ def interrupted(model: nn.Module, when: str) -> None:
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 @pytest.mark.parametrize("when", ["forward", "between", "backward"])
 @pytest.mark.parametrize("policy", ["recompute", *OTHERS])
-def test_after_an_exception_the_next_step_is_a_clean_one(policy: str, when: str, lanes: str, recomputed: Any):
+def test_the_step_after_an_exception_is_bitwise(policy: str, when: str, lanes: str, recomputed: Any):
     def step(model: nn.Module, number: int) -> list[torch.Tensor]:
         broken = contextlib.nullcontext() if when == "between" else failing(layers_of(model)[1], when)
         with pytest.raises(ZeroDivisionError), broken:
@@ -271,8 +272,8 @@ def test_after_an_exception_the_next_step_is_a_clean_one(policy: str, when: str,
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 @pytest.mark.parametrize("policy", ["recompute", *OTHERS])
-def test_forwards_without_backward_hold_nothing(policy: str, lanes: str):
-    """Host memory after 60 abandoned forwards is what it was after ten."""
+def test_forwards_without_backward_do_not_leak(policy: str, lanes: str):
+    """Host memory after 60 abandoned forwards is the same as after 10."""
     model = zoo.build("llama")
     engine = engine_of(model, policy=policy, lanes=lanes)
     two_micro_batches(model, 0)
@@ -283,8 +284,8 @@ def test_forwards_without_backward_hold_nothing(policy: str, lanes: str):
         if number % 10 == 9:
             gc.collect()
             held.append(engine._memory.allocated_bytes)
-    assert held[-1] == held[0], f"{held[-1] - held[0]} bytes of host memory in 50 forwards"
-    # An abandoned graph and a live one: what is reused must not belong to the live one.
+    assert held[-1] == held[0], f"{held[-1] - held[0]} bytes of host memory leaked in 50 forwards"
+    # Memory reused from abandoned graphs must not belong to a live one.
     alive = model(**zoo.batch("llama", 0, length=LENGTH)).loss
     for number in range(3):
         model(**zoo.batch("llama", 10 + number, length=LENGTH))
@@ -300,7 +301,7 @@ def test_forwards_without_backward_hold_nothing(policy: str, lanes: str):
 
 
 class Overwriting(nn.Module):
-    """Writes to what a gradient needs, after it was used."""
+    """Overwrites a saved tensor after using it."""
 
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
@@ -315,7 +316,7 @@ class Overwriting(nn.Module):
 
 @pytest.mark.parametrize("policy", ["recompute", *OTHERS])
 def test_a_saved_tensor_that_is_overwritten_is_refused(policy: str):
-    """As autograd refuses it: hooks on saved tensors take its check away."""
+    """Autograd refuses this too, but hooks on saved tensors disable its check."""
     model = zoo.build("llama")
     layers_of(model)[1].mlp.up_proj = Overwriting(layers_of(model)[1].mlp.up_proj)
     with engine_of(model, policy=policy):
@@ -332,7 +333,7 @@ def tensors_alive() -> int:
 @pytest.mark.parametrize("when", ["forward", "between", "backward"])
 @pytest.mark.parametrize("policy", ["recompute", *OTHERS])
 def test_a_graph_that_no_backward_uses_is_freed(policy: str, when: str):
-    """Also one whose nodes save what they made (a norm's rsqrt, a softmax): what hooks keep must not hold its node."""
+    """Also if nodes save their own outputs (a norm's rsqrt, a softmax): the hooks must not reference the node."""
     model = zoo.build("llama")
     with engine_of(model, policy=policy):
         two_micro_batches(model, 0)
@@ -348,9 +349,8 @@ def test_a_graph_that_no_backward_uses_is_freed(policy: str, when: str):
 
 
 @pytest.mark.parametrize("policy", OTHERS)
-def test_lengths_that_vary_do_not_pile_up(policy: str):
-    """Whatever fits where a longer input was parked goes there: memory is that of the longest batch, not the sum of all
-    lengths that ever came."""
+def test_memory_with_varying_lengths_is_that_of_the_longest(policy: str):
+    """Offloaded inputs reuse buffers of longer ones: memory is that of the longest batch, not the sum."""
     model = zoo.build("llama")
     with engine_of(model, policy=policy) as engine:
         for _ in range(2):
@@ -362,7 +362,7 @@ def test_lengths_that_vary_do_not_pile_up(policy: str):
 
 
 @pytest.mark.parametrize("policy", OTHERS)
-def test_differentiating_twice_is_refused_by_name(policy: str):
+def test_double_backward_is_refused(policy: str):
     model = zoo.build("llama")
     with engine_of(model, policy=policy):
         loss = model(**zoo.batch("llama", 0, length=LENGTH)).loss
@@ -371,7 +371,7 @@ def test_differentiating_twice_is_refused_by_name(policy: str):
             loss.backward()
 
 
-def test_differentiating_twice_under_recompute_works():
+def test_double_backward_works_under_recompute():
     model = zoo.build("llama")
     with engine_of(model):
         loss = model(**zoo.batch("llama", 0, length=LENGTH)).loss
@@ -382,8 +382,8 @@ def test_differentiating_twice_under_recompute_works():
 
 
 @pytest.mark.parametrize("policy", ["recompute", *OTHERS])
-def test_the_gradient_of_an_input_alone_leaves_the_weights_alone(policy: str):
-    """`torch.autograd.grad` with respect to inputs: what was accumulated before stays, nothing is added."""
+def test_the_gradient_of_an_input_does_not_touch_weights(policy: str):
+    """`torch.autograd.grad` with respect to inputs keeps accumulated gradients and adds nothing."""
     plain, model = zoo.build("llama"), zoo.build("llama")
     wanted = []
     for each in (plain, model):
@@ -418,8 +418,8 @@ def by_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("change", [by_step, by_hand, by_data])
 @pytest.mark.parametrize("policy", ["recompute", *OTHERS])
 def test_weights_changed_before_the_backward_are_refused(policy: str, change: Any):
-    """`store` too: its handles would be bound to the new weights, the rest of its graph to the old."""
-    # Tried: without `check_versions` this fails.
+    """With `store`, handles would be bound to the new weights while the rest of the graph has the old ones."""
+    # This fails without `check_versions`.
     model = zoo.build("llama")
     with engine_of(model, policy=policy) as engine:
         optimizer = engine.optimizer(lr=1e-2)
@@ -432,11 +432,11 @@ def test_weights_changed_before_the_backward_are_refused(policy: str, change: An
         assert all(g is not None for g in gradients(model).values())
 
 
-# ---- what is kept where
+# ---- where tensors are kept
 
 
 def block_nodes(loss: torch.Tensor) -> list[Any]:
-    """The blocks' nodes in the outer graph."""
+    """The nodes of blocks in the outer graph."""
     found, waiting = {}, [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -447,27 +447,27 @@ def block_nodes(loss: torch.Tensor) -> list[Any]:
 
 
 def test_offload_keeps_no_hidden_state_on_the_device():
-    """What the outer graph saves does not grow with depth; under `recompute` it grows by an input per layer."""
+    """What the outer graph saves does not grow with depth. Under `recompute` it grows by one input per layer."""
     largest = {}
     for policy in ("recompute", *OTHERS):
         model = zoo.build("llama", num_hidden_layers=5)
         with engine_of(model, policy=policy):
             loss = model(**zoo.batch("llama", 0, length=LENGTH)).loss
             nodes = block_nodes(loss)
-            assert len(nodes) == 7, "embedding, five layers, the last norm"
+            assert len(nodes) == 7, "embedding, five layers and the last norm"
             saved = [max((t.numel() for t in node.saved_tensors if t is not None), default=0) for node in nodes]
             largest[policy] = sorted(saved)
             loss.backward()
     hidden = 2 * LENGTH * zoo.HIDDEN
     assert largest["recompute"][1:] == [hidden] * 6
-    # Masks and rotary tables that all layers share stay; hidden states do not.
+    # Masks and rotary tables that layers share stay on the device; hidden states do not.
     assert max(largest["offload"]) < hidden
-    assert max(largest["store"]) == 0, "the inner graph has what it needs"
+    assert max(largest["store"]) == 0, "the inner graph keeps what it needs"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_store_keeps_no_weights(family: str, monkeypatch: pytest.MonkeyPatch):
-    """A copy of a weight in the saved graph would give right gradients, and would not fit."""
+    """A copy of a weight in the saved graph would give the right gradients but would not fit."""
     kept: list[torch.Tensor] = []
     handles: list[Any] = []
     pack = Rebinder._pack
@@ -486,7 +486,7 @@ def test_store_keeps_no_weights(family: str, monkeypatch: pytest.MonkeyPatch):
     with engine_of(model, policy="store", slots=1):
         model(**zoo.batch(family, 0, length=LENGTH)).loss.backward()
     assert len(handles) >= 3 * 4, "at least the matrices of every layer"
-    assert kept, "activations"
+    assert kept, "activations are kept"
     assert not [t.shape for t in kept if t.shape in matrices]
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of Python and NumPy that a model or a loss draws: the same bits for every window and every policy."""
+"""Random numbers of Python and NumPy in a model or a loss: the same bits for every window and every policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = ("recompute", "store", "offload")
 
 
 @pytest.fixture(autouse=True)
-def left_alone() -> Iterator[None]:
+def restore_generators() -> Iterator[None]:
     python, numpys = random.getstate(), numpy.random.get_state()
     yield
     random.setstate(python)
@@ -35,14 +35,14 @@ def start(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def stand() -> list[Any]:
-    """Where the generators are."""
+def generator_states() -> list[Any]:
+    """The states of all generators."""
     _, key, *rest = numpy.random.get_state()
     return [torch.get_rng_state(), random.getstate(), key.tolist(), rest]
 
 
-class Dropped(Stack):
-    """Layers are left out by chance, as in models for speech."""
+class LayerDrop(Stack):
+    """Skips layers at random, as speech models do."""
 
     def forward(self, x: Any, skip: Any = ()) -> Any:
         x = self.entry(x)
@@ -53,7 +53,7 @@ class Dropped(Stack):
 
 
 class Noisy(Layer):
-    """What a recompute must find again shows in every gradient."""
+    """Random numbers scale the output, so a recompute that draws others gives other gradients."""
 
     def forward(self, x: Any) -> Any:
         return super().forward(x) * (1 + random.random() + numpy.random.randn() + random.gauss(0, 1))
@@ -70,12 +70,12 @@ def trained(make: Callable[[], Any], size: int, policy: str = "recompute", **set
                 engine.window(tasks[first : first + size])
             optimizer.step()
             optimizer.zero_grad()
-        return roles(engine), stand()
+        return roles(engine), generator_states()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", [partial(Dropped, depth=4), partial(Stack, layer=Noisy)], ids=["dropped", "noisy"])
-def test_windows_of_any_size(make: Any, policy: str) -> None:
+@pytest.mark.parametrize("make", [partial(LayerDrop, depth=4), partial(Stack, layer=Noisy)], ids=["dropped", "noisy"])
+def test_window_sizes_do_not_change_random_numbers(make: Any, policy: str) -> None:
     expected = trained(make, 1)
     for size in (1, 2, 3, 4):
         assert not differences(trained(make, size, policy, lanes="threads"), expected), size
@@ -87,23 +87,23 @@ def test_every_policy_draws_as_plain_pytorch_does(policy: str, micro_batches: in
     plain = Stack(layer=Noisy)
     model = copy.deepcopy(plain)
     with engine_of(model, policy=policy):
-        stands = []
+        states = []
         for each in (plain, model):
             start(3)
             for seed in range(micro_batches):
                 loss = each(inputs(seed)).square().sum()
                 random.random(), numpy.random.rand()
                 loss.backward()
-            stands.append(stand())
-        assert not differences(*stands)
+            states.append(generator_states())
+        assert not differences(*states)
         for name, expected in gradients(plain).items():
             torch.testing.assert_close(gradients(model)[name], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_a_window_leaves_the_callers_numbers_alone(failing: bool) -> None:
-    """But for the seeds, which come from PyTorch's generator on the CPU."""
-    model = Dropped()
+def test_a_window_does_not_advance_the_callers_generators(failing: bool) -> None:
+    """Except for the seeds, which are drawn from PyTorch's generator on the CPU."""
+    model = LayerDrop()
     with engine_of(model) as engine:
 
         def task(number: int) -> None:
@@ -113,9 +113,9 @@ def test_a_window_leaves_the_callers_numbers_alone(failing: bool) -> None:
 
         start(9)
         torch.randint(0, 2**62, (3,))
-        # One normal number is kept for later.
+        # The generators cache one normal number.
         numpy.random.randn(), random.gauss(0, 1)
-        expected = stand()
+        expected = generator_states()
         start(9)
         numpy.random.randn(), random.gauss(0, 1)
         tasks = [partial(task, number) for number in range(3)]
@@ -124,11 +124,11 @@ def test_a_window_leaves_the_callers_numbers_alone(failing: bool) -> None:
                 engine.window(tasks)
         else:
             engine.window(tasks)
-        assert not differences(stand(), expected)
+        assert not differences(generator_states(), expected)
 
 
-class Drawing(mt.Trainer):  # type: ignore[misc]
-    """A loss that draws before and after the forward."""
+class RandomLoss(mt.Trainer):  # type: ignore[misc]
+    """A loss that draws random numbers before and after the forward."""
 
     def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
         before = numpy.random.rand()
@@ -136,13 +136,13 @@ class Drawing(mt.Trainer):  # type: ignore[misc]
         return loss * (1 + before) * (1 + random.random())
 
 
-def test_a_trainer_whose_loss_draws(tmp_path: Path) -> None:
+def test_a_loss_with_random_numbers_does_not_depend_on_the_window(tmp_path: Path) -> None:
     def run(window: int) -> Any:
         mt.init(window=window)
         transformers.set_seed(1)
         model = small.gpt2()
         arguments = small.arguments(tmp_path / str(window), max_steps=3, gradient_accumulation_steps=4)
-        trainer = Drawing(model=model, args=arguments, train_dataset=small.rows(48))
+        trainer = RandomLoss(model=model, args=arguments, train_dataset=small.rows(48))
         trainer.train()
         trainer.engine.close()
         return small.losses(trainer), small.snapshot(model)

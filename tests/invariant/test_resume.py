@@ -1,4 +1,4 @@
-"""N steps, a stop, a new model, a new Trainer and N more steps equal 2N steps, bit for bit."""
+"""N steps, a stop, and N more steps with a new model and a new Trainer equal 2N steps bitwise."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ def logged(run: mt.Trainer) -> list[tuple[Any, ...]]:
 
 
 def assert_resumes(build: Callable[..., Any], directory: Path, resume: Any, **changes: Any) -> None:
-    whole = trainer(build, directory, **changes)
-    whole.train()
+    uninterrupted = trainer(build, directory, **changes)
+    uninterrupted.train()
     for later in directory.glob(f"checkpoint-{2 * HALF}"):
         later.rename(directory / "the-end")
-    # Other initial weights: what is equal in the end came from the checkpoint.
+    # The new model has other initial weights, so that equality in the end is due to the checkpoint.
     assert not small.same(small.snapshot(build(1)), small.snapshot(build(0)))
     again = trainer(build, directory, seed=1, **changes)
     again.train(resume_from_checkpoint=True if resume is True else str(directory / resume))
-    assert logged(again) == logged(whole)
+    assert logged(again) == logged(uninterrupted)
     assert len(logged(again)) == 2 * HALF
-    left, right = everything(whole), everything(again)
+    left, right = everything(uninterrupted), everything(again)
     assert small.same(left, right), [name for name in left if not torch.equal(left[name], right[name])]
     assert any(name.endswith("/exp_avg") and view.any() for name, view in left.items())
 
 
 @pytest.mark.parametrize("resume", ["checkpoint-3", True], ids=["path", "True"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_n_plus_n(tmp_path: Path, resume: Any, bf16: bool) -> None:
+def test_n_plus_n_steps_equal_2n(tmp_path: Path, resume: Any, bf16: bool) -> None:
     assert_resumes(small.llama, tmp_path, resume, bf16=bf16)
 
 
 def test_a_split_master_is_restored_to_its_last_bit(tmp_path: Path) -> None:
-    """Else the BF16 test above could not fail: residuals are not all zero, and they matter."""
-    whole = trainer(small.llama, tmp_path, bf16=True)
-    whole.train()
-    residuals = [view for name, view in everything(whole).items() if name.endswith("/residual")]
-    assert len(residuals) == len(list(whole.model.parameters()))
+    """Otherwise the BF16 test above could not fail: residuals are not all zero, and they matter."""
+    uninterrupted = trainer(small.llama, tmp_path, bf16=True)
+    uninterrupted.train()
+    residuals = [view for name, view in everything(uninterrupted).items() if name.endswith("/residual")]
+    assert len(residuals) == len(list(uninterrupted.model.parameters()))
     assert all(view.any() for view in residuals)
 
 
@@ -83,7 +83,7 @@ def test_accumulation(tmp_path: Path, bf16: bool) -> None:
 
 @pytest.mark.parametrize("build", [small.mixtral, small.qwen3_moe], ids=["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_experts_that_are_named_otherwise_on_disk(tmp_path: Path, build: Callable[..., Any], bf16: bool) -> None:
+def test_experts_with_other_names_on_disk(tmp_path: Path, build: Callable[..., Any], bf16: bool) -> None:
     assert_resumes(build, tmp_path, "checkpoint-3", bf16=bf16)
 
 
@@ -98,27 +98,27 @@ def test_frozen_parameters(tmp_path: Path) -> None:
 
 
 def test_in_the_middle_of_an_epoch_and_shuffled(tmp_path: Path) -> None:
-    """Sixteen rows in twos: step 11 lies in the second epoch, and its order is drawn anew."""
+    """Sixteen rows in batches of two: step 11 is in the second epoch, which is shuffled anew."""
     changes = {"max_steps": 14, "save_steps": 11}
-    whole = trainer(small.gpt2, tmp_path, **changes)
-    whole.train()
+    uninterrupted = trainer(small.gpt2, tmp_path, **changes)
+    uninterrupted.train()
     again = trainer(small.gpt2, tmp_path, seed=1, **changes)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-11"))
-    assert logged(again) == logged(whole)
-    assert small.same(everything(whole), everything(again))
+    assert logged(again) == logged(uninterrupted)
+    assert small.same(everything(uninterrupted), everything(again))
 
 
 def test_resumed_twice(tmp_path: Path) -> None:
-    whole = trainer(small.gpt2, tmp_path, save_steps=2)
-    whole.train()
+    uninterrupted = trainer(small.gpt2, tmp_path, save_steps=2)
+    uninterrupted.train()
     for stop in ("checkpoint-2", "checkpoint-4"):
         again = trainer(small.gpt2, tmp_path, seed=1, save_steps=2)
         again.train(resume_from_checkpoint=str(tmp_path / stop))
-        assert small.same(everything(whole), everything(again))
+        assert small.same(everything(uninterrupted), everything(again))
 
 
 def test_the_same_trainer_may_resume(tmp_path: Path) -> None:
-    """Moments of steps that are undone must not stay."""
+    """Moments of undone steps must be dropped."""
     run = trainer(small.llama, tmp_path)
     run.train()
     end = everything(run)
@@ -127,11 +127,11 @@ def test_the_same_trainer_may_resume(tmp_path: Path) -> None:
 
 
 def test_threaded_lanes_save_what_is_pending(tmp_path: Path) -> None:
-    """Saving right after a step, with the update still under way on its lane."""
-    whole = trainer(small.llama, tmp_path / "sync")
-    whole.train()
+    """Saves right after a step, while its updates are pending."""
+    uninterrupted = trainer(small.llama, tmp_path / "sync")
+    uninterrupted.train()
     mt.init(debug=mt.Debug(lanes="threads"))
     assert_resumes(small.llama, tmp_path / "threads", "checkpoint-3")
     threaded = trainer(small.llama, tmp_path / "threads", seed=1)
     threaded.train(resume_from_checkpoint=str(tmp_path / "threads" / "checkpoint-3"))
-    assert small.same(everything(whole), everything(threaded))
+    assert small.same(everything(uninterrupted), everything(threaded))

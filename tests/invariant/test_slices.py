@@ -1,5 +1,6 @@
-"""States and gradient sums need not be as long as the weight. Two engines own a part of every slab each, and give each
-other the weights that they updated: the bits are those of one engine that owns all, whatever lives where."""
+"""States and gradient sums can cover a part of a weight. Two engines each own a part of every slab and exchange the
+weights they updated. The bits are those of one engine that owns everything, for any placement.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests import small
-from tests.invariant.test_homes import MICRO_BATCHES, cut, drawn
+from tests.invariant.test_homes import MICRO_BATCHES, random_settings, random_windows
 from tests.tiny import engine_of
 
 import megatrain as mt
@@ -24,12 +25,12 @@ from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 
 def boundary(layout: Layout, name: str, seed: int) -> int:
-    """Where the second part of a slab begins; now and then one of them has nothing."""
+    """Where the second part of a slab starts; a part can be empty."""
     return ALIGN_ELEMENTS * random.Random(f"{name} {seed}").randint(0, layout.numel // ALIGN_ELEMENTS)
 
 
 def part(rank: int | None, seed: int) -> Any:
-    """A slab of which this rank owns its part; None owns all."""
+    """A slab class of which this rank owns a part; None owns all."""
 
     class Part(Slab):
         def __init__(self, index: int, name: str, layout: Layout, *args: Any, **options: Any) -> None:
@@ -47,7 +48,7 @@ class Trained:
         self.model = small.llama(num_hidden_layers=3, tie_word_embeddings=seed % 2 == 0).train()
         self.seed = seed
         lanes = ThreadLanes(seed=seed, max_delay=2e-4) if rank == 1 else SyncLanes()
-        settings = drawn(seed + (rank or 0), seed % 2 == 0)
+        settings = random_settings(seed + (rank or 0), seed % 2 == 0)
         with patch.object(adopt, "Slab", part(rank, seed)):
             self.engine = engine_of(
                 self.model, lanes=lanes, precision=precision, optimizer_compression=compression, **settings
@@ -63,8 +64,8 @@ class Trained:
             (self.model(**small.batch(2, seed=MICRO_BATCHES * number + k)).loss / MICRO_BATCHES).backward()
 
         tasks = [partial(micro_batch, k) for k in range(MICRO_BATCHES)]
-        # In one step a single gradient lands first, and the sum goes on from there.
-        for window in (1, 2, 2) if number == 1 else cut(1000 * self.seed + number):
+        # In one step a single gradient arrives first, and the sum continues from it.
+        for window in (1, 2, 2) if number == 1 else random_windows(1000 * self.seed + number):
             self.engine.window(tasks[:window], full_step=window == MICRO_BATCHES)
             del tasks[:window]
         self.optimizer.step()
@@ -72,7 +73,7 @@ class Trained:
 
 
 def gather(ours: list[Slab], theirs: list[Slab]) -> None:
-    """What two engines do with a lane of their own when they run on two GPUs."""
+    """The exchange that two engines would do on a lane when they run on two GPUs."""
     for mine, other in zip(ours, theirs, strict=True):
         for source, target in ((mine, other), (other, mine)):
             source.settle()
@@ -90,7 +91,7 @@ def states(slab: Slab, index: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_two_engines_with_a_part_of_every_slab_are_one_with_all(seed: int) -> None:
+def test_two_engines_with_parts_equal_one_engine(seed: int) -> None:
     source = random.Random(-seed)
     options = (seed, source.choice(["bf16", "fp32", "bf16-sr"]), source.choice([False, "8bit", "4bit"]))
     alone, first, second = (Trained(rank, *options) for rank in (None, 0, 1))
@@ -98,26 +99,26 @@ def test_two_engines_with_a_part_of_every_slab_are_one_with_all(seed: int) -> No
         for trained in (alone, first, second):
             trained.step(number)
         gather(first.slabs, second.slabs)
-    for whole, mine, other in zip(alone.slabs, first.slabs, second.slabs, strict=True):
-        whole.settle()
-        assert torch.equal(whole.weight, mine.weight)
-        assert torch.equal(whole.weight, other.weight)
-        for index in range(len(whole.layout.segments)):
-            for role, values in states(whole, index).items():
+    for full, mine, other in zip(alone.slabs, first.slabs, second.slabs, strict=True):
+        full.settle()
+        assert torch.equal(full.weight, mine.weight)
+        assert torch.equal(full.weight, other.weight)
+        for index in range(len(full.layout.segments)):
+            for role, values in states(full, index).items():
                 parts = torch.cat([states(mine, index)[role], states(other, index)[role]])
-                assert torch.equal(values, parts), (whole.name, role)
+                assert torch.equal(values, parts), (full.name, role)
     for trained in (alone, first, second):
         trained.engine.close()
 
 
-def test_what_needs_the_whole_of_a_parameter_says_what_is_here() -> None:
+def test_partial_states_and_gradients_cannot_be_read() -> None:
     trained = Trained(0, 1, "bf16", False)
     trained.model(**small.batch(2, seed=0)).loss.backward()
     weight = trained.model.model.layers[1].mlp.up_proj.weight
     with pytest.raises(UnsupportedCall, match="only a part of the state"):
         weight.grad.sum()
-    whole = weight.slab.layout.view(weight.slab.weight, weight.segment)
-    assert torch.equal(weight.detach().clone(), whole), "weights are not cut"
+    full = weight.slab.layout.view(weight.slab.weight, weight.segment)
+    assert torch.equal(weight.detach().clone(), full), "weights are complete"
     trained.optimizer.step()
     with pytest.raises(mt.MegaTrainError, match="only a part of the state"):
         trained.engine.release()

@@ -1,4 +1,4 @@
-"""Where state lives does not change a bit: all in GPU memory = some = none. On the CPU the tiers are emulated."""
+"""Placement does not change bits: all state in GPU memory, some, or none. On the CPU the tiers are emulated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
 def train(
     placement: dict[str, tuple[str, ...]], lanes: Any = "sync", clip: float | None = 0.5, **settings: Any
 ) -> list[Any]:
-    """Accumulation, windows, updates in the backward, reads and writes in between."""
+    """Accumulation, windows, updates in the backward, and reads and writes between them."""
     model = Stack()
     engine = engine_of(model, lanes=lanes, **placement, **settings)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=clip)
@@ -74,7 +74,7 @@ def test_placement_does_not_change_bits(placement: str, precision: str, clip: fl
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("clip", [0.5, None])
-def test_nor_under_delays(placement: str, clip: float | None) -> None:
+def test_placement_does_not_change_bits_under_delays(placement: str, clip: float | None) -> None:
     expected = train({}, clip=clip, precision="bf16", slots=2)
     for seed in range(8):
         lanes = ThreadLanes(seed=seed, max_delay=3e-4)
@@ -83,7 +83,7 @@ def test_nor_under_delays(placement: str, clip: float | None) -> None:
 
 
 def scaled_between(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
-    """What a factor has rounded, or not, is what further gradients are added to."""
+    """Scaling may round a sum or not; further gradients are added to the result."""
     for k in range(3):
         optimizer.scale_gradients(0.3)
         backward(model, 3 * step + k)
@@ -96,15 +96,15 @@ def scaled_and_written(model: Any, engine: mt.Engine, optimizer: Any, step: int)
     model.layers[1].scale.grad.mul_(0.7)
 
 
-def not_the_whole(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
-    """A window that was said to be the whole step, and is not."""
+def not_the_full_step(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
+    """A window declared as the full step that is not."""
     backward(model, 50 + step)
     engine.window([partial(backward, model, 3 * step + k) for k in range(3)], full_step=True)
     backward(model, 60 + step)
 
 
 def passed_twice(model: Any, engine: mt.Engine, optimizer: Any, step: int) -> None:
-    """Every micro-batch comes back to all blocks."""
+    """Every micro-batch passes all blocks twice."""
 
     def task(seed: int) -> None:
         backward(model, seed)
@@ -126,8 +126,10 @@ def dropped_and_set(model: Any, engine: mt.Engine, optimizer: Any, step: int) ->
 
 
 @pytest.mark.parametrize("placement", ["resident", "held gradients", "all kinds"])
-@pytest.mark.parametrize("gather", [scaled_between, scaled_and_written, not_the_whole, passed_twice, dropped_and_set])
-def test_nor_does_it_where_sums_are_rounded_or_dropped_on_the_way(gather: Any, placement: str) -> None:
+@pytest.mark.parametrize(
+    "gather", [scaled_between, scaled_and_written, not_the_full_step, passed_twice, dropped_and_set]
+)
+def test_placement_does_not_change_sums_that_are_rounded_or_dropped(gather: Any, placement: str) -> None:
     def run(placement: dict[str, tuple[str, ...]]) -> list[Any]:
         model = Stack()
         engine = engine_of(model, precision="bf16", **placement)
@@ -166,7 +168,7 @@ def test_a_language_model_with_every_width_and_policy(compression: Any, policy: 
         assert differences(run(resident, ThreadLanes(seed=1, max_delay=2e-4)), expected) == [], resident
 
 
-def test_nothing_of_a_resident_block_travels() -> None:
+def test_resident_blocks_are_not_copied() -> None:
     model = zoo.build("llama")
     engine = engine_of(model, resident=("*",))
     optimizer = engine.optimizer(lr=1e-3)
@@ -185,7 +187,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         engine_of(Stack(), resident=("layers.0", "layer.7"))
 
 
-def test_a_checkpoint_goes_from_one_placement_to_another(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_into_another_placement(tmp_path: Path) -> None:
     def fresh(resident: tuple[str, ...], seed: int = 0) -> tuple[mt.Engine, Any]:
         engine = engine_of(small.llama(seed), resident=resident, precision="bf16")
         return engine, engine.optimizer(lr=1e-2)
@@ -206,7 +208,7 @@ def test_a_checkpoint_goes_from_one_placement_to_another(tmp_path: Path) -> None
     assert differences(roles(engine), roles(other)) == []
 
 
-def test_a_model_released_from_gpu_memory_is_whole() -> None:
+def test_a_model_released_from_gpu_memory_is_complete() -> None:
     engine = engine_of(Stack(), resident=("*",))
     expected = {name: value.clone() for name, value in Stack().state_dict().items()}
     model = engine.release()

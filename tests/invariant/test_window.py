@@ -1,6 +1,6 @@
-"""Micro-batches that pass each block together give the bits of one after the other, whatever else is set.
+"""Micro-batches in a window give the bits of running one after the other, with any other setting.
 
-`sequential` is what a window is held against: the same seeds, drawn from the same generator, one task at a time.
+`sequential` is the reference: one task at a time, with the same seeds from the same generator.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Task = Callable[[], Any]
 
 
 def sequential(tasks: Sequence[Task]) -> list[Any]:
-    """One task after the other, each with the seed that a window would give it."""
+    """Run one task after the other, each with the seed that a window would give it."""
     seeds = torch.randint(0, 2**62, (len(tasks),)).tolist()
     state = torch.get_rng_state()
     results = []
@@ -60,10 +60,10 @@ def sequential(tasks: Sequence[Task]) -> list[Any]:
     return results
 
 
-def in_windows(engine: mt.Engine, tasks: Sequence[Task], split: Sequence[int], whole: bool = False) -> list[Any]:
+def in_windows(engine: mt.Engine, tasks: Sequence[Task], split: Sequence[int], full_step: bool = False) -> list[Any]:
     results: list[Any] = []
     for size in split:
-        results += engine.window(tasks[len(results) : len(results) + size], full_step=whole and size == len(tasks))
+        results += engine.window(tasks[len(results) : len(results) + size], full_step=full_step and size == len(tasks))
     return results
 
 
@@ -73,7 +73,9 @@ def micro_batch(model: Any, family: str, number: int, length: int) -> torch.Tens
     return loss.detach()
 
 
-def train(family: str, precision: str, split: Sequence[int] = (), whole: bool = False, **settings: Any) -> list[Any]:
+def train(
+    family: str, precision: str, split: Sequence[int] = (), full_step: bool = False, **settings: Any
+) -> list[Any]:
     model = zoo.build(family, **FAMILIES[family])
     engine = engine_of(model, precision=precision, **settings)
     optimizer = engine.optimizer(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
@@ -81,7 +83,7 @@ def train(family: str, precision: str, split: Sequence[int] = (), whole: bool = 
     seen: list[Any] = []
     for step in range(STEPS):
         tasks = [partial(micro_batch, model, family, 4 * step + i, length) for i, length in enumerate(LENGTHS)]
-        seen.append(in_windows(engine, tasks, split, whole) if split else sequential(tasks))
+        seen.append(in_windows(engine, tasks, split, full_step) if split else sequential(tasks))
         seen.append(gradients(model))
         optimizer.step()
         optimizer.zero_grad()
@@ -112,8 +114,8 @@ def assert_equal(left: Any, right: Any) -> None:
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize(("family", "precision"), list(itertools.product(FAMILIES, ["fp32", "bf16"])))
 def test_windows_of_a_step(family: str, precision: str, split: tuple[int, ...], one_by_one: Any):
-    """Four micro-batches of four lengths, two of them padded; dropout draws from the seed of the micro-batch."""
-    # Tried: every sum rounded as it leaves (`_send` in stream/accumulate.py) fails here in BF16.
+    """Four micro-batches of four lengths, two of them padded. Dropout depends on the seed of the micro-batch."""
+    # This fails in BF16 if every sum is rounded when it is sent (`_send` in stream/accumulate.py).
     if family == "qwen3_moe" and precision == "fp32" and split != (4,):
         pytest.skip("the same code as the others; experts are slow")
     assert_equal(train(family, precision, split), one_by_one(family, precision))
@@ -121,13 +123,13 @@ def test_windows_of_a_step(family: str, precision: str, split: tuple[int, ...], 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "zamba2", "bart"])
-def test_the_whole_step_said_to_be_whole(family: str, precision: str, one_by_one: Any):
-    """Sums may then be rounded on the device: it is the same rounding."""
-    assert_equal(train(family, precision, (4,), whole=True), one_by_one(family, precision))
+def test_a_window_declared_as_the_full_step_is_bitwise(family: str, precision: str, one_by_one: Any):
+    """Sums may then be rounded on the device, with the same result."""
+    assert_equal(train(family, precision, (4,), full_step=True), one_by_one(family, precision))
 
 
-def test_the_runs_are_not_all_alike(one_by_one: Any):
-    """Seeds, order and lengths matter: else the equalities above would hold for wrong windows too."""
+def test_seeds_order_and_lengths_change_the_run(one_by_one: Any):
+    """Otherwise the tests above would accept wrong windows."""
     losses = torch.stack([loss for entry in one_by_one("gpt2", "fp32") if isinstance(entry, list) for loss in entry])
     assert len(losses.unique()) == len(losses)
     other = train("gpt2", "fp32", (2, 2), slots=1)
@@ -148,11 +150,11 @@ class Dropping(Layer):
 
 
 ROWS = 64
-"""Rows of 8: from 1 KiB on, inputs are offloaded under `offload`."""
+"""Inputs of this many rows of 8 are at least 1 KiB, so `offload` moves them to RAM."""
 
 
 def stack_step(model: Any, number: int) -> torch.Tensor:
-    """Some micro-batches leave layers out, and the loss reads a parameter."""
+    """Some micro-batches skip layers, and the loss reads a parameter."""
     skip = ((), (1,), (), (0, 2))[number % 4]
     out = model(inputs(number, rows=ROWS), skip=skip)
     loss = out.square().mean() + (model.layers[1].scale * number).square().mean()
@@ -165,7 +167,7 @@ def lm_step(model: Any, number: int) -> torch.Tensor:
 
 
 def combined(
-    kind: str, precision: str, *, split: Sequence[int] = (), whole: bool = False, **settings: Any
+    kind: str, precision: str, *, split: Sequence[int] = (), full_step: bool = False, **settings: Any
 ) -> list[Any]:
     if kind == "stack":
         model: Any = Stack(depth=4, layer=Dropping)
@@ -179,7 +181,7 @@ def combined(
     seen: list[Any] = []
     for number in range(2):
         tasks = [partial(step, model, 4 * number + i) for i in range(4)]
-        seen.append(in_windows(engine, tasks, split, whole) if split else sequential(tasks))
+        seen.append(in_windows(engine, tasks, split, full_step) if split else sequential(tasks))
         optimizer.step()
         optimizer.zero_grad()
     seen += [roles(engine), torch.get_rng_state()]
@@ -188,7 +190,7 @@ def combined(
 
 
 def sample(seed: int) -> dict[str, Any]:
-    """One combination."""
+    """One random combination."""
     draw = random.Random(seed)
     policy: Any = draw.choice(["recompute", "store", "offload"])
     if draw.random() < 0.3:
@@ -198,7 +200,7 @@ def sample(seed: int) -> dict[str, Any]:
         "kind": "stack" if seed % 3 else "llama",
         "precision": draw.choice(["fp32", "bf16"]),
         "split": split,
-        "whole": split == (4,) and draw.random() < 0.5,
+        "full_step": split == (4,) and draw.random() < 0.5,
         "policy": policy,
         "slots": draw.choice([1, 2, 3]),
         "grad_slots": draw.choice([1, 2, 3]),
@@ -210,7 +212,7 @@ SAMPLES = 72
 CHUNK = 12
 
 
-def test_the_sample_is_a_fair_one():
+def test_the_sample_covers_every_choice():
     drawn = [sample(seed) for seed in range(SAMPLES)]
     for key, least in (
         ("kind", 2),
@@ -218,7 +220,7 @@ def test_the_sample_is_a_fair_one():
         ("slots", 3),
         ("grad_slots", 3),
         ("threads", 2),
-        ("whole", 2),
+        ("full_step", 2),
     ):
         assert len({one[key] for one in drawn}) == least, key
     policies = {one["policy"] for one in drawn if isinstance(one["policy"], str)}
@@ -241,8 +243,8 @@ def plain_run() -> Any:
 
 @pytest.mark.parametrize("first", range(0, SAMPLES, CHUNK))
 def test_combinations_under_random_delays(first: int, plain_run: Any):
-    # Tried: `order_compute` taken out of WindowSums._resume, and `order_stream` out of Activations.restore,
-    # fail within the first dozen.
+    # This fails within a dozen seeds without `order_compute` in WindowSums._resume or `order_stream` in
+    # Activations.restore.
     for seed in range(first, first + CHUNK):
         chosen = sample(seed)
         kind, precision, threads = chosen.pop("kind"), chosen.pop("precision"), chosen.pop("threads")
@@ -251,7 +253,7 @@ def test_combinations_under_random_delays(first: int, plain_run: Any):
         assert differences(got, plain_run(kind, precision)) == [], (seed, kind, precision, chosen)
 
 
-# ---- paths that differ, losses of all kinds
+# ---- micro-batches with different paths, and all kinds of losses
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -260,9 +262,9 @@ def test_combinations_under_random_delays(first: int, plain_run: Any):
     [((), (1,), (0,), ()), ((0, 1), (), (), (2,)), ((2,), (1,), (0,), ()), ((0, 1, 2), (), (0, 1, 2), ())],
     ids=str,
 )
-def test_layers_left_out_by_some(skips: Sequence[tuple[int, ...]], precision: str):
-    """A micro-batch that skips a layer is ahead of the others; its gradients are still added in its turn."""
-    # Tried: gradients added as they come fail this.
+def test_layers_skipped_by_some_micro_batches(skips: Sequence[tuple[int, ...]], precision: str):
+    """A micro-batch that skips a layer runs ahead of the others. Its gradients are still added in its turn."""
+    # This fails if gradients are added in the order of arrival.
     results = []
     for windowed in (True, False):
         model = Stack()
@@ -280,7 +282,7 @@ def test_layers_left_out_by_some(skips: Sequence[tuple[int, ...]], precision: st
 
 
 def parameter_in_the_loss(model: Stack, number: int) -> torch.Tensor:
-    """`gain` is the model's own, `layers.1.scale` also a block's: both get gradients outside any block."""
+    """`gain` belongs to the model, `layers.1.scale` also to a block; both get gradients outside any block."""
     loss = model(inputs(number)).square().mean() + ((number + 1) * model.layers[1].scale.square()).sum()
     loss = loss + (model.gain * inputs(number)[0]).sum()
     loss.backward()
@@ -317,8 +319,8 @@ def retained(model: Stack, number: int) -> torch.Tensor:
     return loss.detach()
 
 
-def looking_first(model: Stack, number: int) -> torch.Tensor:
-    """An evaluation inside the task, as reference models in preference losses do it."""
+def eval_first(model: Stack, number: int) -> torch.Tensor:
+    """Evaluates inside the task, as preference losses do with reference models."""
     with torch.no_grad():
         looked = model(inputs(30 + number))
     loss = (model(inputs(number)) - looked).square().mean()
@@ -334,22 +336,22 @@ def no_backward_in_some(model: Stack, number: int) -> torch.Tensor:
 
 
 def through_autograd_grad(model: Stack, number: int) -> torch.Tensor:
-    """The gradient of an input, taken by hand, before the backward."""
+    """Takes the gradient of an input before the backward."""
     x = inputs(number).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().mean(), [x])
     model(x.detach() + slope).square().mean().backward()
     return slope
 
 
-def with_task(task: Any, split: tuple[int, ...], precision: str, whole: bool) -> tuple[Any, Any]:
-    """What tasks of a kind show in windows, and one after the other."""
+def with_task(task: Any, split: tuple[int, ...], precision: str, full_step: bool) -> tuple[Any, Any]:
+    """Results of tasks of one kind in windows, and one after the other."""
     results = []
     for windowed in (True, False):
         model = Stack()
         with engine_of(model, precision=precision, slots=2) as engine:
             optimizer = engine.optimizer(lr=0.1)
             tasks = [partial(task, model, number) for number in range(4)]
-            seen = in_windows(engine, tasks, split, whole) if windowed else [each() for each in tasks]
+            seen = in_windows(engine, tasks, split, full_step) if windowed else [each() for each in tasks]
             grads = gradients(model)
             optimizer.step()
             results.append((seen, grads, roles(engine)))
@@ -361,30 +363,32 @@ WINDOWS = [((4,), False), ((4,), True), ((1, 3), False)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("split", "whole"), WINDOWS, ids=str)
+@pytest.mark.parametrize(("split", "full_step"), WINDOWS, ids=str)
 @pytest.mark.parametrize(
     "task",
     [
-        parameter_in_the_loss, parameter_in_the_loss_of_some, looking_first, no_backward_in_some, through_autograd_grad,
+        parameter_in_the_loss, parameter_in_the_loss_of_some, eval_first, no_backward_in_some, through_autograd_grad,
     ],
 )  # fmt: skip
-def test_tasks_of_all_kinds(task: Any, split: tuple[int, ...], whole: bool, precision: str):
-    assert_equal(*with_task(task, split, precision, whole))
+def test_tasks_of_all_kinds(task: Any, split: tuple[int, ...], full_step: bool, precision: str):
+    assert_equal(*with_task(task, split, precision, full_step))
 
 
-@pytest.mark.parametrize(("split", "whole"), WINDOWS, ids=str)
+@pytest.mark.parametrize(("split", "full_step"), WINDOWS, ids=str)
 @pytest.mark.parametrize("task", [two_losses, two_forwards, retained])
-def test_several_backwards_through_a_block(task: Any, split: tuple[int, ...], whole: bool):
-    """The first backwards of all tasks come before the second of any, so FP32 sums are in another order: within FP32
-    rounding. Sums of a few BF16 gradients are exact in FP32, so BF16 shows whether they were rounded in between; with
-    `whole`, the caller has said that every task passes a block once, and they may be, in the first step."""
-    windowed, apart = with_task(task, split, "fp32", whole)
-    torch.testing.assert_close(windowed[:2], apart[:2], rtol=1e-5, atol=1e-6)
-    windowed, apart = with_task(task, split, "bf16", whole)
-    if whole:
-        torch.testing.assert_close(windowed[:2], apart[:2], rtol=2e-2, atol=1e-2)
+def test_several_backwards_through_a_block(task: Any, split: tuple[int, ...], full_step: bool):
+    """The first backward of every task comes before any second one, so FP32 sums are added in another order and agree
+    within FP32 rounding. Sums of a few BF16 gradients are exact in FP32, so BF16 shows whether they were rounded in
+    between. With `full_step`, the caller has declared that every task passes a block once, so rounding is allowed at
+    first.
+    """
+    windowed, one_by_one_results = with_task(task, split, "fp32", full_step)
+    torch.testing.assert_close(windowed[:2], one_by_one_results[:2], rtol=1e-5, atol=1e-6)
+    windowed, one_by_one_results = with_task(task, split, "bf16", full_step)
+    if full_step:
+        torch.testing.assert_close(windowed[:2], one_by_one_results[:2], rtol=2e-2, atol=1e-2)
     else:
-        assert_equal(windowed, apart)
+        assert_equal(windowed, one_by_one_results)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
@@ -402,12 +406,12 @@ def test_results_come_in_the_order_of_the_tasks(size: int):
         assert len({value for _, value in results}) == size
 
 
-# ---- what tasks inherit
+# ---- what tasks inherit from the caller
 
 inherited: contextvars.ContextVar[str] = contextvars.ContextVar("inherited", default="nothing")
 
 
-def surroundings() -> dict[str, Any]:
+def thread_state() -> dict[str, Any]:
     return {
         "grad": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
@@ -422,24 +426,24 @@ def surroundings() -> dict[str, Any]:
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("cast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tasks_see_what_the_caller_sees(grad: bool, cast: bool, dtype: torch.dtype):
+def test_tasks_inherit_the_callers_modes(grad: bool, cast: bool, dtype: torch.dtype):
     token = inherited.set("something")
     try:
         with engine_of(Stack()) as engine:
             torch.set_default_dtype(dtype)
             with torch.set_grad_enabled(not grad), torch.set_grad_enabled(grad):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast, cache_enabled=False):
-                    assert engine.window([surroundings] * 3) == [surroundings()] * 3
+                    assert engine.window([thread_state] * 3) == [thread_state()] * 3
                     with torch.autocast("cpu", enabled=False), torch.no_grad():
-                        assert engine.window([surroundings] * 2) == [surroundings()] * 2
-            assert engine.window([surroundings]) == [surroundings()]
+                        assert engine.window([thread_state] * 2) == [thread_state()] * 2
+            assert engine.window([thread_state]) == [thread_state()]
     finally:
         torch.set_default_dtype(torch.float32)
         inherited.reset(token)
 
 
 def test_the_default_device_is_inherited():
-    """It is a mode of the thread. The seeds of a window are drawn on the CPU all the same."""
+    """It is a mode of the thread. Seeds of a window are drawn on the CPU nevertheless."""
     with engine_of(Stack()) as engine:
         torch.manual_seed(3)
         expected = engine.window([lambda: torch.rand(1).item()] * 2)
@@ -476,12 +480,13 @@ def test_autocast_around_a_window(policy: str):
     assert_equal(*results)
 
 
-# ---- weights travel once
+# ---- weights are fetched once
 
 
 def fetched_per_step(model: Any, micro_batches: int, windowed: bool, **settings: Any) -> Counter[str]:
-    """Copies of weights from host memory into a slot, by slab, in the third of three steps, from its first forward to
-    the next: what the end of a step fetches ahead for the next one counts for the next."""
+    """Copies of weights into slots by slab, from the first forward of the third step to the next forward. What the end
+    of a step prefetches for the next one counts for the next.
+    """
     counts: Counter[str] = Counter()
     with engine_of(model, **settings) as engine:
         optimizer = engine.optimizer(lr=1e-3)
@@ -500,7 +505,7 @@ def fetched_per_step(model: Any, micro_batches: int, windowed: bool, **settings:
             if step == 3:
                 break
             tasks = [
-                partial(micro_batch, model, kind, i, LENGTHS[i % 4]) if kind else partial(two_forwards_less, model, i)
+                partial(micro_batch, model, kind, i, LENGTHS[i % 4]) if kind else partial(one_forward, model, i)
                 for i in range(micro_batches)
             ]
             [task() for task in tasks] if not windowed else engine.window(tasks)
@@ -511,17 +516,17 @@ def fetched_per_step(model: Any, micro_batches: int, windowed: bool, **settings:
     return counts
 
 
-def two_forwards_less(model: Stack, number: int) -> None:
+def one_forward(model: Stack, number: int) -> None:
     model(inputs(number)).square().mean().backward()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["stack", "llama"])
 def test_one_fetch_per_block_and_direction_whatever_the_accumulation(kind: str, slots: int):
-    """Seven layers of one size share a ring of `slots`, so each of them has to come again in the backward, unless it is
-    among the last `slots` of the forward. Counted are copies into slots, per slab and step, whoever asked for them.
+    """Seven layers of one size share a ring of `slots`, so each must be fetched again in the backward unless it is
+    among the last `slots` of the forward. All copies into slots are counted, by slab and step.
     """
-    # Tried: a `wait_for_turn` that returns at once fails this.
+    # This fails if `wait_for_turn` returns at once.
     counts = {}
     for micro_batches in (1, 4, 9):
         model = Stack(depth=7) if kind == "stack" else zoo.build("llama", num_hidden_layers=7)
@@ -532,18 +537,18 @@ def test_one_fetch_per_block_and_direction_whatever_the_accumulation(kind: str, 
         assert len(layers) == 7
         assert sum(layers) <= 2 * 7 - slots + 1, (micro_batches, found)
         assert sum(found.values()) <= sum(counts[1].values()) + 1, (micro_batches, found)
-    apart = fetched_per_step(
+    one_by_one_results = fetched_per_step(
         Stack(depth=7) if kind == "stack" else zoo.build("llama", num_hidden_layers=7), 4, windowed=False, slots=slots
     )
-    assert sum(apart.values()) > 3 * sum(counts[4].values())
+    assert sum(one_by_one_results.values()) > 3 * sum(counts[4].values())
 
 
-def test_gradients_travel_once_whatever_the_accumulation():
-    """Copies out of gradient slots per step: one per slab that has gradients."""
+def test_gradients_are_copied_once_whatever_the_accumulation():
+    """One copy out of a gradient slot per step and slab with gradients."""
     for micro_batches in (1, 4, 9):
         model = Stack(depth=7)
         with engine_of(model, slots=2, grad_slots=2) as engine:
-            engine.window([partial(two_forwards_less, model, i) for i in range(micro_batches)])
+            engine.window([partial(one_forward, model, i) for i in range(micro_batches)])
             assert engine.counters.drains == len(engine.slabs)
 
 
@@ -575,7 +580,7 @@ def logged(trainer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_window_setting_never_changes_a_trainers_bits(tmp_path: Path, bf16: bool):
-    """With dropout: seeds go with the micro-batch."""
+    """With dropout: each micro-batch keeps its seed."""
     results = []
     for window in (1, 2, 3, 4, (2, 1), [1, 2], None):
         mt.init(window=window)
@@ -620,7 +625,7 @@ def test_a_trainer_equals_stock(tmp_path: Path, window: int | None):
 
 
 def padded(count: int = 16) -> list[dict[str, torch.Tensor]]:
-    """Rows of one length for the stock collator; the labels of some tokens are ignored, so rows count differently."""
+    """Rows of equal length for the stock collator. Some labels are ignored, so rows have different weights."""
     found = small.rows(count)
     for index, row in enumerate(found):
         row["labels"][: index % 5] = -100
@@ -628,7 +633,7 @@ def padded(count: int = 16) -> list[dict[str, torch.Tensor]]:
 
 
 def test_the_remainder_of_an_epoch(tmp_path: Path):
-    """Ten rows in steps of four: 4, 4, 2, twice."""
+    """Ten rows in steps of four, two epochs: 4, 4, 2 each."""
     stock = run_trainer(transformers.Trainer, tmp_path, data=padded(10), max_steps=-1, num_train_epochs=2)
     results = []
     for window in (1, (3, 1), None):
@@ -644,8 +649,8 @@ def test_the_remainder_of_an_epoch(tmp_path: Path):
     assert_equal(results[2], results[0])
 
 
-class Heard(TrainerCallback):
-    """Every event with the step it came at."""
+class RecordedEvents(TrainerCallback):
+    """Records every event with its step."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -656,14 +661,14 @@ class Heard(TrainerCallback):
         return super().__getattribute__(name)
 
 
-def test_callbacks_come_in_the_order_of_stock(tmp_path: Path):
-    heard = []
+def test_callbacks_have_the_order_of_the_stock_trainer(tmp_path: Path):
+    recorded = []
     for kind in (mt.Trainer, transformers.Trainer):
-        callback = Heard()
+        callback = RecordedEvents()
         run_trainer(kind, tmp_path, data=padded(10), max_steps=-1, num_train_epochs=1, callbacks=[callback])
-        heard.append(callback.events)
-    assert heard[0] == heard[1]
-    assert Counter(name for name, _ in heard[0])["on_substep_end"] == 3 + 3 + 1
+        recorded.append(callback.events)
+    assert recorded[0] == recorded[1]
+    assert Counter(name for name, _ in recorded[0])["on_substep_end"] == 3 + 3 + 1
 
 
 def with_own_loss(kind: type) -> type:
@@ -714,7 +719,7 @@ def test_a_trainers_fetches_do_not_grow_with_accumulation(tmp_path: Path):
 
 
 def test_a_failure_in_a_trainers_window(tmp_path: Path):
-    """The step that failed changed nothing, and the model trains on."""
+    """The failed step changes nothing, and training continues."""
 
     class Once(mt.Trainer):
         micro_batches_are_independent = True
@@ -739,7 +744,7 @@ def test_a_failure_in_a_trainers_window(tmp_path: Path):
 
 
 class Stop(TrainerCallback):
-    """After the first step, so that the schedule is that of the longer run."""
+    """Stops after the first step, so that the schedule is that of the longer run."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         control.should_training_stop = True
@@ -753,7 +758,7 @@ bomb: dict[str, Any] = {}
 
 
 class Fragile(Dropping):
-    """Raises in its forward, or in its backward, if the micro-batch is the one that `bomb` names."""
+    """Raises in its forward or backward for the micro-batch that `bomb` names."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
@@ -821,9 +826,9 @@ WHERE = ("before", "forward", "between", "backward", "after")
 @pytest.mark.parametrize("policy", ["recompute", "store", "offload"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, "signal"])
 @pytest.mark.parametrize("where", WHERE)
-def test_the_engine_survives(where: str, error: Any, policy: str, clean: list[Any]):
-    """Whichever micro-batch fails, wherever: the next step is that of a clean run, threads and generator too."""
-    # Tried: the generator not put back, and gradients not dropped when a window fails, fail this.
+def test_the_step_after_a_failed_window_is_bitwise(where: str, error: Any, policy: str, clean: list[Any]):
+    """Whichever micro-batch fails, and wherever: next step, threads and generator are those of a clean run."""
+    # This fails if the generator is not restored, or if gradients are not dropped when a window fails.
     threads = set(threading.enumerate())
     for failing, lanes in ((0, "threads"), (2, "sync"), (3, "threads")):
         if error == "signal" and failing == 2:
@@ -840,19 +845,19 @@ def test_the_engine_survives(where: str, error: Any, policy: str, clean: list[An
         with pytest.raises(KeyboardInterrupt if error == "signal" else error):
             engine.window([partial(fragile_task, model, number) for number in range(4)])
         bomb.clear()
-        assert torch.equal(torch.get_rng_state(), expected), "the caller's generator moved by the four seeds alone"
+        assert torch.equal(torch.get_rng_state(), expected), "the caller's generator advances by the four seeds alone"
         assert all(gradient is None for gradient in gradients(model).values())
         assert_equal(clean_step(model, engine), clean)
         started = {thread.name for thread in set(threading.enumerate()) - threads}
-        beside = sum(lane.runs_on is not None for lane in LANES.values()) if lanes == "threads" else 0
-        assert len(started) == 4 + beside, started
+        lane_threads = sum(lane.runs_on is not None for lane in LANES.values()) if lanes == "threads" else 0
+        assert len(started) == 4 + lane_threads, started
         engine.close()
     assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_failures_in_a_row(error: Any, clean: list[Any]):
-    """What a failed window leaves must not add up."""
+def test_repeated_failures_do_not_leak(error: Any, clean: list[Any]):
+    """What failed windows leave behind must not accumulate."""
     model = Stack(layer=Fragile)
     with engine_of(model, policy="offload", lanes="threads", slots=2) as engine:
         engine.optimizer(lr=0.1)
@@ -865,16 +870,16 @@ def test_failures_in_a_row(error: Any, clean: list[Any]):
             bomb.clear()
             gc.collect()
             held.append(engine._memory.allocated_bytes)
-        # By then every block has had a sum that left before the failure, and its buffer is there.
+        # By then every block has sent a sum before a failure, so its buffer is allocated.
         assert held[-1] == held[23]
         assert_equal(clean_step(model, engine), clean)
 
 
-def test_the_first_failure_is_the_one_that_is_raised():
-    """Others may fail while they are being ended; what started it is what the user has to see."""
+def test_the_first_failure_is_raised():
+    """Other tasks may fail while they are stopped; the user must see the cause."""
     model = Stack(layer=Fragile)
 
-    def stubborn(number: int) -> None:
+    def failing_cleanup(number: int) -> None:
         try:
             fragile_task(model, number)
         finally:
@@ -884,22 +889,22 @@ def test_the_first_failure_is_the_one_that_is_raised():
     with engine_of(model) as engine:
         bomb.update(where="forward", micro=0, layer=model.layers[0], action=partial(fail, ValueError))
         with pytest.raises(ValueError, match="the bomb"):
-            engine.window([partial(stubborn, number) for number in range(4)])
+            engine.window([partial(failing_cleanup, number) for number in range(4)])
 
 
 def test_a_window_inside_a_window_is_refused():
-    """The inner one would wait for a baton that the outer one holds."""
+    """The inner window would wait for a turn that the outer one holds."""
     model = Stack()
     with engine_of(model) as engine:
         with pytest.raises(mt.errors.MegaTrainError, match="window"):
-            engine.window([lambda: engine.window([partial(two_forwards_less, model, 0)]) for _ in range(2)])
-        engine.window([partial(two_forwards_less, model, 0)])
+            engine.window([lambda: engine.window([partial(one_forward, model, 0)]) for _ in range(2)])
+        engine.window([partial(one_forward, model, 0)])
 
 
-# ---- losses of one's own
+# ---- custom losses
 
 
-class Twice(mt.Trainer):
+class TwoForwards(mt.Trainer):
     """Two forwards for one loss, as in R-Drop and contrastive losses."""
 
     micro_batches_are_independent = True
@@ -909,8 +914,8 @@ class Twice(mt.Trainer):
         return model(**inputs).loss + 0.5 * model(**flipped).loss
 
 
-class Backwards(mt.Trainer):
-    """A second loss that is differentiated at once."""
+class TwoBackwards(mt.Trainer):
+    """A second loss with its own backward."""
 
     micro_batches_are_independent = True
 
@@ -919,15 +924,15 @@ class Backwards(mt.Trainer):
         return model(**inputs).loss
 
 
-class _Stepping(transformers.Trainer):
+class _TwoSteps(transformers.Trainer):
     def training_step(self, model, inputs, *args, **kwargs):
         flipped = {name: value.flip(1) for name, value in inputs.items()}
         super().training_step(model, flipped, *args, **kwargs)
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-class Steps(mt.MegaMixin, _Stepping):
-    """Two steps in one, by a Trainer that knows nothing of windows."""
+class TwoSteps(mt.MegaMixin, _TwoSteps):
+    """Two training steps in one, by a Trainer that does not know windows."""
 
     micro_batches_are_independent = True
 
@@ -940,8 +945,8 @@ class Once(mt.Trainer):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [Twice, Backwards, Steps, Once])
-def test_losses_of_ones_own_do_not_depend_on_the_window(kind, precision, tmp_path, said):
+@pytest.mark.parametrize("kind", [TwoForwards, TwoBackwards, TwoSteps, Once])
+def test_custom_losses_do_not_depend_on_the_window(kind, precision, tmp_path, said):
     def run(window):
         mt.init(window=window, precision=precision)
         trainer = kind(
