@@ -1,4 +1,4 @@
-"""What does not fit is refused before anything is changed, also if the manifest says that it is whole."""
+"""State that does not fit the model is refused before anything changes, even if the manifest is valid."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SHARD = "megatrain/optimizer-00001-of-00001.safetensors"
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-def everything(model: Any) -> Tensors:
-    found = small.snapshot(model)
+def weights_and_states(model: Any) -> Tensors:
+    tensors_by_name = small.snapshot(model)
     for name, parameter in model.named_parameters():
-        found |= {f"{name}/{role}": view.clone() for role, view in states_of(parameter).items()}
-        found[f"{name}/step"] = torch.tensor(parameter.slab.steps[parameter.segment])
-    return found
+        tensors_by_name |= {f"{name}/{role}": view.clone() for role, view in states_of(parameter).items()}
+        tensors_by_name[f"{name}/step"] = torch.tensor(parameter.slab.steps[parameter.segment])
+    return tensors_by_name
 
 
-def resealed(directory: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
-    """The manifest again, with checksums of what is there now."""
+def reseal(directory: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
+    """Rewrite the manifest with the checksums of the present files."""
     path = directory / manifest.FILE
     content = json.loads(path.read_text())
     content.pop("sha256", None)
@@ -48,18 +48,18 @@ def resealed(directory: Path, change: Callable[[dict[str, Any]], Any] = lambda c
     path.write_text(f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
 
 
-def edited(directory: Path, change: Callable[[Tensors], Any]) -> None:
+def edit_shard(directory: Path, change: Callable[[Tensors], Any]) -> None:
     tensors = load_file(directory / SHARD)
     change(tensors)
     save_file(tensors, directory / SHARD, metadata={"format": "pt"})
-    resealed(directory)
+    reseal(directory)
 
 
 def put(key: str, tensor: torch.Tensor) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.update({key: tensor})
 
 
-def coded(code: torch.Tensor) -> Callable[[Tensors], Any]:
+def encoded_as(code: torch.Tensor) -> Callable[[Tensors], Any]:
     def change(tensors: Tensors) -> None:
         del tensors[f"{NAME}/exp_avg"]
         tensors[f"{NAME}/exp_avg.lossless"] = code
@@ -67,7 +67,7 @@ def coded(code: torch.Tensor) -> Callable[[Tensors], Any]:
     return change
 
 
-EDITS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+SHARD_EDITS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "a parameter gone": (lambda t: [t.pop(key) for key in list(t) if key.startswith(NAME)], "is in no shard"),
     "a moment gone": (lambda t: t.pop(f"{NAME}/exp_avg_sq"), "has no exp_avg_sq"),
     "a residual gone": (lambda t: t.pop(f"{NAME}/residual"), "lacks its residual"),
@@ -81,12 +81,12 @@ EDITS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no role": (put(NAME, torch.zeros(32, 32)), "does not train"),
     "a moment twice": (put(f"{NAME}/exp_avg.bf16", torch.zeros(32, 32, dtype=torch.bfloat16)), "does not know"),
     "codes without scales": (put(f"{NAME}/exp_avg.8bit", torch.zeros(1024, dtype=torch.uint8)), "does not know"),
-    "a code that is none": (coded(torch.zeros(99, dtype=torch.uint8)), "damaged"),
-    "a code in two dimensions": (coded(torch.zeros(9, 9, dtype=torch.uint8)), "of shape"),
-    "a code without dimensions": (coded(torch.zeros((), dtype=torch.uint8)), "of shape"),
+    "a code that is none": (encoded_as(torch.zeros(99, dtype=torch.uint8)), "damaged"),
+    "a code in two dimensions": (encoded_as(torch.zeros(9, 9, dtype=torch.uint8)), "of shape"),
+    "a code without dimensions": (encoded_as(torch.zeros((), dtype=torch.uint8)), "of shape"),
 }
 
-CHANGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+MANIFEST_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a step missing": (lambda m: m["steps"].pop(NAME), "other parameters"),
     "a step too many": (lambda m: m["steps"].update(more=1), "other parameters"),
     "another group": (lambda m: m["groups"][0]["params"].pop(), "other parameters"),
@@ -103,7 +103,7 @@ CHANGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a Trainer's run in BF16, and one of `Engine.save`."""
+    """A checkpoint of a Trainer run in BF16."""
     directory = tmp_path_factory.mktemp("saved")
     args = small.arguments(directory, max_steps=2, save_strategy="steps", save_steps=2, bf16=True)
     mt.Trainer(model=small.llama(), args=args, train_dataset=small.rows()).train()
@@ -113,15 +113,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     args = small.arguments(tmp_path_factory.mktemp("other"), max_steps=3, bf16=True)
-    made = mt.Trainer(model=small.llama(1), args=args, train_dataset=small.rows())
-    made.create_optimizer()
-    return made
+    new_trainer = mt.Trainer(model=small.llama(1), args=args, train_dataset=small.rows())
+    new_trainer.create_optimizer()
+    return new_trainer
 
 
-def refused(trainer: Any, directory: Path, message: str) -> None:
-    """Neither way of loading changes anything."""
+def assert_refused(trainer: Any, directory: Path, message: str) -> None:
+    """Check that both ways of loading raise this error and change nothing."""
     optimizer = trainer.optimizer
-    before, groups = everything(trainer.model), json.dumps([g["lr"] for g in optimizer.param_groups])
+    before, groups = weights_and_states(trainer.model), json.dumps([g["lr"] for g in optimizer.param_groups])
     for load in (
         lambda: trainer.engine.load(directory, trainer._own_optimizer()),
         lambda: trainer.train(resume_from_checkpoint=str(directory)),
@@ -129,24 +129,24 @@ def refused(trainer: Any, directory: Path, message: str) -> None:
         with pytest.raises(CheckpointError, match=message) as error:
             load()
         assert str(directory) in str(error.value) or "no shard" in str(error.value)
-        assert small.same(before, everything(trainer.model))
+        assert small.same(before, weights_and_states(trainer.model))
         assert json.dumps([g["lr"] for g in trainer.optimizer.param_groups]) == groups
 
 
-@pytest.mark.parametrize("case", EDITS)
+@pytest.mark.parametrize("case", SHARD_EDITS)
 def test_an_edited_shard_changes_nothing(saved: Path, trainer: Any, tmp_path: Path, case: str) -> None:
     shutil.copytree(saved, tmp_path / "checkpoint-2")
-    change, message = EDITS[case]
-    edited(tmp_path / "checkpoint-2", change)
-    refused(trainer, tmp_path / "checkpoint-2", message)
+    change, message = SHARD_EDITS[case]
+    edit_shard(tmp_path / "checkpoint-2", change)
+    assert_refused(trainer, tmp_path / "checkpoint-2", message)
 
 
-@pytest.mark.parametrize("case", CHANGED)
+@pytest.mark.parametrize("case", MANIFEST_EDITS)
 def test_a_changed_manifest_changes_nothing(saved: Path, trainer: Any, tmp_path: Path, case: str) -> None:
     shutil.copytree(saved, tmp_path / "checkpoint-2")
-    change, message = CHANGED[case]
-    resealed(tmp_path / "checkpoint-2", change)
-    refused(trainer, tmp_path / "checkpoint-2", message)
+    change, message = MANIFEST_EDITS[case]
+    reseal(tmp_path / "checkpoint-2", change)
+    assert_refused(trainer, tmp_path / "checkpoint-2", message)
 
 
 def test_a_parameter_in_two_shards(saved: Path, trainer: Any, tmp_path: Path) -> None:
@@ -156,20 +156,20 @@ def test_a_parameter_in_two_shards(saved: Path, trainer: Any, tmp_path: Path) ->
     second = {f"{NAME}/exp_avg": tensors.pop(f"{NAME}/exp_avg")}
     save_file(second, directory / "megatrain/optimizer-00002-of-00002.safetensors")
     entry = {"megatrain/optimizer-00002-of-00002.safetensors": {"bytes": 0, "crc32": 0}}
-    resealed(directory, lambda m: m["files"].update(entry))
-    resealed(directory)
-    refused(trainer, directory, "both have the state of")
+    reseal(directory, lambda m: m["files"].update(entry))
+    reseal(directory)
+    assert_refused(trainer, directory, "both have the state of")
 
 
-def test_a_shard_that_the_manifest_does_not_name_is_not_read(saved: Path, trainer: Any, tmp_path: Path) -> None:
+def test_a_shard_missing_from_the_manifest_is_ignored(saved: Path, trainer: Any, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint-2"
     shutil.copytree(saved, directory)
     (directory / "megatrain/optimizer-00009-of-00009.safetensors").write_bytes(b"nothing")
     trainer.engine.load(directory, trainer._own_optimizer())
 
 
-def test_the_format_before_still_resumes(saved: Path, tmp_path: Path) -> None:
-    """Format 1 has no checksum of itself, no sequence and no list of residuals."""
+def test_format_1_still_resumes(saved: Path, tmp_path: Path) -> None:
+    """A manifest of format 1 has no checksum of itself, no sequence number and no list of residuals."""
     directory = tmp_path / "checkpoint-2"
     shutil.copytree(saved, directory)
     content = json.loads((directory / manifest.FILE).read_text())
@@ -183,7 +183,7 @@ def test_the_format_before_still_resumes(saved: Path, tmp_path: Path) -> None:
     assert [manifest.sequence_of(tmp_path / f"checkpoint-{n}") for n in (2, 3)] == [0, 1]
 
 
-def test_weights_alone_are_checked_where_there_is_a_manifest(saved: Path, trainer: Any, tmp_path: Path) -> None:
+def test_loading_weights_checks_the_manifest(saved: Path, trainer: Any, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint-2"
     shutil.copytree(saved, directory)
     (directory / SHARD).write_bytes(b"not read")
@@ -191,13 +191,13 @@ def test_weights_alone_are_checked_where_there_is_a_manifest(saved: Path, traine
     content = bytearray((directory / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (directory / "model.safetensors").write_bytes(content)
-    before = everything(trainer.model)
+    before = weights_and_states(trainer.model)
     with pytest.raises(CheckpointError, match="CRC-32"):
         trainer.engine.load(directory)
-    assert small.same(before, everything(trainer.model))
+    assert small.same(before, weights_and_states(trainer.model))
 
 
-# ---- between two steps
+# ---- saving
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
@@ -207,7 +207,7 @@ def step(model: Any, optimizer: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("build", [small.llama, small.gpt2], ids=["untied", "tied"])
-def test_nothing_is_saved_between_two_steps(tmp_path: Path, build: Any) -> None:
+def test_saving_between_final_backward_and_step_is_refused(tmp_path: Path, build: Any) -> None:
     model = build()
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer(lr=1e-2)
@@ -225,8 +225,8 @@ def test_nothing_is_saved_between_two_steps(tmp_path: Path, build: Any) -> None:
     assert set(manifest.verify(tmp_path / "one")["steps"].values()) == {2}
 
 
-def test_a_step_that_was_half_done_is_not_saved(tmp_path: Path) -> None:
-    """Its norm is known only on the update lane, after `step()` has returned."""
+def test_a_partly_applied_step_is_not_saved(tmp_path: Path) -> None:
+    """The gradient norm is computed on the update lane after `step()` has returned."""
     model = small.llama()
     engine = mt.Engine(model, device="cpu", debug=mt.Debug(lanes="threads"))
     optimizer = engine.optimizer(lr=1e-2)
@@ -243,7 +243,7 @@ def test_a_step_that_was_half_done_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_two_threads_save_into_one_directory(tmp_path: Path) -> None:
-    """One after the other: each would delete what the other has begun."""
+    """The saves run one after the other, because each removes the temporary files of earlier saves."""
     engine = mt.Engine(small.llama(), device="cpu")
     optimizer = engine.optimizer()
     with ThreadPoolExecutor(4) as pool:
@@ -253,7 +253,7 @@ def test_two_threads_save_into_one_directory(tmp_path: Path) -> None:
     assert manifest.verify(tmp_path / "one")["sequence"] == 8
 
 
-def test_a_model_that_a_trainer_saves_is_on_the_disk(tmp_path: Path) -> None:
+def test_save_model_of_a_trainer_syncs_its_files(tmp_path: Path) -> None:
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path / "out"), train_dataset=small.rows())
     synced = set()
     with files.observing(lambda operation, path: synced.add(path) if operation.startswith("sync") else None):
@@ -264,7 +264,7 @@ def test_a_model_that_a_trainer_saves_is_on_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', "[" * 100_000, '{"weight_map": {"a": ["b"]}}'])
-def test_a_damaged_index_of_weights_alone(tmp_path: Path, text: str) -> None:
+def test_a_damaged_index_of_weights_is_refused(tmp_path: Path, text: str) -> None:
     model = small.llama()
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     (tmp_path / "model.safetensors.index.json").write_text(text)
@@ -273,14 +273,14 @@ def test_a_damaged_index_of_weights_alone(tmp_path: Path, text: str) -> None:
         engine.load(tmp_path)
 
 
-# ---- the order of sealing
+# ---- the order of writes
 
 
-def test_a_checkpoint_is_durable_before_its_manifest_and_older_ones_go_last(tmp_path: Path) -> None:
-    seen: list[tuple[str, str]] = []
+def test_files_are_synced_before_the_manifest_and_old_checkpoints_are_deleted_last(tmp_path: Path) -> None:
+    operations: list[tuple[str, str]] = []
 
     def record(operation: str, path: Path) -> None:
-        seen.append((operation, str(path.relative_to(tmp_path)) if path.is_relative_to(tmp_path) else ""))
+        operations.append((operation, str(path.relative_to(tmp_path)) if path.is_relative_to(tmp_path) else ""))
         if operation == "rename" and path.name == "manifest.json" and "4" in path.parts[-3]:
             assert (tmp_path / "checkpoint-2").is_dir()
 
@@ -289,19 +289,19 @@ def test_a_checkpoint_is_durable_before_its_manifest_and_older_ones_go_last(tmp_
     with files.observing(record):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
-    sealing = [entry for entry in seen if entry[1].startswith("checkpoint-4") or entry[1] == "."]
+    sealing = [entry for entry in operations if entry[1].startswith("checkpoint-4") or entry[1] == "."]
     order = [operation for operation, _ in sealing]
     listed = json.loads((tmp_path / "checkpoint-4" / manifest.FILE).read_text())["files"]
-    named = sealing.index(("rename", "checkpoint-4/megatrain/manifest.json"))
-    synced = max(i for i, entry in enumerate(sealing[:named]) if entry == ("sync_directory", "checkpoint-4"))
+    renamed = sealing.index(("rename", "checkpoint-4/megatrain/manifest.json"))
+    synced = max(i for i, entry in enumerate(sealing[:renamed]) if entry == ("sync_directory", "checkpoint-4"))
     for name in listed:
         assert sealing.index(("sync", f"checkpoint-4/{name}")) < synced
-    assert order[named - 2 : named + 2] == ["write", "sync", "rename", "sync_directory"]
-    assert sealing[named + 1] == ("sync_directory", "checkpoint-4/megatrain")
-    assert ("sync_directory", ".") in sealing[named:]
+    assert order[renamed - 2 : renamed + 2] == ["write", "sync", "rename", "sync_directory"]
+    assert sealing[renamed + 1] == ("sync_directory", "checkpoint-4/megatrain")
+    assert ("sync_directory", ".") in sealing[renamed:]
 
 
-def test_a_file_that_cannot_be_synced_is_not_sealed(tmp_path: Path) -> None:
+def test_a_failed_sync_does_not_complete_a_checkpoint(tmp_path: Path) -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer()
@@ -324,7 +324,7 @@ def test_a_file_that_cannot_be_synced_is_not_sealed(tmp_path: Path) -> None:
         states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))
 
 
-def test_the_seconds_are_said(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_the_time_of_a_save_is_announced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     engine = mt.Engine(small.llama(), device="cpu")
     engine.save(tmp_path / "one")
     assert any(line.startswith("one written to disk: ") and "s of it syncing" in line for line in said.messages)

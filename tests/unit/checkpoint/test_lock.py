@@ -1,4 +1,4 @@
-"""One process at a time writes into an output directory."""
+"""Only one process at a time writes to an output directory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def holder(tmp_path: Path) -> Any:
     process.wait()
 
 
-def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path, holder: Any) -> None:
+def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path: Path, holder: Any) -> None:
     with pytest.raises(DirectoryInUse, match=rf"another process \(pid {holder.pid} on "):
         lock.acquire(tmp_path)
     holder.kill()
@@ -49,7 +49,7 @@ def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path, holde
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_takes_it_several_times(tmp_path: Path) -> None:
+def test_a_process_can_acquire_the_lock_several_times(tmp_path: Path) -> None:
     first, second = lock.acquire(tmp_path), lock.acquire(tmp_path / ".." / tmp_path.name)
     assert (tmp_path / lock.FILE).exists()
     first()
@@ -58,17 +58,17 @@ def test_a_process_takes_it_several_times(tmp_path: Path) -> None:
     assert not (tmp_path / lock.FILE).exists()
 
 
-def test_a_file_that_was_deleted_meanwhile_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening it and locking it, its last holder has deleted it."""
+def test_a_lock_file_deleted_during_acquire_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process deletes the file between open and flock."""
     flock, calls = fcntl.flock, []
 
-    def late(descriptor: int, operation: int) -> None:
+    def delete_first(descriptor: int, operation: int) -> None:
         calls.append(descriptor)
         if len(calls) == 1:
             (tmp_path / lock.FILE).unlink()
         flock(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", delete_first)
     release = lock.acquire(tmp_path)
     assert len(calls) == 2
     assert (tmp_path / lock.FILE).exists()
@@ -76,7 +76,7 @@ def test_a_file_that_was_deleted_meanwhile_is_made_anew(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_without_locks_it_warns_and_goes_on(
+def test_a_file_system_without_locks_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, code: int
 ) -> None:
     def unable(*_: Any) -> None:
@@ -87,8 +87,8 @@ def test_without_locks_it_warns_and_goes_on(
     assert any("cannot be locked" in line for line in said.messages)
 
 
-def test_a_forked_child_does_not_keep_it(tmp_path: Path) -> None:
-    """The orphan of a killed parent: a DataLoader's worker, say."""
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """The child can outlive a killed parent, as a DataLoader worker can."""
     script = f"""
 import os, time
 from megatrain.checkpoint import lock
@@ -113,7 +113,7 @@ time.sleep(600)
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_forked_child_cannot_give_it_back(tmp_path: Path) -> None:
+def test_a_forked_child_cannot_release_the_lock(tmp_path: Path) -> None:
     release = lock.acquire(tmp_path)
     child = os.fork()
     if child == 0:
@@ -124,10 +124,10 @@ def test_a_forked_child_cannot_give_it_back(tmp_path: Path) -> None:
     release()
 
 
-# ---- a Trainer's
+# ---- in a Trainer
 
 
-def made(directory: Path, seed: int = 0, **changes: Any) -> Any:
+def new_trainer(directory: Path, seed: int = 0, **changes: Any) -> Any:
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     return mt.Trainer(
         model=small.llama(seed), args=small.arguments(directory, **options | changes), train_dataset=small.rows()
@@ -135,10 +135,10 @@ def made(directory: Path, seed: int = 0, **changes: Any) -> Any:
 
 
 def test_a_second_run_is_refused_before_anything_is_deleted(tmp_path: Path, holder: Any) -> None:
-    kept = tmp_path / "checkpoint-1"
-    kept.mkdir()
-    (kept / "trainer_state.json").write_text("{}")
-    trainer = made(tmp_path)
+    old_checkpoint = tmp_path / "checkpoint-1"
+    old_checkpoint.mkdir()
+    (old_checkpoint / "trainer_state.json").write_text("{}")
+    trainer = new_trainer(tmp_path)
     before = small.snapshot(trainer.model)
     with pytest.raises(DirectoryInUse, match=f"pid {holder.pid}"):
         trainer.train()
@@ -146,29 +146,29 @@ def test_a_second_run_is_refused_before_anything_is_deleted(tmp_path: Path, hold
     assert sorted(path.name for path in tmp_path.iterdir()) == [lock.FILE, "checkpoint-1"]
 
 
-def test_what_saves_nothing_needs_no_lock(tmp_path: Path, holder: Any) -> None:
-    trainer = made(tmp_path, save_strategy="no", save_total_limit=None)
+def test_a_run_that_saves_nothing_needs_no_lock(tmp_path: Path, holder: Any) -> None:
+    trainer = new_trainer(tmp_path, save_strategy="no", save_total_limit=None)
     trainer.train()
     trainer.evaluate(small.rows(4))
     assert trainer.state.global_step == 2
 
 
 def test_two_trainers_of_one_process(tmp_path: Path) -> None:
-    """The second trains inside the first, in a callback."""
+    """The second Trainer trains in a callback of the first."""
     import transformers
 
     class Inner(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 1:
-                made(tmp_path, seed=1, save_total_limit=None).train()
+                new_trainer(tmp_path, seed=1, save_total_limit=None).train()
 
-    outer = made(tmp_path, save_total_limit=None, save_steps=2)
+    outer = new_trainer(tmp_path, save_total_limit=None, save_steps=2)
     outer.add_callback(Inner())
     outer.train()
     assert not (tmp_path / lock.FILE).exists()
 
 
-def test_it_is_given_back_after_an_error(tmp_path: Path) -> None:
+def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
     class Failing(mt.Trainer):  # type: ignore[misc]
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("no loss")
@@ -181,7 +181,7 @@ def test_it_is_given_back_after_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / lock.FILE).exists()
 
 
-def test_workers_of_a_killed_run_do_not_keep_it(tmp_path: Path) -> None:
+def test_workers_of_a_killed_run_do_not_keep_the_lock(tmp_path: Path) -> None:
     script = f"""
 import os, sys, time, torch
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
@@ -207,8 +207,8 @@ mt.Trainer(model=small.llama(), args=args, train_dataset=Slow()).train()
     assert process.stdout is not None
     worker = next(int(line.split()[1]) for line in process.stdout if line.startswith("worker"))
     try:
-        until = time.monotonic() + 60
-        while not (tmp_path / lock.FILE).exists() and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / lock.FILE).exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         with pytest.raises(DirectoryInUse):
             lock.acquire(tmp_path)

@@ -1,4 +1,4 @@
-"""The manifest: any damage of it is seen and named, and nothing outside its directory is read."""
+"""Damage to a manifest is detected and named, and no file outside its directory is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.errors import CheckpointError
 CONTENT: dict[str, Any] = {"optimizer": "adamw", "steps": {"w": 3}, "groups": [{"lr": 0.01, "params": ["w"]}]}
 
 
-def sealed(directory: Path, **content: Any) -> Path:
+def write_checkpoint(directory: Path, **content: Any) -> Path:
     """A checkpoint of two small files."""
     (directory / "megatrain").mkdir(parents=True)
     (directory / "weights").write_bytes(b"weights")
@@ -28,8 +28,8 @@ def sealed(directory: Path, **content: Any) -> Path:
     return directory / manifest.FILE
 
 
-def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Rewrite a manifest with a checksum that is right."""
+def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Rewrite a manifest with a correct checksum."""
     content = json.loads(path.read_text())
     del content["sha256"]
     change(content)
@@ -37,8 +37,8 @@ def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
 
 
-def unsummed(path: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
-    """Rewrite a manifest as format 1 has it."""
+def rewrite_as_format_1(path: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
+    """Rewrite a manifest in format 1."""
     content = json.loads(path.read_text())
     for key in ("sha256", "sequence"):
         content.pop(key, None)
@@ -47,15 +47,15 @@ def unsummed(path: Path, change: Callable[[dict[str, Any]], Any] = lambda conten
     path.write_text(json.dumps(content, indent=1))
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    path = sealed(tmp_path / "one")
-    found = manifest.verify(tmp_path / "one")
-    assert {key: found[key] for key in CONTENT} == CONTENT
-    assert found["files"]["megatrain/states"] == {"bytes": 6, "crc32": zlib.crc32(b"states")}
-    assert json.loads(path.read_text()) == found, "it is plain JSON"
+def test_a_manifest_round_trips(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "one")
+    result = manifest.verify(tmp_path / "one")
+    assert {key: result[key] for key in CONTENT} == CONTENT
+    assert result["files"]["megatrain/states"] == {"bytes": 6, "crc32": zlib.crc32(b"states")}
+    assert json.loads(path.read_text()) == result, "a manifest must be plain JSON"
 
 
-def flipped(content: bytes) -> Iterator[bytes]:
+def bit_flips(content: bytes) -> Iterator[bytes]:
     for position in range(len(content) * 8):
         changed = bytearray(content)
         changed[position // 8] ^= 1 << position % 8
@@ -70,28 +70,28 @@ def refusal(path: Path, content: bytes) -> str | None:
     return None
 
 
-def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
-    path = sealed(tmp_path / "one")
-    refused = [refusal(path, content) for content in flipped(path.read_bytes())]
-    assert all(message is not None and str(path) in message for message in refused)
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "one")
+    messages = [refusal(path, content) for content in bit_flips(path.read_bytes())]
+    assert all(message is not None and str(path) in message for message in messages)
     assert refusal(path, path.read_bytes()) is None
 
 
-def test_every_truncation_is_seen(tmp_path: Path) -> None:
-    path = sealed(tmp_path / "one")
+def test_every_truncation_is_detected(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "one")
     content = path.read_bytes()
-    refused = [refusal(path, content[:size]) for size in range(len(content))]
-    assert all(message is not None and str(path) in message for message in refused)
+    messages = [refusal(path, content[:size]) for size in range(len(content))]
+    assert all(message is not None and str(path) in message for message in messages)
 
 
-def test_flipped_bits_of_the_format_before_raise_nothing_else(tmp_path: Path) -> None:
-    """Without a checksum many pass; those that do not are named too."""
-    path = sealed(tmp_path / "one")
-    unsummed(path)
+def test_flipped_bits_of_format_1_raise_checkpoint_errors_only(tmp_path: Path) -> None:
+    """Format 1 has no checksum, so many flips pass. The others raise an error that names the file."""
+    path = write_checkpoint(tmp_path / "one")
+    rewrite_as_format_1(path)
     manifest.verify(tmp_path / "one")
-    refused = [refusal(path, content) for content in flipped(path.read_bytes())]
-    assert {message is None for message in refused} == {True, False}
-    assert all(message is None or str(path) in message for message in refused)
+    messages = [refusal(path, content) for content in bit_flips(path.read_bytes())]
+    assert {message is None for message in messages} == {True, False}
+    assert all(message is None or str(path) in message for message in messages)
 
 
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -133,10 +133,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", [edited, unsummed], ids=["format 2", "format 1"])
+@pytest.mark.parametrize("write", [rewrite_manifest, rewrite_as_format_1], ids=["format 2", "format 1"])
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_named(tmp_path: Path, case: str, write: Any) -> None:
-    path = sealed(tmp_path / "one")
+def test_invalid_content_is_named(tmp_path: Path, case: str, write: Any) -> None:
+    path = write_checkpoint(tmp_path / "one")
     (tmp_path / "outside").write_bytes(b"x")
     os.mkfifo(tmp_path / "one" / "pipe")
     (tmp_path / "one" / "link").symlink_to("weights")
@@ -150,27 +150,27 @@ def test_what_is_wrong_is_named(tmp_path: Path, case: str, write: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_sequence_is_wanted(tmp_path: Path) -> None:
-    path = sealed(tmp_path / "one")
+def test_a_valid_sequence_is_required(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "one")
     for value in (None, -1, 1.5, "1", 1 << 64):
-        edited(path, lambda m, value=value: m.update(sequence=value))
+        rewrite_manifest(path, lambda m, value=value: m.update(sequence=value))
         with pytest.raises(CheckpointError, match="'sequence'"):
             manifest.read(tmp_path / "one")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 10_000, "{", "\ud800".encode("utf-8", "surrogatepass"), b"\xff"])
-def test_what_is_no_manifest(tmp_path: Path, text: str | bytes) -> None:
-    path = sealed(tmp_path / "one")
+def test_invalid_json_is_refused(tmp_path: Path, text: str | bytes) -> None:
+    path = write_checkpoint(tmp_path / "one")
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it is not valid JSON"):
         manifest.read(tmp_path / "one")
 
 
-def test_a_manifest_that_is_no_file(tmp_path: Path) -> None:
-    path = sealed(tmp_path / "one")
-    for put in (os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)):
+def test_a_manifest_must_be_a_regular_file(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "one")
+    for create in (os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)):
         path.unlink() if not path.is_dir() else path.rmdir()
-        put(path)
+        create(path)
         with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
             manifest.verify(tmp_path / "one")
     path.unlink()
@@ -180,26 +180,26 @@ def test_a_manifest_that_is_no_file(tmp_path: Path) -> None:
         manifest.verify(tmp_path / "one")
 
 
-def test_the_order_is_that_of_sealing(tmp_path: Path) -> None:
+def test_sequence_numbers_follow_the_order_of_saves(tmp_path: Path) -> None:
     for name in ("first", "second", "third"):
-        sealed(tmp_path / name)
+        write_checkpoint(tmp_path / name)
     os.utime(tmp_path / "third", (0, 0))
-    found = [manifest.sequence_of(tmp_path / name) for name in ("first", "second", "third")]
-    assert found == [1, 2, 3]
+    result = [manifest.sequence_of(tmp_path / name) for name in ("first", "second", "third")]
+    assert result == [1, 2, 3]
     (tmp_path / "third" / manifest.FILE).unlink()
     assert manifest.sequence_of(tmp_path / "third") is None
-    unsummed(tmp_path / "second" / manifest.FILE)
+    rewrite_as_format_1(tmp_path / "second" / manifest.FILE)
     assert manifest.sequence_of(tmp_path / "second") == 0
     assert manifest.next_sequence(tmp_path / "fourth") == 2
     (tmp_path / "link").symlink_to(tmp_path / "first")
     assert manifest.next_sequence(tmp_path / "link") == 2
 
 
-def test_a_manifest_that_cannot_be_synced_is_not_there(tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_synced_is_removed(tmp_path: Path) -> None:
     def fails(operation: str, path: Path) -> None:
         if operation == "sync" and "manifest" in path.name:
             raise OSError(5, "Input/output error")
 
     with files.observing(fails), pytest.raises(OSError, match="while syncing"):
-        sealed(tmp_path / "one")
+        write_checkpoint(tmp_path / "one")
     assert os.listdir(tmp_path / "one" / "megatrain") == ["states"]

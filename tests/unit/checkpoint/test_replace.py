@@ -1,4 +1,4 @@
-"""A directory that is saved again is whole at every moment, and files of others stay in it."""
+"""Saving over a directory never leaves it incomplete and keeps files that other programs put there."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def put(directory: Path, content: Saved) -> None:
 
 
 def content(directory: Path) -> Saved:
-    """Without what a save that died has left inside."""
-    found = {path.relative_to(directory).as_posix(): path for path in files.regular_files(directory)}
-    return {name: path.read_text() for name, path in found.items() if "megatrain-saving" not in name}
+    """The files of a directory, without the temporary files of a killed save."""
+    current = {path.relative_to(directory).as_posix(): path for path in files.regular_files(directory)}
+    return {name: path.read_text() for name, path in current.items() if "megatrain-saving" not in name}
 
 
 def save(directory: Path | str, saved: Saved = NEW) -> list[str]:
-    """As `Engine.save` does it; the names of what was listed."""
+    """Save as `Engine.save` does, and return the names of the listed files."""
     with replace.replacing(directory) as replacement:
         put(replacement.fresh, saved)
         listed = replacement.carry()
@@ -43,7 +43,7 @@ def save(directory: Path | str, saved: Saved = NEW) -> list[str]:
     return [path.relative_to(replacement.fresh).as_posix() for path in listed]
 
 
-def beside(directory: Path) -> list[str]:
+def siblings(directory: Path) -> list[str]:
     return sorted(name for name in os.listdir(directory.parent) if name != directory.name)
 
 
@@ -87,29 +87,29 @@ def obstacles(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def test_the_new_replaces_the_old_and_nothing_else(target: Path, obstacles: str) -> None:
+def test_a_save_replaces_old_files_and_keeps_foreign_ones(target: Path, obstacles: str) -> None:
     listed = save(target)
     assert content(target) == NEW | FOREIGN
     assert sorted(listed) == sorted(NEW)
-    assert beside(target) == []
+    assert siblings(target) == []
     assert replace.find(target) == target
 
 
 def test_a_first_save(tmp_path: Path) -> None:
     save(tmp_path / "not" / "there" / "yet")
     assert content(tmp_path / "not" / "there" / "yet") == NEW
-    assert beside(tmp_path / "not" / "there" / "yet") == []
+    assert siblings(tmp_path / "not" / "there" / "yet") == []
 
 
-def die_at(number: int, work: Callable[[], object]) -> bool:
-    """Do it in a child that is killed before operation `number`; whether it came to that."""
+def killed_at(number: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a child that is killed before operation `number`, and return whether it was killed."""
     child = os.fork()
     if child == 0:
-        left = [number]
+        remaining = [number]
 
         def count(operation: str, path: Path) -> None:
-            left[0] -= 1
-            if left[0] < 0:
+            remaining[0] -= 1
+            if remaining[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
@@ -121,32 +121,32 @@ def die_at(number: int, work: Callable[[], object]) -> bool:
 
 
 def test_killed_at_every_operation(target: Path, obstacles: str) -> None:
-    """What is found is the old or the new, whole; the save after it leaves nothing of the one that died."""
+    """The directory holds the complete old or new state, and the next save removes the leftovers."""
     seen = set()
     for number in range(0, 200, 1 if obstacles in ("exchanged", "two renames") else 3):
-        killed = die_at(number, lambda: save(target))
-        found = content(replace.find(target))
-        kind = "old" if found == OLD | FOREIGN else "new"
-        assert found == (OLD if kind == "old" else NEW) | FOREIGN, number
+        killed = killed_at(number, lambda: save(target))
+        current = content(replace.find(target))
+        kind = "old" if current == OLD | FOREIGN else "new"
+        assert current == (OLD if kind == "old" else NEW) | FOREIGN, number
         seen.add(kind)
         if not killed:
             break
         save(target, OLD)
         assert content(target) == OLD | FOREIGN
-        assert beside(target) == []
+        assert siblings(target) == []
     assert not killed
     assert number > 10
     assert seen == {"old", "new"}
 
 
 @pytest.mark.parametrize("operation", ["make", "sync", "sync_directory", "rename", "link", "remove_tree"])
-def test_a_failure_leaves_the_old_or_the_new(target: Path, operation: str) -> None:
+def test_a_failure_leaves_the_old_or_the_new_state(target: Path, operation: str) -> None:
     for number in range(100):
         seen: list[str] = []
 
-        def fails(found: str, path: Path, seen: list[str] = seen, number: int = number) -> None:
-            if found == operation:
-                seen.append(found)
+        def fails(current: str, path: Path, seen: list[str] = seen, number: int = number) -> None:
+            if current == operation:
+                seen.append(current)
                 if len(seen) == number + 1:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -162,8 +162,8 @@ def test_a_failure_leaves_the_old_or_the_new(target: Path, operation: str) -> No
     assert content(target) == NEW | FOREIGN
 
 
-def test_what_is_added_meanwhile_stays(target: Path) -> None:
-    """Between taking over and the exchange somebody writes a new file, and one anew."""
+def test_files_added_during_a_save_are_kept(target: Path) -> None:
+    """Another program adds a file and replaces another before the exchange."""
 
     def adds(operation: str, path: Path) -> None:
         if operation == "exchange":
@@ -177,14 +177,14 @@ def test_what_is_added_meanwhile_stays(target: Path) -> None:
     assert content(target) == NEW | FOREIGN | {"runs/late": "late", "notes.txt": "anew"}
 
 
-def test_an_open_file_of_somebody_else_goes_on(target: Path) -> None:
+def test_a_file_that_another_program_has_open_stays_valid(target: Path) -> None:
     with (target / "notes.txt").open("a") as notes:
         save(target)
         notes.write(" and more")
     assert (target / "notes.txt").read_text() == "mine and more"
 
 
-def test_links_and_directories_and_pipes_of_others(target: Path, tmp_path: Path) -> None:
+def test_foreign_links_directories_and_pipes_are_kept(target: Path, tmp_path: Path) -> None:
     (target / "link").symlink_to("notes.txt")
     (target / "away").symlink_to(tmp_path)
     (target / "dangling").symlink_to("nothing")
@@ -198,10 +198,10 @@ def test_links_and_directories_and_pipes_of_others(target: Path, tmp_path: Path)
     assert (target / "pipe").is_fifo()
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_an_empty_folder_of_ours_goes(tmp_path: Path, stays: bool) -> None:
+@pytest.mark.parametrize("rename_fails", [False, True])
+def test_an_empty_folder_of_ours_is_removed(tmp_path: Path, rename_fails: bool) -> None:
     target = tmp_path / "target"
-    with files.observing(no_rename if stays else nothing):
+    with files.observing(no_rename if rename_fails else nothing):
         save(target, NEW)
         save(target, OLD)
     assert content(target) == OLD
@@ -209,10 +209,10 @@ def test_an_empty_folder_of_ours_goes(tmp_path: Path, stays: bool) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_directory_that_is_mounted_from_the_same_file_system(target: Path, tmp_path: Path) -> None:
-    """In a child with mounts of its own. Neither its device nor its inode shows that it is mounted."""
-    place = tmp_path / "mounted here"
-    place.mkdir()
+def test_a_bind_mount_of_the_same_file_system(target: Path, tmp_path: Path) -> None:
+    """Runs in a child with its own mount namespace. Neither device nor inode shows that this is a mount point."""
+    mount_point = tmp_path / "mounted here"
+    mount_point.mkdir()
     child = os.fork()
     if child == 0:
         libc, code = ctypes.CDLL(None, use_errno=True), 3
@@ -221,12 +221,12 @@ def test_a_directory_that_is_mounted_from_the_same_file_system(target: Path, tmp
             if (
                 libc.unshare(new_namespace)
                 or libc.mount(None, b"/", None, private, None)
-                or libc.mount(bytes(target), bytes(place), None, bind, None)
+                or libc.mount(bytes(target), bytes(mount_point), None, bind, None)
             ):
                 code = 2
             else:
-                save(place)
-                code = 0 if content(place) == NEW | FOREIGN else 1
+                save(mount_point)
+                code = 0 if content(mount_point) == NEW | FOREIGN else 1
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -237,7 +237,7 @@ def test_a_directory_that_is_mounted_from_the_same_file_system(target: Path, tmp
     assert sorted(os.listdir(tmp_path)) == ["mounted here", "out"]
 
 
-def test_permissions_stay(target: Path) -> None:
+def test_permissions_are_kept(target: Path) -> None:
     target.chmod(0o2770)
     save(target)
     assert target.stat().st_mode & 0o7777 == 0o2770
@@ -252,7 +252,7 @@ def test_a_linked_directory(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["target", "."])
-def test_relative_and_current(target: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_and_the_current_directory(target: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(target if where == "." else target.parent)
     save(where)
     assert content(Path(where)) == content(target) == NEW | FOREIGN
@@ -261,7 +261,7 @@ def test_relative_and_current(target: Path, where: str, monkeypatch: pytest.Monk
     assert content(target) == NEW | FOREIGN or where == "target"
 
 
-def test_what_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="not a directory"):
         replace.Replacement(tmp_path / "file")
@@ -271,7 +271,7 @@ def test_what_is_no_directory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def open_path() -> Iterator[Path]:
-    """A directory that others can reach; `tmp_path` is its owner's alone."""
+    """A directory that other users can reach. Only its owner can reach `tmp_path`."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -280,7 +280,7 @@ def open_path() -> Iterator[Path]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize("which", ["target", "parent"])
 def test_read_only(open_path: Path, which: str) -> None:
-    """A parent that may not be written to is no obstacle; the directory itself is."""
+    """A read-only parent directory does not prevent a save. A read-only target does."""
     target = open_path / "target"
     put(target, OLD | FOREIGN)
     for path in [target, *target.rglob("*")]:
@@ -297,14 +297,14 @@ def test_read_only(open_path: Path, which: str) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == (1 if which == "target" else 0)
     assert content(target) == (OLD if which == "target" else NEW) | FOREIGN
-    assert beside(target) == []
+    assert siblings(target) == []
 
 
-def test_what_another_process_is_writing_is_left_alone(target: Path) -> None:
+def test_temporary_files_of_a_running_process_are_kept(target: Path) -> None:
     running = target.parent / f".target.megatrain-saving-{os.getppid()}"
     put(running, NEW)
     save(target)
-    assert beside(target) == [running.name]
+    assert siblings(target) == [running.name]
 
 
 def test_names_with_wildcards(tmp_path: Path) -> None:
@@ -313,13 +313,13 @@ def test_names_with_wildcards(tmp_path: Path) -> None:
         put(tmp_path / ".lr[1]*?.megatrain-saving-999999999", OLD)
         save(target, saved)
         assert content(target) == saved
-        assert beside(target) == []
+        assert siblings(target) == []
 
 
-# ---- checkpoints that are written under their own name
+# ---- checkpoints rewritten in place
 
 
-def sealed(directory: Path, text: str) -> None:
+def write_checkpoint(directory: Path, text: str) -> None:
     put(directory, {"weights": text, "megatrain/states": text})
     manifest.write(directory, [directory / "weights"], {"optimizer": "adamw", "steps": {}, "groups": []})
 
@@ -330,18 +330,20 @@ def rewrite(directory: Path, text: str) -> None:
         put(directory, {"weights": text})
         files.before("write", directory)
         replace.carry(before, directory)
-        sealed(directory, text)
+        write_checkpoint(directory, text)
 
 
-def test_rewritten_under_its_name(tmp_path: Path) -> None:
-    sealed(tmp_path / "one", "old")
+def test_a_rewrite_killed_at_every_operation(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", "old")
     put(tmp_path / "one", {"notes": "mine"})
     for number in range(100):
-        killed = die_at(number, lambda: rewrite(tmp_path / "one", "new"))
-        found = replace.find(tmp_path / "one")
-        manifest.verify(found)
-        assert (found / "weights").read_text() == ("old" if killed and number < 8 else (found / "weights").read_text())
-        assert (found / "notes").read_text() == "mine"
+        killed = killed_at(number, lambda: rewrite(tmp_path / "one", "new"))
+        current = replace.find(tmp_path / "one")
+        manifest.verify(current)
+        assert (current / "weights").read_text() == (
+            "old" if killed and number < 8 else (current / "weights").read_text()
+        )
+        assert (current / "notes").read_text() == "mine"
         assert "one" in replace.names(tmp_path)
         rewrite(tmp_path / "one", "old")
         assert os.listdir(tmp_path) == ["one"]
@@ -351,8 +353,8 @@ def test_rewritten_under_its_name(tmp_path: Path) -> None:
 
 
 def test_a_linked_checkpoint_is_rewritten(tmp_path: Path) -> None:
-    """What the link leads to is left as it is."""
-    sealed(tmp_path / "elsewhere" / "one", "old")
+    """The target of the link does not change."""
+    write_checkpoint(tmp_path / "elsewhere" / "one", "old")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "one").symlink_to(tmp_path / "elsewhere" / "one")
     rewrite(tmp_path / "out" / "one", "new")
@@ -361,18 +363,18 @@ def test_a_linked_checkpoint_is_rewritten(tmp_path: Path) -> None:
     assert [(tmp_path / where / "one" / "weights").read_text() for where in ("out", "elsewhere")] == ["new", "old"]
 
 
-def test_a_failed_rewrite_brings_the_old_back(tmp_path: Path) -> None:
-    sealed(tmp_path / "one", "old")
+def test_a_failed_rewrite_restores_the_old_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", "old")
 
-    def half(directory: Path) -> None:
+    def fail_half_way(directory: Path) -> None:
         with replace.rewriting(directory):
             put(directory, {"weights": "half"})
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        half(tmp_path / "one")
+        fail_half_way(tmp_path / "one")
     assert os.listdir(tmp_path) == ["one"]
     manifest.verify(tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
-        half(tmp_path / "two")
-    assert (tmp_path / "two").is_dir(), "what was written is left, as it replaces nothing"
+        fail_half_way(tmp_path / "two")
+    assert (tmp_path / "two").is_dir(), "a failed first save must leave its files, because they replace nothing"

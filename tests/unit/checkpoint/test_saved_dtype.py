@@ -1,4 +1,4 @@
-"""Weights are saved in the dtype they were loaded in: FP32 from both halves of the master, without a second copy."""
+"""Weights are saved in the dtype they were loaded in. FP32 is joined from the master's halves without a full copy."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def test_a_model_loaded_in_fp32_is_saved_in_fp32(tmp_path: Path, name: str) -> N
         assert config_dtype(tmp_path / folder) == "float32"
         stock = type(model).from_pretrained(tmp_path / folder)
         assert small.same(dict(stock.named_parameters()), expected)
-    assert model.dtype == torch.bfloat16, "compute stays what it was"
-    for whole in (True, False):
+    assert model.dtype == torch.bfloat16, "saving must not change the compute dtype"
+    for with_optimizer in (True, False):
         other, fresh, another = attached(BUILDERS[name], seed=1)
-        fresh.load(tmp_path / "engine", another if whole else None)
+        fresh.load(tmp_path / "engine", another if with_optimizer else None)
         assert small.same(masters(other), expected)
 
 
 def test_residuals_are_not_zero(tmp_path: Path) -> None:
-    """Else the tests above would pass with BF16 values in FP32 files."""
+    """Otherwise the tests above would pass with BF16 values in FP32 files."""
     model, engine, _ = attached()
     engine.save(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -81,7 +81,7 @@ def test_a_model_loaded_in_bf16_is_saved_in_bf16(tmp_path: Path, again: bool) ->
     engine = mt.Engine(model, device="cpu")
     step(model, engine.optimizer(lr=1e-2))
     if again:
-        # Takes the masters over as FP32.
+        # The second engine adopts the masters in FP32.
         engine.close()
         engine = mt.Engine(model, device="cpu")
     engine.save(tmp_path)
@@ -90,7 +90,7 @@ def test_a_model_loaded_in_bf16_is_saved_in_bf16(tmp_path: Path, again: bool) ->
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_a_trainer_saves_what_the_stock_trainer_saves(tmp_path: Path, bf16: bool) -> None:
+def test_a_trainer_saves_the_same_dtypes_as_transformers(tmp_path: Path, bf16: bool) -> None:
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}
     for kind in (transformers.Trainer, mt.Trainer):
         trainer = kind(
@@ -107,7 +107,7 @@ def test_a_trainer_saves_what_the_stock_trainer_saves(tmp_path: Path, bf16: bool
 
 
 def test_a_checkpoint_with_bf16_weights_and_residuals_resumes_exactly(tmp_path: Path) -> None:
-    """Versions before 0.5 wrote the weights of such a run in BF16; the residual lies beside the moments."""
+    """Versions before 0.5 saved these weights in BF16 and the residuals with the moments."""
     model, engine, optimizer = attached()
     step(model, optimizer)
     engine.save(tmp_path, optimizer)
@@ -122,7 +122,7 @@ def test_a_checkpoint_with_bf16_weights_and_residuals_resumes_exactly(tmp_path: 
         assert torch.equal(states_of(parameter)["residual"], states_of(named[name])["residual"])
 
 
-def test_a_plain_module_in_two_halves(tmp_path: Path) -> None:
+def test_a_plain_module_with_split_masters(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
     model = torch.nn.ModuleDict({"layers": layers, "again": layers[0]})
@@ -135,7 +135,7 @@ def test_a_plain_module_in_two_halves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_made_for_saving_can_be_read_and_pickled_and_not_written(tmp_path: Path, precision: str) -> None:
+def test_host_state_dict_can_be_read_and_pickled_but_not_written(tmp_path: Path, precision: str) -> None:
     model, engine, _ = attached(precision=precision)
     state = engine.host_state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
@@ -151,8 +151,8 @@ def test_what_is_made_for_saving_can_be_read_and_pickled_and_not_written(tmp_pat
     assert torch.equal(masters(model)[name], expected)
 
 
-def peak_while(work: Callable[[], None]) -> int:
-    """By how many bytes the process grows at the most."""
+def peak_growth(work: Callable[[], None]) -> int:
+    """The largest growth of the process in bytes during `work`."""
 
     def read(field: str) -> int:
         status = Path("/proc/self/status").read_text()
@@ -168,14 +168,15 @@ def peak_while(work: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_save_takes_no_second_copy_of_the_weights(tmp_path: Path, precision: str) -> None:
+def test_a_save_makes_no_second_copy_of_the_weights(tmp_path: Path, precision: str) -> None:
     model = small.llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=24)
-    whole = sum(parameter.numel() for parameter in model.parameters()) * 4
+    weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * 4
     engine = mt.Engine(model, device="cpu", precision=precision)
-    shard = whole // 16
-    # What the allocator has kept would hide a copy.
+    shard = weight_bytes // 16
+    # Memory cached by the allocator would hide a copy.
     native.trim()
-    grown = peak_while(lambda: model.save_pretrained(tmp_path, max_shard_size=shard))
-    # In FP32 nothing is copied; in two halves a shard at a time. Half leaves room for what the allocator keeps.
-    assert grown < whole // 2, f"{grown / 1e6:.0f} MB for {whole / 1e6:.0f} MB of weights"
+    grown = peak_growth(lambda: model.save_pretrained(tmp_path, max_shard_size=shard))
+    # FP32 needs no copy, and split masters are joined one shard at a time. The bound of half the weights allows for
+    # memory that the allocator caches.
+    assert grown < weight_bytes // 2, f"{grown / 1e6:.0f} MB for {weight_bytes / 1e6:.0f} MB of weights"
     engine.close()

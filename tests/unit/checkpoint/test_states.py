@@ -1,4 +1,4 @@
-"""Checkpoints: what is written, that it comes back whole, and that damage is seen before anything is changed."""
+"""Checkpoints restore every bit, and damage is detected before anything changes."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ def attached(build: Callable[..., Any] = small.llama, seed: int = 0, **settings:
 
 
 def train(model: Any, optimizer: Any, steps: int, seed: int = 0) -> list[float]:
-    found = []
+    results = []
     for step in range(steps):
         loss = model(**small.batch(seed=seed + step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        results.append(loss.item())
+    return results
 
 
-def everything(model: Any) -> dict[str, torch.Tensor]:
+def weights_and_states(model: Any) -> dict[str, torch.Tensor]:
     named: dict[str, Any] = dict(model.named_parameters())
-    found = small.snapshot(model)
+    results = small.snapshot(model)
     for name, parameter in named.items():
-        found |= {f"{name}/{role}": view.clone() for role, view in states_of(parameter).items()}
-        found[f"{name}/step"] = torch.tensor(parameter.slab.steps[parameter.segment])
-    return found
+        results |= {f"{name}/{role}": view.clone() for role, view in states_of(parameter).items()}
+        results[f"{name}/step"] = torch.tensor(parameter.slab.steps[parameter.segment])
+    return results
 
 
-# ---- there and back
+# ---- saving and loading
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_own_loop_continues_bit_for_bit(tmp_path: Path, name: str, precision: str) -> None:
+def test_a_training_loop_resumes_bitwise(tmp_path: Path, name: str, precision: str) -> None:
     model, engine, optimizer = attached(BUILDERS[name], precision=precision)
-    model.eval()  # no dropout: an own loop keeps its own random state
+    model.eval()  # without dropout, because the engine does not save the loop's random state
     train(model, optimizer, 2)
     engine.save(tmp_path / "half", optimizer)
     losses = train(model, optimizer, 2, seed=2)
@@ -74,12 +74,12 @@ def test_own_loop_continues_bit_for_bit(tmp_path: Path, name: str, precision: st
     assert another.param_groups[0]["lr"] == 1e-2
     assert isinstance(another.param_groups[0]["betas"], tuple)
     assert train(other, another, 2, seed=2) == losses
-    assert small.same(everything(model), everything(other))
+    assert small.same(weights_and_states(model), weights_and_states(other))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_stock_transformers_reads_the_same_bits(tmp_path: Path, name: str, precision: str) -> None:
+def test_transformers_reads_the_same_bits(tmp_path: Path, name: str, precision: str) -> None:
     model, engine, optimizer = attached(BUILDERS[name], precision=precision)
     train(model, optimizer, 1)
     engine.save(tmp_path)
@@ -97,7 +97,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert stock.lm_head.weight is stock.transformer.wte.weight
 
 
-def test_sharded(tmp_path: Path) -> None:
+def test_sharded_weights(tmp_path: Path) -> None:
     model, _, optimizer = attached()
     train(model, optimizer, 1)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
@@ -107,7 +107,7 @@ def test_sharded(tmp_path: Path) -> None:
     assert small.same(small.snapshot(model), small.snapshot(AutoModelForCausalLM.from_pretrained(tmp_path)))
     other, fresh, another = attached(seed=1)
     fresh.load(tmp_path, another)
-    assert small.same(everything(model), everything(other))
+    assert small.same(weights_and_states(model), weights_and_states(other))
 
 
 def test_optimizer_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,10 @@ def test_optimizer_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(list(tmp_path.glob("megatrain/optimizer-*.safetensors"))) > 3
     other, fresh, another = attached(seed=1, precision="bf16")
     fresh.load(tmp_path, another)
-    assert small.same(everything(model), everything(other))
+    assert small.same(weights_and_states(model), weights_and_states(other))
 
 
-def test_saving_again_leaves_nothing_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_again_removes_files_of_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, engine, optimizer = attached()
     with monkeypatch.context() as patched:
         patched.setattr(states, "SHARD_BYTES", 20_000)
@@ -131,10 +131,10 @@ def test_saving_again_leaves_nothing_of_the_first(tmp_path: Path, monkeypatch: p
     assert len(list(tmp_path.glob("megatrain/optimizer-*.safetensors"))) == 1
     other, fresh, another = attached(seed=1)
     fresh.load(tmp_path, another)
-    assert small.same(everything(model), everything(other))
+    assert small.same(weights_and_states(model), weights_and_states(other))
 
 
-def test_weights_alone(tmp_path: Path) -> None:
+def test_saving_and_loading_weights_only(tmp_path: Path) -> None:
     model, engine, optimizer = attached()
     train(model, optimizer, 1)
     engine.save(tmp_path)
@@ -142,23 +142,23 @@ def test_weights_alone(tmp_path: Path) -> None:
     other, fresh, _ = attached(seed=1)
     fresh.load(tmp_path)
     assert small.same(small.snapshot(model), small.snapshot(other))
-    # What is computed next uses the loaded weights, not those that a slot still holds.
+    # The next forward uses the loaded weights, not those still in a slot.
     with torch.no_grad():
         assert torch.equal(model(**small.batch()).logits, other(**small.batch()).logits)
 
 
 def test_loading_while_gradients_and_updates_are_pending(tmp_path: Path) -> None:
     model, engine, optimizer = attached(debug=mt.Debug(lanes="threads"))
-    before = everything(model)
+    before = weights_and_states(model)
     engine.save(tmp_path, optimizer)
     train(model, optimizer, 2)
     engine.load(tmp_path, optimizer)
-    assert small.same(before, everything(model))
+    assert small.same(before, weights_and_states(model))
     engine.close()
 
 
 def test_saving_states_waits_for_the_update(tmp_path: Path) -> None:
-    """The update of the last step is still on its lane, and nobody has read the weights yet."""
+    """The update of the last step is still pending on its lane."""
     model, engine, optimizer = attached(debug=mt.Debug(lanes=ThreadLanes(seed=0, max_delay=2e-2)))
     model(**small.batch()).loss.backward()
     optimizer.step()
@@ -167,13 +167,13 @@ def test_saving_states_waits_for_the_update(tmp_path: Path) -> None:
     engine.synchronize()
     with safe_open(tmp_path / STATES, framework="pt") as file:
         saved = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    expected = everything(model)
+    expected = weights_and_states(model)
     assert small.same(saved, {key: expected[key] for key in saved})
     assert set(json.loads((tmp_path / MANIFEST).read_text())["steps"].values()) == {1}
     engine.close()
 
 
-def test_no_absolute_path_inside(tmp_path: Path) -> None:
+def test_checkpoints_contain_no_absolute_path(tmp_path: Path) -> None:
     _, engine, optimizer = attached()
     engine.save(tmp_path / "there", optimizer)
     for path in (tmp_path / "there").rglob("*"):
@@ -195,7 +195,7 @@ def test_a_plain_module(tmp_path: Path) -> None:
     other = build(1)
     fresh = mt.Engine(other, device="cpu")
     fresh.load(tmp_path, fresh.optimizer())
-    assert small.same(everything(model), everything(other))
+    assert small.same(weights_and_states(model), weights_and_states(other))
 
 
 # ---- damage
@@ -254,21 +254,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_seen_before_anything_is_changed(saved: Path, tmp_path: Path, case: str) -> None:
-    name, harm, message = DAMAGE[case]
+def test_damage_is_detected_before_anything_changes(saved: Path, tmp_path: Path, case: str) -> None:
+    name, damage, message = DAMAGE[case]
     shutil.copytree(saved / "checkpoint-4", tmp_path / "checkpoint-4")
-    harm(tmp_path / "checkpoint-4" / name)
+    damage(tmp_path / "checkpoint-4" / name)
     args = small.arguments(tmp_path, max_steps=4)
     trainer = mt.Trainer(model=small.llama(1), args=args, train_dataset=small.rows())
     optimizer = trainer.create_optimizer()
-    before, groups = everything(trainer.model), json.dumps([g["lr"] for g in optimizer.param_groups])
+    before, groups = weights_and_states(trainer.model), json.dumps([g["lr"] for g in optimizer.param_groups])
     with pytest.raises(CheckpointError, match=message):
         trainer.engine.load(tmp_path / "checkpoint-4", optimizer)
-    assert small.same(before, everything(trainer.model))
+    assert small.same(before, weights_and_states(trainer.model))
     assert json.dumps([g["lr"] for g in optimizer.param_groups]) == groups
     with pytest.raises(CheckpointError, match=message):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert small.same(before, everything(trainer.model))
+    assert small.same(before, weights_and_states(trainer.model))
     trainer.train()
     assert len(small.losses(trainer)) == 4
 
@@ -277,9 +277,9 @@ def test_damage_is_seen_before_anything_is_changed(saved: Path, tmp_path: Path, 
 def test_a_damaged_checkpoint_is_skipped(
     saved: Path, tmp_path: Path, case: str, said: pytest.LogCaptureFixture
 ) -> None:
-    name, harm, _ = DAMAGE[case]
+    name, damage, _ = DAMAGE[case]
     shutil.copytree(saved, tmp_path / "out")
-    harm(tmp_path / "out" / "checkpoint-4" / name)
+    damage(tmp_path / "out" / "checkpoint-4" / name)
     args = small.arguments(tmp_path / "out", max_steps=4)
     trainer = mt.Trainer(model=small.llama(1), args=args, train_dataset=small.rows())
     trainer.train(resume_from_checkpoint=True)
@@ -290,8 +290,8 @@ def test_a_damaged_checkpoint_is_skipped(
 
 
 @pytest.mark.parametrize("where", ["_save_rng_state", "_save_optimizer_and_scheduler", "_save"])
-def test_stopped_while_saving(tmp_path: Path, where: str, said: pytest.LogCaptureFixture) -> None:
-    """Whatever of a checkpoint was not yet written, the one before it is taken."""
+def test_interrupted_while_saving(tmp_path: Path, where: str, said: pytest.LogCaptureFixture) -> None:
+    """The run resumes from the previous checkpoint, whichever part was being written."""
 
     class Dies(mt.Trainer):
         pass
@@ -309,15 +309,15 @@ def test_stopped_while_saving(tmp_path: Path, where: str, said: pytest.LogCaptur
     assert not (tmp_path / "checkpoint-4").exists()
     again = mt.Trainer(model=small.gpt2(1), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
     again.train(resume_from_checkpoint=True)
-    whole = mt.Trainer(
+    uninterrupted = mt.Trainer(
         model=small.gpt2(), args=small.arguments(tmp_path / "whole", **options), train_dataset=small.rows()
     )
-    whole.train()
-    assert small.losses(again) == small.losses(whole)
-    assert small.same(everything(again.model), everything(whole.model))
+    uninterrupted.train()
+    assert small.losses(again) == small.losses(uninterrupted)
+    assert small.same(weights_and_states(again.model), weights_and_states(uninterrupted.model))
 
 
-def test_the_last_complete_one_is_kept_until_the_next_is_complete(tmp_path: Path) -> None:
+def test_the_last_complete_checkpoint_is_kept_until_the_next_is_complete(tmp_path: Path) -> None:
     def dies(operation: str, path: Path) -> None:
         if operation == "rename" and path == tmp_path / "checkpoint-4" / MANIFEST:
             raise KeyboardInterrupt
@@ -332,7 +332,7 @@ def test_the_last_complete_one_is_kept_until_the_next_is_complete(tmp_path: Path
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
-def test_nothing_complete_to_resume_from(saved: Path, tmp_path: Path) -> None:
+def test_resuming_without_a_complete_checkpoint_raises(saved: Path, tmp_path: Path) -> None:
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path / "out"), train_dataset=small.rows())
     with pytest.raises(CheckpointError, match=r"No valid checkpoint found .*, which holds no checkpoint at all"):
         trainer.train(resume_from_checkpoint=True)
@@ -343,8 +343,8 @@ def test_nothing_complete_to_resume_from(saved: Path, tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_the_newest_is_found_by_number(saved: Path, tmp_path: Path) -> None:
-    """As text, checkpoint-10 comes before checkpoint-2, and checkpoint-best is none of ours."""
+def test_the_newest_checkpoint_is_found_by_number(saved: Path, tmp_path: Path) -> None:
+    """checkpoint-10 is newer than checkpoint-2, and checkpoint-best is not a checkpoint of ours."""
     from megatrain.hf.checkpoint_list import last_complete
 
     for name in ("checkpoint-10", "checkpoint-2", "checkpoint-best"):
@@ -357,14 +357,14 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         other = small.llama(**changes)
         engine = mt.Engine(other, device="cpu")
         engine.save(tmp_path / "other", engine.optimizer())
-        model, own, optimizer = attached()
-        before = everything(model)
+        model, matching_engine, optimizer = attached()
+        before = weights_and_states(model)
         with pytest.raises(CheckpointError):
-            own.load(tmp_path / "other", optimizer)
-        assert small.same(before, everything(model)), changes
+            matching_engine.load(tmp_path / "other", optimizer)
+        assert small.same(before, weights_and_states(model)), changes
         with pytest.raises(CheckpointError):
-            own.load(tmp_path / "other")
-        assert small.same(before, everything(model)), changes
+            matching_engine.load(tmp_path / "other")
+        assert small.same(before, weights_and_states(model)), changes
 
 
 def test_other_groups_change_nothing(tmp_path: Path) -> None:
@@ -375,17 +375,17 @@ def test_other_groups_change_nothing(tmp_path: Path) -> None:
     fresh = mt.Engine(other, device="cpu")
     parameters = list(other.parameters())
     grouped = fresh.optimizer([{"params": parameters[:3]}, {"params": parameters[3:]}])
-    before = everything(other)
+    before = weights_and_states(other)
     with pytest.raises(CheckpointError, match="other parameters or groups"):
         fresh.load(tmp_path, grouped)
-    assert small.same(before, everything(other))
+    assert small.same(before, weights_and_states(other))
 
 
 # ---- other precisions, other trainers
 
 
-def test_fp32_states_into_bf16_and_back(tmp_path: Path) -> None:
-    """A split master takes an FP32 checkpoint whole."""
+def test_fp32_states_load_into_bf16_exactly(tmp_path: Path) -> None:
+    """A split master holds every bit of an FP32 checkpoint."""
     model, engine, optimizer = attached()
     train(model, optimizer, 1)
     engine.save(tmp_path, optimizer)
@@ -397,7 +397,7 @@ def test_fp32_states_into_bf16_and_back(tmp_path: Path) -> None:
         assert torch.equal(join(named[name].host(), residual), value), name
 
 
-def test_a_stock_trainers_checkpoint_is_taken_over(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_transformers_is_adopted(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "weight_decay": 0.1}
     stock = transformers.Trainer(
         model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows()
@@ -414,7 +414,7 @@ def test_a_stock_trainers_checkpoint_is_taken_over(tmp_path: Path, said: pytest.
         shutil.rmtree(tmp_path / "checkpoint-6")
 
 
-def test_weights_without_states_are_not_a_checkpoint(tmp_path: Path) -> None:
+def test_weights_without_states_cannot_be_resumed(tmp_path: Path) -> None:
     small.llama().save_pretrained(tmp_path / "checkpoint-1")
     trainer = mt.Trainer(model=small.llama(1), args=small.arguments(tmp_path), train_dataset=small.rows())
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
@@ -424,8 +424,8 @@ def test_weights_without_states_are_not_a_checkpoint(tmp_path: Path) -> None:
     assert small.same(before, small.snapshot(trainer.model))
 
 
-def test_the_optimizers_state_dict_goes_both_ways() -> None:
-    """In the form of torch.optim.AdamW, so that code that knows only that keeps working."""
+def test_optimizer_state_dicts_are_exchangeable_with_torch() -> None:
+    """The state dict has the form of torch.optim.AdamW's."""
     model, _, optimizer = attached()
     train(model, optimizer, 2)
     stored = optimizer.state_dict()
@@ -438,5 +438,5 @@ def test_the_optimizers_state_dict_goes_both_ways() -> None:
     other, _, another = attached(seed=1)
     train(other, another, 1)
     another.load_state_dict(stock.state_dict())
-    moments = {name: view for name, view in everything(model).items() if "/" in name}
-    assert small.same(moments, {name: view for name, view in everything(other).items() if "/" in name})
+    moments = {name: view for name, view in weights_and_states(model).items() if "/" in name}
+    assert small.same(moments, {name: view for name, view in weights_and_states(other).items() if "/" in name})

@@ -1,4 +1,4 @@
-"""What people hand to a Trainer becomes batches, or one clear sentence."""
+"""Datasets in every supported form become batches, or raise an error of one sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT = 32
 CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 HELLO = list(b"hello")
 ENDED = [*HELLO, 258]
-"""As text: with the EOS."""
+"""The tokens of "hello" as text, with the EOS."""
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -88,7 +88,7 @@ def first_batch(dataset: Any, model: Any, tokenizer: Any = None, size: int = 2) 
     return next(iter(DataLoader(prepared, batch_size=size, collate_fn=collator)))
 
 
-# ---- every container, every kind of row
+# ---- containers and kinds of rows
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_metadata_and_null_columns_are_dropped(model: Any) -> None:
     assert set(first_batch(rows, model)) == {"input_ids", "labels", "attention_mask"}
 
 
-def test_text_is_cut_and_said_once(model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_is_truncated_and_announced_once(model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     prepared, _ = prepare([{"text": "ab" * LIMIT}] * 3, model, tokenizer)
     assert [len(row["input_ids"]) for row in prepared] == [LIMIT] * 3
     assert caplog.text.count("are cut to 32 tokens") == 1
@@ -139,12 +139,12 @@ def test_text_is_cut_and_said_once(model: Any, tokenizer: Any, caplog: pytest.Lo
     assert len(prepared[0]["input_ids"]) == 8
 
 
-def test_text_ends_where_it_ends(model: Any, tokenizer: Any) -> None:
-    """With the tokenizer's EOS, once, and not where it was cut."""
+def test_text_ends_with_the_eos(model: Any, tokenizer: Any) -> None:
+    """The EOS is added once, and not to truncated text."""
 
     def ids(text: str) -> list[int]:
-        found: list[int] = prepare([{"text": text}], model, tokenizer)[0][0]["input_ids"].tolist()
-        return found
+        token_ids: list[int] = prepare([{"text": text}], model, tokenizer)[0][0]["input_ids"].tolist()
+        return token_ids
 
     assert ids("ab") == [*b"ab", 258]
     assert ids("ab<eos>") == [*b"ab", 258]
@@ -179,7 +179,7 @@ def test_prompt_and_completion(model: Any, tokenizer: Any) -> None:
 
 
 def test_prompt_seam_inside_a_token(model: Any) -> None:
-    """The tokenizer may merge across the seam; the merged token is trained on, and nothing of it leaks."""
+    """A token that merges the end of the prompt with the start of the completion is trained on."""
 
     class Merging:
         eos_token_id = None
@@ -216,7 +216,7 @@ def test_none_and_dict_of_datasets(model: Any, tokenizer: Any) -> None:
     assert collator(prepared["b"])["inputs_embeds"].shape == (1, 2, 16)
 
 
-# ---- what is not ours
+# ---- rows that are passed through
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_none_and_dict_of_datasets(model: Any, tokenizer: Any) -> None:
     ],
     ids=["embeddings", "pairs", "4d-mask", "classification", "both"],
 )
-def test_left_alone(row: dict[str, Any], model: Any) -> None:
+def test_rows_for_other_collators_are_unchanged(row: dict[str, Any], model: Any) -> None:
     dataset = [row]
     prepared, collator = prepare(dataset, model, None)
     assert prepared is dataset
     assert collator is None
 
 
-def test_streams_of_other_inputs_reach_the_stock_collator(model: Any) -> None:
+def test_streams_of_other_inputs_use_the_default_collator(model: Any) -> None:
     batch = first_batch(Stream([{"inputs_embeds": torch.zeros(2, 16), "labels": torch.tensor([1, 2])}] * 2), model)
     assert batch["inputs_embeds"].shape == (2, 2, 16)
     with pytest.raises(DataError, match="row 0 has inputs that are not one number per token"):
@@ -247,7 +247,7 @@ def test_streams_of_other_inputs_reach_the_stock_collator(model: Any) -> None:
 # ---- streams
 
 
-def test_a_stream_is_not_started_early(model: Any, tokenizer: Any) -> None:
+def test_preparing_does_not_start_a_stream(model: Any, tokenizer: Any) -> None:
     stream = Stream([{"text": "hello"}])
     prepared, _ = prepare(stream, model, tokenizer)
     assert stream.started == 0
@@ -258,7 +258,7 @@ def test_a_stream_is_not_started_early(model: Any, tokenizer: Any) -> None:
     assert len(list(prepared)) == 1
 
 
-def test_a_one_shot_stream_loses_nothing_and_says_when_it_is_spent(model: Any, tokenizer: Any) -> None:
+def test_a_one_shot_stream_keeps_all_rows_and_raises_when_exhausted(model: Any, tokenizer: Any) -> None:
     rows = iter([{"text": "a"}, {"text": "b"}])
     prepared, _ = prepare(rows, model, tokenizer)
     assert isinstance(prepared, StreamedRows)
@@ -267,7 +267,7 @@ def test_a_one_shot_stream_loses_nothing_and_says_when_it_is_spent(model: Any, t
         list(prepared)
 
 
-# ---- moving between processes
+# ---- other processes
 
 
 @pytest.mark.parametrize("column", ["text", "input_ids"])
@@ -285,7 +285,7 @@ def test_worker_process(kind: Any, model: Any, tokenizer: Any) -> None:
     assert [batch["input_ids"].tolist() for batch in loader] == [[ENDED, [*b"x", 258] + [256] * 4]]
 
 
-def test_import_leaves_datasets_alone() -> None:
+def test_importing_hf_data_does_not_import_datasets() -> None:
     code = "import megatrain.hf.data, sys; sys.exit('datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
 
@@ -293,7 +293,7 @@ def test_import_leaves_datasets_alone() -> None:
 # ---- the tokenizer
 
 
-def test_tokenizer_comes_with_the_model(tmp_path: Any, tokenizer: Any) -> None:
+def test_the_tokenizer_is_loaded_from_the_models_directory(tmp_path: Any, tokenizer: Any) -> None:
     llama().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
@@ -301,7 +301,7 @@ def test_tokenizer_comes_with_the_model(tmp_path: Any, tokenizer: Any) -> None:
     prepared, collator = prepare([{"text": "hello"}], model, None)
     assert prepared[0]["input_ids"].tolist() == ENDED
     assert collator is not None
-    assert collator.tokenizer is prepared.encode.tokenizer  # what the Trainer saves
+    assert collator.tokenizer is prepared.encode.tokenizer  # the tokenizer that the Trainer saves
 
 
 def test_processor_holds_the_tokenizer(model: Any, tokenizer: Any) -> None:
@@ -320,7 +320,7 @@ def test_no_tokenizer(column: str, model: Any, tmp_path: Any) -> None:
         prepare([row], model, None)
     with pytest.raises(DataError, match=column):
         prepare(datasets.Dataset.from_list([row]).to_iterable_dataset(), model, None)  # before the first batch
-    # The directory exists and holds a model, yet no tokenizer. GPT-2's class would load an empty one.
+    # The directory holds a model without a tokenizer. GPT-2's class would load an empty tokenizer.
     for other in (llama(), GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=8, n_layer=1, n_head=1))):
         other.save_pretrained(tmp_path / other.config.model_type)
         loaded = type(other).from_pretrained(tmp_path / other.config.model_type)
@@ -355,7 +355,7 @@ def test_a_pad_token_added_without_resizing_the_model(tokenizer: Any) -> None:
     assert prepare([{"input_ids": [1]}], model, tokenizer)[1].pad_token_id == 5  # type: ignore[union-attr]
 
 
-# ---- bad input: one clear sentence
+# ---- bad input
 
 
 @pytest.mark.parametrize(
@@ -416,14 +416,14 @@ rows_of_ids = st.lists(st.lists(st.integers(0, 250), max_size=12), min_size=1, m
 def test_collator_properties(ids: list[list[int]], data: st.DataObject) -> None:
     rows: list[dict[str, Any]] = []
     for row in ids:
-        made: dict[str, Any] = {"input_ids": data.draw(st.sampled_from([list, torch.tensor, np.array]))(row)}
+        fields: dict[str, Any] = {"input_ids": data.draw(st.sampled_from([list, torch.tensor, np.array]))(row)}
         if not row:
-            made = {"input_ids": row}
+            fields = {"input_ids": row}
         if data.draw(st.booleans()):
-            made["labels"] = [-100 if data.draw(st.booleans()) else i for i in row]
+            fields["labels"] = [-100 if data.draw(st.booleans()) else i for i in row]
         if data.draw(st.booleans()):
-            made["attention_mask"] = [data.draw(st.integers(0, 1)) for _ in row]
-        rows.append(made)
+            fields["attention_mask"] = [data.draw(st.integers(0, 1)) for _ in row]
+        rows.append(fields)
     batch = CausalCollator(251)(rows)
 
     width = max(1, *map(len, ids))
@@ -431,15 +431,15 @@ def test_collator_properties(ids: list[list[int]], data: st.DataObject) -> None:
     for tensor in batch.values():
         assert tensor.shape == (len(ids), width)
         assert tensor.dtype == torch.int64
-    for i, (row, made) in enumerate(zip(ids, rows, strict=True)):
+    for i, (row, fields) in enumerate(zip(ids, rows, strict=True)):
         n = len(row)
         tokens, labels, mask = (batch[k][i].tolist() for k in ("input_ids", "labels", "attention_mask"))
         assert tokens == row + [251] * (width - n)
         assert labels[n:] == [-100] * (width - n)
         if n:
-            assert mask == made.get("attention_mask", [1] * n) + [0] * (width - n)
+            assert mask == fields.get("attention_mask", [1] * n) + [0] * (width - n)
             copied = [t if m else -100 for t, m in zip(row, mask, strict=False)]
-            assert labels[:n] == made.get("labels", copied)
+            assert labels[:n] == fields.get("labels", copied)
         else:
             assert mask[0] == 1  # attention over nothing would be NaN
 
@@ -469,8 +469,8 @@ def test_columns_per_token_pass_if_every_row_has_them() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=3), min_size=1, max_size=3))
-def test_packed_documents_stay_apart(packed: list[list[int]]) -> None:
-    """Rows of packed documents, told apart by position_ids, give the losses of the documents alone."""
+def test_packed_documents_do_not_attend_to_each_other(packed: list[list[int]]) -> None:
+    """Documents packed into rows and separated by position_ids give the logits of separate documents."""
     torch.manual_seed(0)
     model = llama().eval()
     generator = torch.Generator().manual_seed(len(packed))
@@ -505,7 +505,7 @@ def test_padding_does_not_change_the_loss(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [datasets.Dataset.from_list, Listed, Stream])
-def test_the_stock_trainer_takes_it(kind: Any, tmp_path: Any, tokenizer: Any) -> None:
+def test_transformers_trains_on_prepared_data(kind: Any, tmp_path: Any, tokenizer: Any) -> None:
     model = llama()
     rows = [{"text": "hello", "id": 1}, {"text": "we the people", "id": 2}]
     train, collator = prepare(kind(rows), model, tokenizer)

@@ -1,4 +1,4 @@
-"""What code around a stock Trainer relies on: its callback list, its datasets, its files, and models of any kind."""
+"""What code written for transformers' Trainer relies on: callbacks, datasets, files and any kind of model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINERS = (mt.Trainer, transformers.Trainer)
 
 
 class Wave(nn.Module):
-    """No repeated layers, dropout, a tuple as result, and a buffer of another shape after every forward."""
+    """A model without repeated layers, with dropout, a tuple output and a buffer that grows in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ def points(count: int = 48) -> list[dict[str, float]]:
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
-    settled = {"output_dir": str(directory), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "seed": 3}
+    base = {"output_dir": str(directory), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "seed": 3}
     steps = {"per_device_train_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "save_steps": 2}
-    return TrainingArguments(**(settled | steps | changes))
+    return TrainingArguments(**(base | steps | changes))
 
 
 def trained(kind: type, directory: Path, resume: Any = None, **changes: Any) -> Any:
@@ -68,15 +68,15 @@ def assert_equal_runs(one: Any, other: Any, tolerance: float = small.WEIGHTS) ->
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_model_without_repeated_layers_trains_as_in_stock(tmp_path: Path, accumulation: int) -> None:
-    """Dropout too: random numbers are drawn in the order of stock, since no micro-batches share a block."""
+def test_a_model_without_repeated_layers_trains_as_in_transformers(tmp_path: Path, accumulation: int) -> None:
+    """Dropout matches too: micro-batches run one after the other, so random numbers are drawn in the same order."""
     runs = [trained(kind, tmp_path, gradient_accumulation_steps=accumulation, max_steps=4) for kind in TRAINERS]
     assert_equal_runs(*runs)
 
 
 @pytest.mark.parametrize("init", [False, True], ids=["model", "model_init"])
 def test_bf16_is_autocast_for_one_block(tmp_path: Path, init: bool) -> None:
-    """Its inputs may be FP32, and arithmetic outside modules too: BF16 weights would change or fail it."""
+    """BF16 weights would change or break a model with FP32 inputs or arithmetic outside modules."""
     runs = []
     for kind in TRAINERS:
         model: dict[str, Any] = {"model_init": Wave} if init else {"model": Wave()}
@@ -88,7 +88,7 @@ def test_bf16_is_autocast_for_one_block(tmp_path: Path, init: bool) -> None:
 
 
 class Checkpointed(transformers.PreTrainedModel):
-    """One layer, so one block, which keeps its activations unless the model recomputes them itself."""
+    """One block, whose activations are kept unless the model uses gradient checkpointing itself."""
 
     config_class = transformers.PretrainedConfig
     supports_gradient_checkpointing = True
@@ -116,22 +116,22 @@ def test_one_block_keeps_its_gradient_checkpointing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_stock_and_ours_resume_each_others_checkpoints(tmp_path: Path, kind: type) -> None:
-    """Also a buffer whose shape is the class's own business: its `load_state_dict` is asked, as by stock."""
+def test_checkpoints_are_exchangeable_with_transformers(tmp_path: Path, kind: type) -> None:
+    """This includes a buffer of varying shape: the model's own `load_state_dict` is called, as in transformers."""
     other = TRAINERS[1 - TRAINERS.index(kind)]
-    whole = trained(kind, tmp_path / "whole", max_steps=5)
+    uninterrupted = trained(kind, tmp_path / "whole", max_steps=5)
     resumed = trained(other, tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-2"), max_steps=5)
     assert resumed.state.global_step == 5
-    assert_equal_runs(whole, resumed)
+    assert_equal_runs(uninterrupted, resumed)
 
 
-def test_a_resumed_run_is_the_same_in_every_bit(tmp_path: Path) -> None:
-    whole = trained(mt.Trainer, tmp_path / "whole", max_steps=5)
+def test_a_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:
+    uninterrupted = trained(mt.Trainer, tmp_path / "whole", max_steps=5)
     resumed = trained(mt.Trainer, tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-2"), max_steps=5)
-    assert_equal_runs(whole, resumed, tolerance=0.0)
+    assert_equal_runs(uninterrupted, resumed, tolerance=0.0)
 
 
-def test_a_load_state_dict_that_changes_values_is_followed(tmp_path: Path) -> None:
+def test_an_overridden_load_state_dict_is_called(tmp_path: Path) -> None:
     class Negated(nn.Linear):
         def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
             return super().load_state_dict({k: -v if k == "weight" else v for k, v in state_dict.items()}, strict)
@@ -145,7 +145,7 @@ def test_a_load_state_dict_that_changes_values_is_followed(tmp_path: Path) -> No
         assert torch.equal(model.bias.detach() + 0, expected["bias"])
 
 
-def test_a_large_state_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_state_is_not_written_as_optimizer_pt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(mt.Trainer, tmp_path / "small", max_steps=2)
     monkeypatch.setattr(checkpoints, "STOCK_BYTES", 64)
     trained(mt.Trainer, tmp_path / "large", max_steps=2)
@@ -153,29 +153,29 @@ def test_a_large_state_is_written_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "large" / "checkpoint-2" / "optimizer.pt").exists()
 
 
-def made_by_user(model: nn.Module, kind: str) -> tuple[torch.optim.Optimizer, Any]:
+def user_optimizer(model: nn.Module, kind: str) -> tuple[torch.optim.Optimizer, Any]:
     groups = [{"params": model.hidden.parameters(), "lr": 0.02}, {"params": model.out.parameters()}]
     if kind == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     cls = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     optimizer = cls(groups, lr=0.1, betas=(0.8, 0.9), weight_decay=0.0 if kind == "adam" else 0.2)
-    # Writes betas and keys of its own into the groups.
+    # OneCycleLR writes betas and keys of its own into the groups.
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
-def test_an_optimizer_of_torch_is_taken_over(tmp_path: Path, kind: str, recwarn: pytest.WarningsRecorder) -> None:
-    """With its groups, options, the state that it has already, its hooks and its scheduler."""
+def test_a_torch_optimizer_is_adopted(tmp_path: Path, kind: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Its groups, options, existing state, hooks and scheduler are kept."""
     runs, rates = [], []
     for trainer_class in TRAINERS:
-        model, heard = Wave(), []
-        optimizer, scheduler = made_by_user(model, kind)
+        model, hook_calls = Wave(), []
+        optimizer, scheduler = user_optimizer(model, kind)
         model(torch.ones(4), torch.zeros(4))[0].backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        optimizer.register_step_pre_hook(lambda *_, heard=heard: heard.append(1))
+        optimizer.register_step_pre_hook(lambda *_, hook_calls=hook_calls: hook_calls.append(1))
         recwarn.clear()
         trainer = trainer_class(
             model=model,
@@ -185,7 +185,7 @@ def test_an_optimizer_of_torch_is_taken_over(tmp_path: Path, kind: str, recwarn:
         )
         torch.manual_seed(1)
         trainer.train()
-        assert len(heard) == 4
+        assert len(hook_calls) == 4
         assert not any("lr_scheduler.step()" in str(warning.message) for warning in recwarn)
         assert trainer.lr_scheduler is scheduler
         rates.append([group["lr"] for group in optimizer.param_groups])
@@ -196,7 +196,7 @@ def test_an_optimizer_of_torch_is_taken_over(tmp_path: Path, kind: str, recwarn:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "said"),
+    ("optimizer", "error_text"),
     [
         (lambda model: torch.optim.RMSprop(model.parameters()), "RMSprop is not supported"),
         (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad=True is not supported"),
@@ -204,23 +204,23 @@ def test_an_optimizer_of_torch_is_taken_over(tmp_path: Path, kind: str, recwarn:
         (lambda _: torch.optim.SGD(nn.Linear(3, 2).parameters()), r"shape \(2, 3\) that is not the model's"),
     ],
 )
-def test_an_optimizer_that_cannot_be_taken_over_is_refused(tmp_path: Path, optimizer: Any, said: str) -> None:
+def test_an_optimizer_that_cannot_be_adopted_is_refused(tmp_path: Path, optimizer: Any, error_text: str) -> None:
     model = Wave()
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=error_text):
         mt.Trainer(model=model, args=arguments(tmp_path), optimizers=(optimizer(model), None))
-    assert type(model.out.weight) is nn.Parameter, "the model was taken before the optimizer was looked at"
+    assert type(model.out.weight) is nn.Parameter, "the optimizer must be checked before the model is attached"
 
 
-def test_the_mean_over_a_stream_counts_rows(tmp_path: Path) -> None:
-    """Its last batch is smaller; also a dataset that the Trainer has not seen when it was made."""
-    found = []
+def test_the_mean_loss_over_a_stream_is_weighted_by_rows(tmp_path: Path) -> None:
+    """The last batch is smaller. The dataset is given to the Trainer or to evaluate()."""
+    results = []
     for kind in TRAINERS:
         trainer = kind(model=Wave(), args=arguments(tmp_path, per_device_eval_batch_size=5), eval_dataset=Stream())
-        found.append((trainer.evaluate()["eval_loss"], trainer.evaluate(Stream())["eval_loss"]))
-    assert found[0] == pytest.approx(found[1], abs=small.LOSSES)
+        results.append((trainer.evaluate()["eval_loss"], trainer.evaluate(Stream())["eval_loss"]))
+    assert results[0] == pytest.approx(results[1], abs=small.LOSSES)
 
 
-def test_the_callback_list_is_the_users(tmp_path: Path) -> None:
+def test_the_callback_list_has_no_callbacks_of_ours(tmp_path: Path) -> None:
     for kind in TRAINERS:
         trainer = kind(model=Wave(), args=arguments(tmp_path), train_dataset=points())
         listed = [type(callback) for callback in trainer.callback_handler.callbacks]
@@ -246,7 +246,7 @@ def test_datasets_keep_their_attributes(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_through_the_encoder(tmp_path: Path) -> None:
-    """`datasets` has a way to read many rows at once, which must not lead past it."""
+    """The batched reads of `datasets` must not bypass the encoder."""
     data = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "metadata": ["a", "b"]})
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path), train_dataset=data)
     assert isinstance(trainer.train_dataset, Rows)
@@ -256,7 +256,7 @@ def test_rows_are_read_through_the_encoder(tmp_path: Path) -> None:
 
 
 def test_trainers_of_one_block_and_of_many_share_arguments(tmp_path: Path) -> None:
-    """accelerate's state is the process's: no Trainer changes it for another."""
+    """The state of accelerate is global. A Trainer must not change it for another Trainer."""
     arguments = tiny_arguments(tmp_path, bf16=True)
     runs = []
     for make in (one_block, streamed, one_block):
@@ -269,11 +269,11 @@ def test_trainers_of_one_block_and_of_many_share_arguments(tmp_path: Path) -> No
     assert small.same(small.snapshot(runs[0].model), small.snapshot(runs[2].model))
 
 
-def test_batches_that_are_no_mappings(tmp_path: Path) -> None:
+def test_batches_that_are_not_mappings(tmp_path: Path) -> None:
     class Pairs(transformers.Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            given, wanted = inputs
-            loss = (model(given)[0] - wanted).square().mean()
+            x_values, target = inputs
+            loss = (model(x_values)[0] - target).square().mean()
             return (loss, None) if return_outputs else loss
 
     class Ours(mt.MegaMixin, Pairs):
@@ -282,14 +282,14 @@ def test_batches_that_are_no_mappings(tmp_path: Path) -> None:
     def pairs(rows: list[Any]) -> Any:
         return torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
 
-    found = []
+    results = []
     for kind in (Ours, Pairs):
         model, rows = one_block()
         arguments = tiny_arguments(tmp_path, remove_unused_columns=False)
         trainer = kind(model=model, args=arguments, train_dataset=rows, data_collator=pairs)
         trainer.train()
-        found.append(trainer)
-    assert small.drift(small.snapshot(found[0].model), small.snapshot(found[1].model)) < small.WEIGHTS
+        results.append(trainer)
+    assert small.drift(small.snapshot(results[0].model), small.snapshot(results[1].model)) < small.WEIGHTS
 
 
 def tiny_arguments(directory: Path, **changes: Any) -> Any:
@@ -313,26 +313,26 @@ class Line(nn.Module):
         self.line = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        found = self.line(x)
-        return (found,) if labels is None else (nn.functional.mse_loss(found, labels), found)
+        results = self.line(x)
+        return (results,) if labels is None else (nn.functional.mse_loss(results, labels), results)
 
 
-def test_a_model_that_is_made_anew_resumes_from_a_stock_checkpoint(tmp_path: Path) -> None:
+def test_model_init_resumes_from_a_transformers_checkpoint(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 1}
     transformers.Trainer(
         model=small.llama(), args=tiny_arguments(tmp_path, **options), train_dataset=small.rows()
     ).train()
-    found = []
+    results = []
     for kind in TRAINERS:
         trainer = kind(
             model_init=lambda: small.llama(), args=tiny_arguments(tmp_path / "again"), train_dataset=small.rows()
         )
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-        found.append(small.snapshot(trainer.model))
-    assert small.drift(*found) < small.WEIGHTS
+        results.append(small.snapshot(trainer.model))
+    assert small.drift(*results) < small.WEIGHTS
 
 
-def test_compiling_is_wanted_by_every_accelerator(tmp_path: Path) -> None:
+def test_recreating_the_accelerator_keeps_torch_compile(tmp_path: Path) -> None:
     trainer = mt.Trainer(
         model=small.llama(), args=tiny_arguments(tmp_path, torch_compile=True), train_dataset=small.rows()
     )

@@ -1,4 +1,4 @@
-"""Rows without a label to train on are counted and said; a dataset of nothing else is refused."""
+"""Rows without labels are counted and announced. A dataset without any labels is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain.hf.labels import LOOKED_AT
 NOTHING = "no label to train on"
 
 
-def ignored(rows: list[Any]) -> list[Any]:
+def unlabelled(rows: list[Any]) -> list[Any]:
     return [{**row, "labels": torch.full_like(row["labels"], -100)} for row in rows]
 
 
@@ -43,8 +43,8 @@ class Stream(IterableDataset[Any]):
         return iter(self.rows)
 
 
-def test_some_are_counted_and_trained_on_as_by_stock(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    data = small.rows(3) + ignored(small.rows(1, seed=1)) + small.rows(2, seed=2) + ignored(small.rows(2, seed=3))
+def test_some_rows_without_labels_are_counted(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    data = small.rows(3) + unlabelled(small.rows(1, seed=1)) + small.rows(2, seed=2) + unlabelled(small.rows(2, seed=3))
     stock = trained(data, tmp_path, transformers.Trainer, max_steps=4, gradient_accumulation_steps=2)
     ours = trained(data, tmp_path, max_steps=4, gradient_accumulation_steps=2)
     assert small.losses(ours) == pytest.approx(small.losses(stock), abs=small.LOSSES)
@@ -52,41 +52,41 @@ def test_some_are_counted_and_trained_on_as_by_stock(tmp_path: Path, said: pytes
     assert [line.split(" rows")[0] for line in lines] == ["1 of the first 4", "6 of all 16"]
 
 
-def test_nothing_is_said_of_good_rows(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_rows_with_labels_give_no_notice(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     trained(small.rows(), tmp_path)
     trained([{"input_ids": row["input_ids"]} for row in small.rows()], tmp_path)
     assert not any(NOTHING in line for line in said.messages)
 
 
 @pytest.mark.parametrize("collator", [None, transformers.default_data_collator], ids=["ours", "theirs"])
-def test_a_dataset_without_any_is_refused_before_the_first_step(tmp_path: Path, collator: Any) -> None:
+def test_a_dataset_without_labels_is_refused_before_the_first_step(tmp_path: Path, collator: Any) -> None:
     model = small.llama()
     before = small.snapshot(model)
     for data in (
-        ignored(small.rows()),
-        datasets.Dataset.from_list([{k: v.tolist() for k, v in r.items()} for r in ignored(small.rows())]),
+        unlabelled(small.rows()),
+        datasets.Dataset.from_list([{k: v.tolist() for k, v in r.items()} for r in unlabelled(small.rows())]),
     ):
         with pytest.raises(DataError, match=r"none of the first 16 rows has a label to train on"):
             trained(data, tmp_path, model=model, data_collator=collator)
         assert small.same(before, small.snapshot(model))
 
 
-def test_a_dataset_that_begins_without_any(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    """More rows than are looked at: others have been seen to have some."""
-    data = ignored(small.rows(LOOKED_AT + 8)) + small.rows(8)
+def test_a_dataset_that_starts_with_rows_without_labels(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    """It starts with more rows without labels than are checked, but later rows with labels are in the check."""
+    data = unlabelled(small.rows(LOOKED_AT + 8)) + small.rows(8)
     trained(data, tmp_path, per_device_train_batch_size=8, max_steps=10)
     lines = [line.split(" rows")[0] for line in said.messages if NOTHING in line]
     assert lines == ["8 of the first 8", f"{LOOKED_AT + 8} of all {LOOKED_AT + 16}"]
 
 
-def test_a_stream_without_any(tmp_path: Path) -> None:
+def test_a_stream_without_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"none of the first {LOOKED_AT} rows"):
-        trained(Stream(ignored(small.rows(2 * LOOKED_AT))), tmp_path, per_device_train_batch_size=8, max_steps=100)
+        trained(Stream(unlabelled(small.rows(2 * LOOKED_AT))), tmp_path, per_device_train_batch_size=8, max_steps=100)
     with pytest.raises(DataError, match=r"none of the first 8 rows"):
-        trained(Stream(ignored(small.rows(8))), tmp_path, max_steps=4)
+        trained(Stream(unlabelled(small.rows(8))), tmp_path, max_steps=4)
 
 
-def test_prompts_that_fill_their_rows(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_leave_no_room_for_the_completion(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     def run(prompts: list[str]) -> Any:
         return trained(
             [{"prompt": prompt, "completion": "yes"} for prompt in prompts],
@@ -100,24 +100,24 @@ def test_prompts_that_fill_their_rows(tmp_path: Path, said: pytest.LogCaptureFix
         run(["x" * 40] * 4)
 
 
-def test_one_token_is_nothing_to_train_on(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    """The label of the first token is compared with nothing."""
+def test_a_row_of_one_token_has_no_label(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    """No position predicts the first token."""
     data = [{"input_ids": row["input_ids"][: 1 if i == 1 else 4]} for i, row in enumerate(small.rows(4))]
     trained(data, tmp_path, max_steps=1)
     assert any(line.startswith("1 of the first 2 rows") for line in said.messages)
 
 
-def test_a_loss_of_ones_own_may_use_labels_otherwise(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_custom_loss_is_not_checked(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     class Own(mt.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(input_ids=inputs["input_ids"]).logits.square().mean()
 
-    trained(ignored(small.rows()), tmp_path, Own)
+    trained(unlabelled(small.rows()), tmp_path, Own)
     assert not any(NOTHING in line for line in said.messages)
 
 
-def test_looking_draws_no_random_numbers(tmp_path: Path) -> None:
-    """Rows that are made up as they are read: those after the look are the ones that would have come anyway."""
+def test_checking_rows_draws_no_random_numbers(tmp_path: Path) -> None:
+    """The rows are random. The check must not change the rows that training reads."""
 
     class Random(list):  # type: ignore[type-arg]
         def __getitem__(self, index: Any) -> Any:

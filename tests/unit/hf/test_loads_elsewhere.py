@@ -1,4 +1,4 @@
-"""What `mt.Trainer` saved loads and generates in a process that never imports megatrain."""
+"""Models saved by `mt.Trainer` load and generate in a process that does not import megatrain."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ print(json.dumps(answers))
 """
 
 
-def elsewhere(directories: list[Path], tokenizer: Path) -> dict[str, Any]:
-    """Run it where megatrain is not on the path; other folders of PYTHONPATH may hold libraries it needs."""
+def run_without_megatrain(directories: list[Path], tokenizer: Path) -> dict[str, Any]:
+    """Run the script without megatrain on the path. Other entries of PYTHONPATH stay."""
     folders = [Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     others = [str(folder) for folder in folders if folder.is_absolute() and not (folder / "megatrain").exists()]
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(others)}
@@ -72,7 +72,7 @@ def elsewhere(directories: list[Path], tokenizer: Path) -> dict[str, Any]:
 
 
 def trained(directory: Path, name: str) -> dict[str, Any]:
-    """Train, save twice, and say what the adopted model generates and holds."""
+    """Train, save twice, and return what the trained model generates and holds."""
     build, bf16 = CASES[name]
     args = small.arguments(directory, max_steps=8, save_strategy="steps", save_steps=8, bf16=bf16, learning_rate=3e-2)
     # A model loaded in BF16 is saved in BF16, so both processes compute the same.
@@ -94,7 +94,7 @@ def trained(directory: Path, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """One process answers for all of them: starting it is what takes the time."""
+    """One process serves all cases, because starting it takes most of the time."""
     base = tmp_path_factory.mktemp("elsewhere")
     expected = {name: trained(base / name, name) for name in CASES}
     text = base / "text"
@@ -103,7 +103,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     model = small.llama(vocab_size=VOCAB_SIZE, pad_token_id=256)
     mt.Trainer(model=model, args=args, train_dataset=rows, processing_class=byte_tokenizer()).train()
     directories = [base / name / part for name in CASES for part in ("checkpoint-8", "final")]
-    return base, expected, elsewhere(directories, text / "checkpoint-2")
+    return base, expected, run_without_megatrain(directories, text / "checkpoint-2")
 
 
 def test_megatrain_was_not_imported(answers: Any) -> None:
@@ -117,10 +117,10 @@ def test_the_tokenizer_is_beside_the_weights(answers: Any) -> None:
 @pytest.mark.parametrize("part", ["checkpoint-8", "final"])
 @pytest.mark.parametrize("name", CASES)
 def test_loads_and_generates(answers: Any, name: str, part: str) -> None:
-    base, expected, found = answers
-    theirs, ours = dict(found[str(base / name / part)]), dict(expected[name])
+    base, expected, results = answers
+    theirs, ours = dict(results[str(base / name / part)]), dict(expected[name])
     if CASES[name][1]:
-        # In BF16 words are often equally likely, and products round by where their operands lie in memory: the weights
-        # are compared bit for bit, of the text how long it is.
+        # In BF16 many tokens tie, and rounding of matrix products depends on memory alignment. Weights are compared
+        # bitwise, and of the text only the length.
         theirs["tokens"], ours["tokens"] = len(theirs["tokens"]), len(ours["tokens"])
     assert theirs == ours

@@ -1,4 +1,4 @@
-"""Which sizes of a step count as known to fit."""
+"""Which step sizes count as known to fit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def batch(*shape: int, **others: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(*size, device="meta") for name, size in named.items()}
 
 
-def covers(known: list[Any], asked: list[Any], together: tuple[int, int] = (1, 1)) -> bool:
-    tried = MeasuredSizes()
-    tried.add(known, together[0])
-    return tried.covers(asked, together[1])
+def covers(known: list[Any], sizes: list[Any], windows: tuple[int, int] = (1, 1)) -> bool:
+    measured = MeasuredSizes()
+    measured.add(known, windows[0])
+    return measured.covers(sizes, windows[1])
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -27,7 +27,7 @@ def test_nothing_is_known_at_first() -> None:
 
 
 @pytest.mark.parametrize("smaller", [batch(2, 8), batch(1, 8), batch(2, 7)])
-def test_what_is_no_longer_in_any_dimension_fits(smaller: Any) -> None:
+def test_sizes_that_are_not_larger_in_any_dimension_fit(smaller: Any) -> None:
     assert covers([batch(2, 8)], [smaller])
 
 
@@ -43,7 +43,7 @@ def test_what_is_no_longer_in_any_dimension_fits(smaller: Any) -> None:
         {"input_ids": object()},
     ],
 )
-def test_what_is_longer_in_some_or_not_the_same_may_not_fit(other: Any) -> None:
+def test_larger_or_different_sizes_may_not_fit(other: Any) -> None:
     assert not covers([batch(2, 8)], [other])
 
 
@@ -53,7 +53,7 @@ def test_a_constant_image_does_not_hide_the_text() -> None:
     assert covers([batch(1, 10, pixel_values=image)], [batch(1, 9, pixel_values=image)])
 
 
-def test_the_mapping_of_a_tokenizer_is_looked_into() -> None:
+def test_sizes_inside_a_batch_encoding_are_measured() -> None:
     def encoded(length: int) -> BatchEncoding:
         return BatchEncoding({"input_ids": torch.zeros(1, length), "nested": [torch.zeros(length)], "text": ["a"]})
 
@@ -66,24 +66,24 @@ def test_more_micro_batches_may_not_fit() -> None:
     assert not covers([batch(1, 8)] * 4, [batch(1, 8)] * 5)
 
 
-def test_more_of_them_together_may_not_fit() -> None:
-    assert covers([batch(1, 8)] * 4, [batch(1, 8)] * 4, together=(2, 2))
-    assert not covers([batch(1, 8)] * 4, [batch(1, 8)] * 4, together=(2, 4))
+def test_a_larger_window_may_not_fit() -> None:
+    assert covers([batch(1, 8)] * 4, [batch(1, 8)] * 4, windows=(2, 2))
+    assert not covers([batch(1, 8)] * 4, [batch(1, 8)] * 4, windows=(2, 4))
 
 
-def test_micro_batches_are_compared_by_size_and_not_by_their_order() -> None:
+def test_the_order_of_micro_batches_does_not_matter() -> None:
     assert covers([batch(1, 4), batch(1, 8)], [batch(1, 7), batch(1, 3)])
-    assert not covers([batch(1, 4), batch(1, 8)], [batch(1, 8), batch(1, 8)]), "one long one is not two"
+    assert not covers([batch(1, 4), batch(1, 8)], [batch(1, 8), batch(1, 8)]), "two long rows exceed one"
 
 
-def test_only_sizes_that_say_something_are_remembered_and_not_too_many() -> None:
-    tried = MeasuredSizes()
+def test_redundant_sizes_are_dropped_and_the_number_is_bounded() -> None:
+    measured = MeasuredSizes()
     for length in range(1, 50):
-        tried.add([batch(1, length)], 1)
-    assert len(tried._sizes) == 1
-    tried.add([batch(1, 3)], 1)
-    assert len(tried._sizes) == 1
+        measured.add([batch(1, length)], 1)
+    assert len(measured._sizes) == 1
+    measured.add([batch(1, 3)], 1)
+    assert len(measured._sizes) == 1
     for rows in range(1, 3 * MOST):
-        tried.add([batch(rows, 1000 - rows)], 1)
-    assert len(tried._sizes) == MOST
-    assert tried.covers([batch(3 * MOST - 1, 1001 - 3 * MOST)], 1), "the latest is among them"
+        measured.add([batch(rows, 1000 - rows)], 1)
+    assert len(measured._sizes) == MOST
+    assert measured.covers([batch(3 * MOST - 1, 1001 - 3 * MOST)], 1), "the latest size must be remembered"

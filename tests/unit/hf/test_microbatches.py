@@ -1,4 +1,4 @@
-"""A Trainer with state of its own sees its micro-batches in the order of transformers, one per call."""
+"""A Trainer subclass with state gets its micro-batches in the order of transformers, one per call."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ def trained(kind: type, directory: Path, **options: Any) -> Any:
 
 
 def window_sizes(trainer: Any) -> list[int]:
-    """Sizes of the windows that its engine opens from now on."""
+    """A list that collects the sizes of the windows which the engine opens from now on."""
     sizes: list[int] = []
-    opened = trainer.engine.window
+    original_window = trainer.engine.window
 
-    def window(tasks: Any, **more: Any) -> Any:
+    def window(tasks: Any, **options_of_window: Any) -> Any:
         sizes.append(len(tasks))
-        return opened(tasks, **more)
+        return original_window(tasks, **options_of_window)
 
     trainer.engine.window = window
     return sizes
 
 
 def assert_equal_runs(ours: Any, stock: Any) -> None:
-    # Losses that count are larger: the bound is for those between 4 and 8.
+    # The counting losses are larger, and LOSSES is the bound for losses between 4 and 8.
     assert small.losses(ours) == pytest.approx(small.losses(stock), abs=small.LOSSES, rel=small.LOSSES / 4)
     assert small.drift(small.snapshot(ours.model), small.snapshot(stock.model)) < small.WEIGHTS
 
 
-def three(methods: dict[str, Any]) -> tuple[type, type, type]:
-    """A stock Trainer with these methods, MegaMixin in front of it, and a subclass of `mt.Trainer` with them."""
+def trainer_classes(methods: dict[str, Any]) -> tuple[type, type, type]:
+    """A transformers Trainer with these methods, MegaMixin in front of it, and `mt.Trainer` with these methods."""
     stock = type("Theirs", (transformers.Trainer,), methods)
     return stock, type("Mixed", (mt.MegaMixin, stock), {}), type("Derived", (mt.Trainer,), methods)
 
 
 class Counting:
-    """Counts after each step, after each preparation or after each loss; the loss depends on the count."""
+    """Counts calls of one method. The loss depends on the count."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.n = 0
@@ -69,33 +69,35 @@ class Counting:
         super().__init__(*args, **kwargs)
 
 
-def counting(base: type, where: str) -> type:
+def counting_class(base: type, counted_method: str) -> type:
     class Counted(Counting, base):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().training_step(*args, **kwargs)
-            self.n += where == "training_step"
-            return found
+            result = super().training_step(*args, **kwargs)
+            self.n += counted_method == "training_step"
+            return result
 
         def _prepare_inputs(self, inputs: Any) -> Any:
-            self.n += where == "_prepare_inputs"
+            self.n += counted_method == "_prepare_inputs"
             return super()._prepare_inputs(inputs)
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             self.seen.append(self.n)
-            found = super().compute_loss(*args, **kwargs)
-            self.n += where == "compute_loss"
-            return found * (1 + self.seen[-1])
+            result = super().compute_loss(*args, **kwargs)
+            self.n += counted_method == "compute_loss"
+            return result * (1 + self.seen[-1])
 
     return Counted
 
 
-@pytest.mark.parametrize("where", ["training_step", "_prepare_inputs", "compute_loss"])
-def test_a_count_is_seen_as_stock_counts(tmp_path: Path, where: str, said: pytest.LogCaptureFixture) -> None:
-    behind = counting(transformers.Trainer, where)
+@pytest.mark.parametrize("counted_method", ["training_step", "_prepare_inputs", "compute_loss"])
+def test_a_counting_subclass_counts_as_in_transformers(
+    tmp_path: Path, counted_method: str, said: pytest.LogCaptureFixture
+) -> None:
+    behind = counting_class(transformers.Trainer, counted_method)
     stock = trained(behind, tmp_path)
-    first = where == "_prepare_inputs"
+    first = counted_method == "_prepare_inputs"
     assert stock.seen == list(range(first, 3 * ACCUMULATION + first))
-    for kind in (type("Mixed", (mt.MegaMixin, behind), {}), counting(mt.Trainer, where)):
+    for kind in (type("Mixed", (mt.MegaMixin, behind), {}), counting_class(mt.Trainer, counted_method)):
         said.clear()
         ours = trained(kind, tmp_path)
         assert ours.seen == stock.seen
@@ -105,8 +107,8 @@ def test_a_count_is_seen_as_stock_counts(tmp_path: Path, where: str, said: pytes
         assert "Counted overrides" in lines[0]
 
 
-def test_only_one_method_is_overridden(tmp_path: Path) -> None:
-    """Each of them alone is enough to run micro-batches in turn."""
+def test_one_overridden_method_is_enough(tmp_path: Path) -> None:
+    """Each method alone makes micro-batches run one after the other."""
     for method in ("_prepare_inputs", "compute_loss_context_manager"):
         calls: list[Any] = []
 
@@ -114,30 +116,30 @@ def test_only_one_method_is_overridden(tmp_path: Path) -> None:
             calls.append(sum(p.grad is not None for p in self.model.parameters()))
             return getattr(transformers.Trainer, method)(self, *args, **kwargs)
 
-        for kind in three({method: record}):
+        for kind in trainer_classes({method: record}):
             trained(kind, tmp_path, max_steps=1)
         total = len(list(small.llama().parameters()))
         assert calls == ([0] + [total] * (ACCUMULATION - 1)) * 3, method
 
 
-def test_dropout_in_turn_draws_as_stock(tmp_path: Path) -> None:
-    """Nothing is seeded in between: what a subclass draws itself (generation) is what it would have drawn."""
+def test_random_numbers_of_a_subclass_match_transformers(tmp_path: Path) -> None:
+    """No generator is reseeded between micro-batches, so a subclass draws the same numbers."""
     drawn: list[float] = []
 
     def prepare(self: Any, inputs: Any) -> Any:
         drawn.append(float(torch.rand(())))
         return transformers.Trainer._prepare_inputs(self, inputs)
 
-    runs = [trained(kind, tmp_path, model=small.gpt2()) for kind in three({"_prepare_inputs": prepare})]
+    runs = [trained(kind, tmp_path, model=small.gpt2()) for kind in trainer_classes({"_prepare_inputs": prepare})]
     third = len(drawn) // 3
     assert drawn[:third] == drawn[third : 2 * third] == drawn[2 * third :]
     assert small.losses(runs[1]) == small.losses(runs[2]) == pytest.approx(small.losses(runs[0]), abs=small.LOSSES)
 
 
-# ---- what is known, and what is declared
+# ---- classes whose micro-batches are independent
 
 
-def test_stock_trainers_have_the_window(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_unchanged_trainers_use_the_window(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     sequences = type("Sequences", (mt.MegaMixin, transformers.Seq2SeqTrainer), {})
     trainer = trainer_of(mt.Trainer, tmp_path)
     sizes = window_sizes(trainer)
@@ -158,18 +160,18 @@ def loss_of(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> An
     return transformers.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
 
-def test_a_class_that_declares_has_the_window(tmp_path: Path) -> None:
-    stock, *ours = three({"compute_loss": loss_of, "micro_batches_are_independent": True})
+def test_a_class_that_declares_independence_uses_the_window(tmp_path: Path) -> None:
+    stock, *ours = trainer_classes({"compute_loss": loss_of, "micro_batches_are_independent": True})
     expected = trained(stock, tmp_path)
     for kind in ours:
         trainer = trainer_of(kind, tmp_path)
         sizes = window_sizes(trainer)
         trainer.train()
-        assert sizes == [1] * ACCUMULATION + [ACCUMULATION] * 2, "the first step shows whether blocks are met twice"
+        assert sizes == [1] * ACCUMULATION + [ACCUMULATION] * 2, "the first step must run without a window"
         assert_equal_runs(trainer, expected)
 
 
-def test_a_declaration_does_not_speak_for_subclasses(tmp_path: Path) -> None:
+def test_a_declaration_does_not_apply_to_subclasses(tmp_path: Path) -> None:
     declared = type("Declared", (mt.Trainer,), {"compute_loss": loss_of, "micro_batches_are_independent": True})
     for kind in (
         type("Further", (declared,), {"compute_loss": loss_of}),
@@ -186,7 +188,7 @@ def test_a_declaration_does_not_speak_for_subclasses(tmp_path: Path) -> None:
     assert sum(sizes) == ACCUMULATION
 
 
-def test_a_method_given_to_the_object_is_an_override(tmp_path: Path) -> None:
+def test_a_method_set_on_the_object_is_an_override(tmp_path: Path) -> None:
     trainer = trainer_of(mt.Trainer, tmp_path, max_steps=1)
     trainer.compute_loss = types.MethodType(loss_of, trainer)
     sizes = window_sizes(trainer)
@@ -194,9 +196,9 @@ def test_a_method_given_to_the_object_is_an_override(tmp_path: Path) -> None:
     assert sizes == []
 
 
-def test_a_patched_transformers_is_not_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = transformers.Trainer.compute_loss
-    monkeypatch.setattr(transformers.Trainer, "compute_loss", lambda *args, **kwargs: own(*args, **kwargs))
+def test_a_patched_method_of_transformers_is_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = transformers.Trainer.compute_loss
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", lambda *args, **kwargs: original(*args, **kwargs))
     trainer = trainer_of(mt.Trainer, tmp_path, max_steps=1)
     sizes = window_sizes(trainer)
     trainer.train()
@@ -204,7 +206,7 @@ def test_a_patched_transformers_is_not_transformers(tmp_path: Path, monkeypatch:
 
 
 class Loss:
-    """Weighs each micro-batch by how many came before it."""
+    """Weights each micro-batch by the number of calls so far."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -215,7 +217,7 @@ class Loss:
         return self.calls * torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()) / ACCUMULATION
 
 
-def test_a_loss_function_runs_in_turn(tmp_path: Path) -> None:
+def test_compute_loss_func_runs_one_micro_batch_at_a_time(tmp_path: Path) -> None:
     stock = trained(transformers.Trainer, tmp_path, compute_loss_func=Loss())
     ours = trainer_of(mt.Trainer, tmp_path, compute_loss_func=Loss())
     sizes = window_sizes(ours)
@@ -228,7 +230,7 @@ def test_a_loss_function_runs_in_turn(tmp_path: Path) -> None:
 
 
 class Between(TrainerCallback):
-    """The norm of one gradient after each micro-batch but the last."""
+    """Records the norm of one gradient after each micro-batch except the last."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -238,30 +240,30 @@ class Between(TrainerCallback):
 
 
 def test_gradients_between_micro_batches(tmp_path: Path) -> None:
-    heard = [Between(), Between()]
+    callbacks_of_runs = [Between(), Between()]
     stock, ours = (
         trained(kind, tmp_path, callbacks=[callback])
-        for kind, callback in zip((transformers.Trainer, mt.Trainer), heard, strict=True)
+        for kind, callback in zip((transformers.Trainer, mt.Trainer), callbacks_of_runs, strict=True)
     )
-    assert heard[1].norms == pytest.approx(heard[0].norms, rel=1e-4)
-    assert len(set(heard[0].norms)) == 3 * (ACCUMULATION - 1)
+    assert callbacks_of_runs[1].norms == pytest.approx(callbacks_of_runs[0].norms, rel=1e-4)
+    assert len(set(callbacks_of_runs[0].norms)) == 3 * (ACCUMULATION - 1)
     assert_equal_runs(ours, stock)
 
 
-class Leaves(TrainerCallback):
-    """Ends the epoch in the middle of a step: what was summed stays for the next one."""
+class StopsEpoch(TrainerCallback):
+    """Ends the epoch in the middle of a step. The partial sum of gradients stays for the next step."""
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_epoch_stop = state.global_step == 1
 
 
 def test_an_epoch_that_ends_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    stock, ours = (trained(kind, tmp_path, callbacks=[Leaves()]) for kind in (transformers.Trainer, mt.Trainer))
+    stock, ours = (trained(kind, tmp_path, callbacks=[StopsEpoch()]) for kind in (transformers.Trainer, mt.Trainer))
     assert ours.state.global_step == stock.state.global_step
     assert_equal_runs(ours, stock)
 
 
-def test_a_loader_that_gives_one_object_again_and_again(tmp_path: Path) -> None:
+def test_a_loader_that_returns_the_same_object_every_time(tmp_path: Path) -> None:
     batch = small.batch(1)
 
     def loader(self: Any) -> DataLoader[Any]:
@@ -278,19 +280,19 @@ def test_a_loader_that_gives_one_object_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_in_turn_equals_the_window_bit_for_bit(tmp_path: Path, max_grad_norm: float) -> None:
-    """Without dropout, with updates that start in the last backward and without."""
+def test_one_micro_batch_at_a_time_equals_the_window_bitwise(tmp_path: Path, max_grad_norm: float) -> None:
+    """Without dropout, with and without updates that start in the last backward."""
     together = trained(mt.Trainer, tmp_path, max_grad_norm=max_grad_norm, max_steps=4)
     in_turn = type("InTurn", (mt.Trainer,), {"compute_loss": loss_of})
-    found = trained(in_turn, tmp_path, max_grad_norm=max_grad_norm, max_steps=4)
-    assert small.losses(found) == small.losses(together)
-    assert small.same(small.snapshot(found.model), small.snapshot(together.model))
+    result = trained(in_turn, tmp_path, max_grad_norm=max_grad_norm, max_steps=4)
+    assert small.losses(result) == small.losses(together)
+    assert small.same(small.snapshot(result.model), small.snapshot(together.model))
 
 
-def test_a_training_step_by_hand_needs_no_optimizer(tmp_path: Path) -> None:
-    found = []
+def test_a_direct_call_of_training_step_needs_no_optimizer(tmp_path: Path) -> None:
+    result = []
     for kind in (transformers.Trainer, mt.Trainer):
         trainer = trainer_of(kind, tmp_path)
         loss = trainer.training_step(trainer.model, small.batch(2), torch.tensor(14))
-        found.append((float(loss), float(trainer.model.lm_head.weight.grad.norm())))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        result.append((float(loss), float(trainer.model.lm_head.weight.grad.norm())))
+    assert result[1] == pytest.approx(result[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Settings and states that must not be ignored in silence, and Trainers with steps of their own."""
+"""Settings and states that must not be ignored silently, and Trainers with their own training step."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatrain.errors import CheckpointError, MegaTrainError, SettingsError
 
 
 def test_resident_given_as_one_string_is_refused() -> None:
-    """Its characters would be the patterns: "layers.*" holds a "*", so everything would be resident."""
+    """Each character would be a pattern, and the "*" in "layers.*" would make everything resident."""
     with pytest.raises(SettingsError, match=r"resident must be a list of patterns, such as \['layers.\*'\]"):
         engine_of(Stack(), resident="layers.*")
 
@@ -23,24 +23,24 @@ def test_weights_in_gpu_memory_are_not_counted_as_ram() -> None:
     engine_of(model, resident=("*",), max_ram_gb=0.5 * nbytes / 2**30)
 
 
-def test_bf16_sr_has_no_residuals_to_make_room_for() -> None:
+def test_bf16_sr_reserves_no_memory_for_residuals() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
     nbytes = sum(p.numel() * 2 for p in model.parameters())
     engine_of(model, precision="bf16-sr", max_ram_gb=1.3 * nbytes / 2**30)
 
 
-def test_optim_8bit_on_a_model_that_has_another_engine_is_refused(tmp_path: Any) -> None:
+def test_optim_8bit_on_a_model_with_an_fp32_engine_is_refused(tmp_path: Any) -> None:
     model = small.llama(hidden_size=64, intermediate_size=128)
     mt.Engine(model, device="cpu")
     with pytest.raises(SettingsError, match=r"optim='lion_8bit' keeps moments in 8bit, but .* keeps them in fp32"):
         mt.Trainer(model=model, args=small.arguments(tmp_path, optim="lion_8bit"), train_dataset=small.rows())
 
 
-@pytest.mark.parametrize("asked", ["lossless", "4bit"])
-def test_optim_8bit_against_another_compression_is_refused(tmp_path: Any, asked: str) -> None:
+@pytest.mark.parametrize("compression", ["lossless", "4bit"])
+def test_optim_8bit_against_another_compression_is_refused(tmp_path: Any, compression: str) -> None:
     model = small.llama(hidden_size=64, intermediate_size=128)
-    mt.init(optimizer_compression=asked)
-    with pytest.raises(SettingsError, match=rf"optim='adamw_8bit' keeps moments in 8bit, .*'{asked}'"):
+    mt.init(optimizer_compression=compression)
+    with pytest.raises(SettingsError, match=rf"optim='adamw_8bit' keeps moments in 8bit, .*'{compression}'"):
         mt.Trainer(model=model, args=small.arguments(tmp_path, optim="adamw_8bit"), train_dataset=small.rows())
 
 
@@ -54,8 +54,8 @@ def trained(kind: Any, **options: Any) -> Any:
     return optimizer.state_dict()
 
 
-def test_the_state_of_another_rule_is_refused() -> None:
-    """AdamW would go on with three steps taken and no moments: its next step would be three times too large."""
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    """AdamW would continue at step three without moments, and its next step would be three times too large."""
     for kind, state in (
         ("adamw", trained(torch.optim.SGD, lr=0.1, momentum=0.9)),
         ("sgd", trained(torch.optim.AdamW, lr=0.1)),
@@ -67,7 +67,7 @@ def test_the_state_of_another_rule_is_refused() -> None:
 
 
 def test_moments_under_unknown_names_are_refused() -> None:
-    """What bitsandbytes' 8-bit AdamW writes (`optim="adamw_bnb_8bit"` in a stock Trainer, which resumes from it)."""
+    """bitsandbytes' 8-bit AdamW writes these names (`optim="adamw_bnb_8bit"` in transformers)."""
     state = trained(torch.optim.AdamW, lr=0.1)
     for entry in state["state"].values():
         entry["state1"], entry["state2"] = entry.pop("exp_avg"), entry.pop("exp_avg_sq")
@@ -82,7 +82,7 @@ def test_moments_under_unknown_names_are_refused() -> None:
     [("SGD", {"nesterov": True, "momentum": 0.9}), ("SGD", {"dampening": 0.5, "momentum": 0.9}),
      ("SGD", {"maximize": True, "momentum": 0.9}), ("AdamW", {"amsgrad": True}), ("AdamW", {"maximize": True})],
 )  # fmt: skip
-def test_options_that_this_optimizer_does_not_have_are_refused(kind: str, options: Any) -> None:
+def test_unsupported_options_are_refused(kind: str, options: Any) -> None:
     state = trained(getattr(torch.optim, kind), lr=0.1, **options)
     optimizer = engine_of(Stack()).optimizer(kind=kind.lower())
     with pytest.raises(MegaTrainError):
@@ -97,8 +97,8 @@ def test_options_of_a_group_are_checked_like_the_others() -> None:
             engine.optimizer([{"params": params, **wrong}])
 
 
-class Looks(mt.Trainer):
-    """Changes gradients after the backward; this worked before updates could start in it."""
+class ZeroesGradients(mt.Trainer):
+    """Changes gradients after the backward."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
@@ -112,12 +112,12 @@ def test_a_trainer_whose_training_step_changes_gradients(tmp_path: Any) -> None:
     model = small.llama()
     before = small.snapshot(model)
     args = small.arguments(tmp_path, max_grad_norm=0.0, weight_decay=0.0, max_steps=3)
-    Looks(model=model, args=args, train_dataset=small.rows()).train()
-    assert small.furthest(before, small.snapshot(model)) == 0.0, "gradients were zeroed, and weights moved"
+    ZeroesGradients(model=model, args=args, train_dataset=small.rows()).train()
+    assert small.furthest(before, small.snapshot(model)) == 0.0, "weights changed although the gradients were zeroed"
 
 
 def test_a_training_step_with_two_backwards(tmp_path: Any) -> None:
-    """`class T(MegaMixin, TheirTrainer)`: theirs does two backwards per micro-batch (SAM, two losses...)."""
+    """MegaMixin in front of a Trainer that runs two backwards per micro-batch, as SAM does."""
     from transformers import Trainer
 
     from megatrain.hf.trainer import MegaMixin

@@ -1,4 +1,4 @@
-"""A Trainer says once if steps take another time than planned, and nothing if they do not or nobody can know."""
+"""A Trainer announces once that steps take longer or shorter than planned, if there is a planned time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatrain.hf.progress import FIRST, LOOKED_AT, Pace, compared
 
 
 @pytest.mark.parametrize(
-    ("taken", "padded", "expected"),
+    ("seconds", "padded", "expected"),
     [(1.0, False, None), (1.24, False, None), (0.81, False, None), (1.3, False, "something else"),
      (1.3, True, "something else"), (0.7, False, "refresh=True"), (0.7, True, None)],
 )  # fmt: skip
-def test_what_is_said(taken: float, padded: bool, expected: str | None) -> None:
-    line = compared(taken, 1.0, padded)
+def test_the_notice_depends_on_the_ratio(seconds: float, padded: bool, expected: str | None) -> None:
+    line = compared(seconds, 1.0, padded)
     assert line is None if expected is None else line is not None and expected in line
 
 
 @pytest.mark.parametrize(("planned", "lines"), [(2.0, 1), (1.0, 0), (0.5, 1), (None, 0)])
-def test_it_is_said_once(
+def test_the_notice_is_printed_once(
     tmp_path: Path,
     planned: float | None,
     lines: int,
@@ -35,7 +35,7 @@ def test_it_is_said_once(
     clock = [0.0]
 
     def tick() -> float:
-        clock[0] += 1.0  # looked at when a step begins and when it ends
+        clock[0] += 1.0  # read when a step starts and when it ends
         return clock[0]
 
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=tick))

@@ -1,4 +1,4 @@
-"""A Trainer plans before it attaches: from its data and arguments, within what is left of the machine."""
+"""A Trainer plans before it attaches, from its data and arguments and the free memory of the machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatrain.errors import NotEnoughMemory
 from megatrain.hf import planning
 
 MACHINE = "h200-128gb"
-"""Described, with a GPU: on the CPU its tiers are emulated."""
+"""A described machine with a GPU. On the CPU its memory tiers are emulated."""
 
 
-def made(directory: Path, data: Any = None, settings: dict[str, Any] | None = None, **changes: Any) -> Any:
+def new_trainer(directory: Path, data: Any = None, settings: dict[str, Any] | None = None, **changes: Any) -> Any:
     mt.init(**({"machine": MACHINE} | (settings or {})))
-    own = ("data_collator", "eval_dataset", "compute_metrics", "compute_loss_func", "model")
-    extra = {name: changes.pop(name) for name in own if name in changes}
+    trainer_arguments = ("data_collator", "eval_dataset", "compute_metrics", "compute_loss_func", "model")
+    extra = {name: changes.pop(name) for name in trainer_arguments if name in changes}
     return changes.pop("kind", mt.Trainer)(
         model=extra.pop("model", None) or small.llama(),
         args=small.arguments(directory, **changes),
@@ -41,32 +41,32 @@ def shape(trainer: Any) -> tuple[int, int, int]:
     return run.micro_batch, run.length, run.accumulation
 
 
-def test_the_plan_is_of_this_run_and_printed_before_it_starts(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    trainer = made(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.0, optim="lion_8bit", bf16=True)
+def test_the_plan_describes_the_run_and_is_printed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    trainer = new_trainer(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.0, optim="lion_8bit", bf16=True)
     run = trainer.engine.settings.plan.run
     assert shape(trainer) == (2, small.LENGTH, 3)
     assert (run.kind, run.moment_width, run.precision, run.clipping) == ("lion", "8bit", "bf16", False)
     assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
-    assert all(slab.on_device for slab in trainer.engine.slabs), "so small a model stays in the memory of a H200"
+    assert all(slab.on_device for slab in trainer.engine.slabs), "this small model fits in the memory of an H200"
 
 
-def test_micro_batches_that_run_in_turn_are_planned_one_by_one(tmp_path: Path) -> None:
+def test_micro_batches_that_run_one_at_a_time_are_planned_so(tmp_path: Path) -> None:
     class Counting(mt.Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    together, in_turn = (
-        made(tmp_path, kind=kind, gradient_accumulation_steps=4, bf16=True).engine.settings.plan
+    together, one_at_a_time = (
+        new_trainer(tmp_path, kind=kind, gradient_accumulation_steps=4, bf16=True).engine.settings.plan
         for kind in (mt.Trainer, Counting)
     )
-    assert (together.run.together, in_turn.run.together) == (True, False)
-    assert in_turn.window == 1
+    assert (together.run.together, one_at_a_time.run.together) == (True, False)
+    assert one_at_a_time.window == 1
 
 
-def test_planned_and_not_planned_are_the_same_bits(tmp_path: Path) -> None:
+def test_a_plan_is_bitwise_neutral(tmp_path: Path) -> None:
     runs = []
     for plan in ("auto", None):
-        trainer = made(tmp_path, settings={"plan": plan}, gradient_accumulation_steps=2, bf16=True)
+        trainer = new_trainer(tmp_path, settings={"plan": plan}, gradient_accumulation_steps=2, bf16=True)
         trainer.train()
         runs.append(trainer)
     assert runs[0].engine.settings.plan is not None
@@ -75,54 +75,54 @@ def test_planned_and_not_planned_are_the_same_bits(tmp_path: Path) -> None:
     assert small.same(small.snapshot(runs[0].model), small.snapshot(runs[1].model))
 
 
-def test_the_longest_rows_together_are_planned_for(tmp_path: Path) -> None:
+def test_the_plan_is_for_the_longest_rows(tmp_path: Path) -> None:
     ids = [row["input_ids"] for row in small.rows(40, length=24)]
     rows = [{"input_ids": row[: 3 + index % 7]} for index, row in enumerate(ids)]
     rows[17] = {"input_ids": ids[17][:21]}
-    assert shape(made(tmp_path, rows)) == (2, 21, 1)
+    assert shape(new_trainer(tmp_path, rows)) == (2, 21, 1)
     arrow = datasets.Dataset.from_list([{"input_ids": r["input_ids"].tolist(), "extra": "x" * 99} for r in rows])
-    assert shape(made(tmp_path, arrow)) == (2, 21, 1)
+    assert shape(new_trainer(tmp_path, arrow)) == (2, 21, 1)
 
 
-def test_masks_are_planned_for(tmp_path: Path) -> None:
+def test_attention_masks_are_planned(tmp_path: Path) -> None:
     def padded(rows: Any, **changes: Any) -> bool:
-        found: bool = made(tmp_path, rows, **changes).engine.settings.plan.run.padded
-        return found
+        planned: bool = new_trainer(tmp_path, rows, **changes).engine.settings.plan.run.padded
+        return planned
 
     equal = small.rows(8)
     shorter = [*equal, {name: column[:3] for name, column in equal[0].items()}]
     assert not padded(equal)
     assert padded(shorter)
-    assert not padded(shorter, per_device_train_batch_size=1), "nothing to pad to"
+    assert not padded(shorter, per_device_train_batch_size=1), "a batch of one row needs no padding"
     filled = torch.ones(small.LENGTH, dtype=torch.long)
     ready = [row | {"attention_mask": filled} for row in equal]
     ready[5] = ready[5] | {"attention_mask": filled * (torch.arange(small.LENGTH) < 3)}
     for size in (1, 2):
-        assert padded(ready, per_device_train_batch_size=size), "by a tokenizer, to one length"
+        assert padded(ready, per_device_train_batch_size=size), "the tokenizer has padded the rows to one length"
     packed = [row | {"position_ids": torch.arange(small.LENGTH) % 5} for row in equal]
-    assert padded(packed), "documents are kept apart"
+    assert padded(packed), "packed documents need a mask"
     assert not padded([row | {"position_ids": torch.arange(small.LENGTH)} for row in equal])
     assert padded(shorter, settings={"length": 64})
     assert not padded(equal, settings={"length": 64})
-    assert padded(Stream(), settings={"length": 64}, max_steps=2), "not looked at, and the collator can pad"
+    assert padded(Stream(), settings={"length": 64}, max_steps=2), "a stream is not read, and its collator can pad"
     stacked = {"data_collator": default_data_collator}
     assert not padded(Stream(), settings={"length": 64}, max_steps=2, **stacked)
-    assert not padded(shorter, **stacked), "rows of different lengths are never together"
+    assert not padded(shorter, **stacked), "this collator cannot batch rows of different lengths"
 
 
 @pytest.mark.parametrize("length", [None, 64])
-def test_documents_that_are_joined_to_one_row(tmp_path: Path, length: int | None) -> None:
+def test_flattened_documents_are_planned_as_one_row(tmp_path: Path, length: int | None) -> None:
     rows = [{"input_ids": row["input_ids"].tolist()} for row in small.rows(8)]
     joined = {"data_collator": DataCollatorWithFlattening(), "remove_unused_columns": False}
-    run = made(tmp_path, rows, settings={"length": length}, **joined).engine.settings.plan.run
+    run = new_trainer(tmp_path, rows, settings={"length": length}, **joined).engine.settings.plan.run
     assert (run.micro_batch, run.length) == (1, 2 * (length or small.LENGTH))
     assert run.padded
 
 
-def test_losses_that_look_at_logits_are_planned_for(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_losses_that_read_logits_are_planned(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     def chunk(**changes: Any) -> int | None:
-        found: int | None = made(tmp_path, **changes).engine.settings.plan.run.head_chunk
-        return found
+        planned: int | None = new_trainer(tmp_path, **changes).engine.settings.plan.run.head_chunk
+        return planned
 
     assert chunk() is None
     assert chunk(settings={"head_chunk": 16}) == 16
@@ -131,13 +131,13 @@ def test_losses_that_look_at_logits_are_planned_for(tmp_path: Path, said: pytest
     assert chunk(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean()) == 0
     assert chunk(kind=OwnLoss) == 0
     assert not any("does not read logits" in line for line in said.messages)
-    # 2 GiB of logits in FP32; the loss does not look at them, so that the run would be refused for nothing.
+    # The logits would take 2 GiB in FP32, but this loss does not read them, so the run must not be refused.
     wide = small.llama(vocab_size=1 << 14, max_position_embeddings=1 << 14)
     assert chunk(kind=OwnLoss, model=wide, settings={"length": 1 << 14, "max_vram_gb": 6.0}) is None
     assert any("does not read logits" in line for line in said.messages)
 
 
-def test_of_many_rows_some_are_looked_at(tmp_path: Path) -> None:
+def test_a_sample_of_a_large_dataset_is_read(tmp_path: Path) -> None:
     class Counting(torch.utils.data.Dataset):  # type: ignore[misc]
         def __init__(self) -> None:
             self.seen: set[int] = set()
@@ -150,13 +150,13 @@ def test_of_many_rows_some_are_looked_at(tmp_path: Path) -> None:
             return {"input_ids": [1] * (4 + (index > 50_000))}
 
     data = Counting()
-    assert shape(made(tmp_path, data)) == (2, 5, 1)
+    assert shape(new_trainer(tmp_path, data)) == (2, 5, 1)
     assert len(data.seen) <= planning.ROWS + 1
     assert max(data.seen) > 99_000
 
 
-def test_looking_draws_no_random_numbers_from_the_run(tmp_path: Path) -> None:
-    """NEFTune-like noise in the rows: a run that was planned sees the rows of one that was not."""
+def test_planning_draws_no_random_numbers(tmp_path: Path) -> None:
+    """The rows are random. A planned run reads the same rows as an unplanned one."""
 
     class Noisy(torch.utils.data.Dataset):  # type: ignore[misc]
         def __len__(self) -> int:
@@ -168,7 +168,7 @@ def test_looking_draws_no_random_numbers_from_the_run(tmp_path: Path) -> None:
     runs = []
     for plan in ("auto", None):
         torch.manual_seed(3)
-        trainer = made(tmp_path, Noisy(), settings={"plan": plan})
+        trainer = new_trainer(tmp_path, Noisy(), settings={"plan": plan})
         trainer.train()
         runs.append(small.losses(trainer))
     assert runs[0] == runs[1]
@@ -183,47 +183,47 @@ class Stream(IterableDataset):  # type: ignore[misc]
         yield from small.rows(16)
 
 
-def test_a_stream_is_not_started_and_a_length_can_be_said(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_stream_is_not_started_and_needs_a_length(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     data = Stream()
-    assert made(tmp_path, data).engine.settings.plan is None
+    assert new_trainer(tmp_path, data).engine.settings.plan is None
     assert any("megatrain.init(length=...)" in line for line in said.messages)
-    assert shape(made(tmp_path, data, settings={"length": 128})) == (2, 128, 1)
+    assert shape(new_trainer(tmp_path, data, settings={"length": 128})) == (2, 128, 1)
     assert data.started == 0
 
 
-def test_who_decides_alone_gets_no_plan(tmp_path: Path) -> None:
-    for decided in ({"policy": "store"}, {"resident": ("model.layers.0",)}, {"window": 1}):
-        trainer = made(tmp_path, settings=decided)
+def test_placement_settings_switch_planning_off(tmp_path: Path) -> None:
+    for override in ({"policy": "store"}, {"resident": ("model.layers.0",)}, {"window": 1}):
+        trainer = new_trainer(tmp_path, settings=override)
         assert trainer.engine.settings.plan is None
 
 
 def test_a_given_plan_is_followed(tmp_path: Path) -> None:
     plan = mt.plan(small.llama(), machine=MACHINE, batch=2, length=8, max_vram_gb=3)
-    assert made(tmp_path, settings={"plan": plan}).engine.settings.plan is plan
+    assert new_trainer(tmp_path, settings={"plan": plan}).engine.settings.plan is plan
 
 
-def test_without_a_gpu_or_a_described_one_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_machine_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.engine.planning.probe", lambda **_: pytest.fail("the machine was measured"))
-    assert made(tmp_path, settings={"machine": None}).engine.settings.plan is None
+    assert new_trainer(tmp_path, settings={"machine": None}).engine.settings.plan is None
 
 
-def test_a_refusal_says_what_would_help_and_how_to_go_without(tmp_path: Path) -> None:
+def test_a_refusal_has_suggestions_and_names_plan_none(tmp_path: Path) -> None:
     with pytest.raises(
         NotEnoughMemory, match=r"short by .* GiB; any one of these makes it fit: max_ram_gb="
     ) as refusal:
-        made(tmp_path, settings={"max_ram_gb": 0.5, "max_vram_gb": 3})
+        new_trainer(tmp_path, settings={"max_ram_gb": 0.5, "max_vram_gb": 3})
     assert any("plan=None" in note for note in refusal.value.__notes__)
-    # What it suggests, taken literally.
+    # Each suggestion makes the run fit.
     for suggestion in refusal.value.suggestions:
         limits = {"max_ram_gb": 0.5, "max_vram_gb": 3} | suggestion.changes
         if suggestion.changes.keys() <= {"max_ram_gb", "max_vram_gb"}:
-            assert made(tmp_path, settings=limits).engine.settings.plan is not None
+            assert new_trainer(tmp_path, settings=limits).engine.settings.plan is not None
 
 
-def test_what_other_processes_hold_is_not_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_other_processes_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.hardware.inventory.available_ram", lambda: 1 << 20)
     with pytest.raises(NotEnoughMemory, match="GiB of ram and may use"):
-        made(tmp_path)
+        new_trainer(tmp_path)
 
 
 class OwnLoss(mt.Trainer):
@@ -237,7 +237,7 @@ class OwnStep(mt.Trainer):
 
 
 @pytest.mark.parametrize(
-    ("whole", "changes"),
+    ("all_logits", "changes"),
     [
         (False, {}),
         (True, {"compute_metrics": lambda seen: {}}),
@@ -249,21 +249,22 @@ class OwnStep(mt.Trainer):
         (True, {"kind": OwnStep}),
     ],
 )
-def test_room_for_the_logits_of_an_evaluation(tmp_path: Path, whole: bool, changes: dict[str, Any]) -> None:
-    plain = made(tmp_path).engine.settings.plan
-    evaluated = made(
+def test_logits_of_an_evaluation_are_planned(tmp_path: Path, all_logits: bool, changes: dict[str, Any]) -> None:
+    plain = new_trainer(tmp_path).engine.settings.plan
+    evaluated = new_trainer(
         tmp_path, eval_dataset=small.rows(4), eval_strategy="steps", eval_steps=2,
         per_device_eval_batch_size=1 << 20, **changes,
     ).engine.settings.plan  # fmt: skip
-    assert evaluated.run.predictions == whole
+    assert evaluated.run.predictions == all_logits
     more = evaluated.total("vram") - plain.total("vram")
-    # Whole logits in three forms and the stream; or a layer of all tokens (gate, up, product, stream), in FP32.
+    # All logits in three forms and the residual stream, or one layer for all tokens (gate, up, product and residual
+    # stream), in FP32.
     logits, layer = (per_token * (1 << 20) * small.LENGTH for per_token in (small.VOCAB * 12 + 512, 7 * 32 * 4))
-    assert more > 0.95 * logits if whole else 0.95 * layer < more < 0.8 * logits
+    assert more > 0.95 * logits if all_logits else 0.95 * layer < more < 0.8 * logits
 
 
 @pytest.mark.parametrize("adapted", ["q_proj", "lm_head"])
-def test_a_head_with_an_adapter_is_not_lazy(tmp_path: Path, adapted: str) -> None:
+def test_a_head_with_an_adapter_computes_all_logits(tmp_path: Path, adapted: str) -> None:
     mt.init(machine=MACHINE)
     model = peft.get_peft_model(small.llama(), peft.LoraConfig(target_modules=[adapted], task_type="CAUSAL_LM"))
     trainer = mt.Trainer(
@@ -275,7 +276,7 @@ def test_a_head_with_an_adapter_is_not_lazy(tmp_path: Path, adapted: str) -> Non
 
 def test_a_second_trainer_on_a_closed_engines_model(tmp_path: Path) -> None:
     evaluated = {"eval_dataset": small.rows(4), "eval_strategy": "steps", "eval_steps": 2}
-    first = made(tmp_path, **evaluated)
+    first = new_trainer(tmp_path, **evaluated)
     first.engine.close()
     second = mt.Trainer(
         model=first.model, args=small.arguments(tmp_path, eval_strategy="steps", eval_steps=2),
@@ -286,25 +287,25 @@ def test_a_second_trainer_on_a_closed_engines_model(tmp_path: Path) -> None:
     assert second.engine._step.head is not None
 
 
-def test_data_that_cannot_be_collated_is_left_to_the_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_data_that_cannot_be_collated_is_not_planned(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     def broken(rows: Any) -> Any:
         raise KeyError("pixel_values")
 
-    assert made(tmp_path, data_collator=broken).engine.settings.plan is None
+    assert new_trainer(tmp_path, data_collator=broken).engine.settings.plan is None
     assert any(
         "the first batch of the dataset could not be built" in line and "pixel_values" in line for line in said.messages
     )
 
 
-def test_rows_of_a_tokenizer_are_measured(tmp_path: Path) -> None:
+def test_batch_encodings_are_measured(tmp_path: Path) -> None:
     ids = [row["input_ids"] for row in small.rows(8, length=24)]
     rows = [BatchEncoding({"input_ids": row[:4], "attention_mask": torch.ones(4)}) for row in ids]
     rows[5] = BatchEncoding({"input_ids": ids[5][:21], "attention_mask": torch.ones(21)})
-    assert shape(made(tmp_path, rows)) == (2, 21, 1)
+    assert shape(new_trainer(tmp_path, rows)) == (2, 21, 1)
 
 
 class Masking:
-    """A collator with random numbers of its own, one generator made at once and one at first use."""
+    """A collator with two random number generators, one of which is created at first use."""
 
     def __init__(self) -> None:
         self.first = torch.Generator().manual_seed(1)
@@ -318,17 +319,17 @@ class Masking:
         return {"input_ids": ids, "labels": ids}
 
 
-def test_a_collators_own_random_numbers_are_left_alone(tmp_path: Path) -> None:
+def test_planning_does_not_use_the_collators_random_numbers(tmp_path: Path) -> None:
     runs = []
     for plan in ("auto", None):
-        trainer = made(tmp_path, settings={"plan": plan}, data_collator=Masking())
+        trainer = new_trainer(tmp_path, settings={"plan": plan}, data_collator=Masking())
         assert trainer.data_collator.later is None
         trainer.train()
         runs.append(small.losses(trainer))
     assert runs[0] == runs[1]
 
 
-def test_a_parameter_outside_any_block_does_not_stop_it(tmp_path: Path) -> None:
+def test_a_parameter_outside_blocks_does_not_prevent_planning(tmp_path: Path) -> None:
     mt.init(machine=MACHINE)
     model = small.llama()
     model.register_parameter("gain", torch.nn.Parameter(torch.ones(4)))
@@ -337,21 +338,21 @@ def test_a_parameter_outside_any_block_does_not_stop_it(tmp_path: Path) -> None:
     trainer.train()
 
 
-def test_an_evaluation_that_is_not_asked_for_is_not_planned(tmp_path: Path) -> None:
-    trainer = made(tmp_path, eval_dataset=small.rows(4), per_device_eval_batch_size=1 << 20)
+def test_without_an_eval_strategy_no_evaluation_is_planned(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, eval_dataset=small.rows(4), per_device_eval_batch_size=1 << 20)
     assert trainer.engine.settings.plan.run.evaluation == 0
 
 
 def test_a_refused_evaluation_names_its_batch(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughMemory, match="evaluation=") as refusal:
-        made(
+        new_trainer(
             tmp_path, settings={"machine": "rtx4090-64gb"}, eval_dataset=small.rows(4), eval_strategy="steps",
             per_device_eval_batch_size=1 << 24,
         )  # fmt: skip
     assert any("per_device_eval_batch_size" in note for note in refusal.value.__notes__)
 
 
-def test_a_model_made_by_the_trainer_is_planned_again_and_the_first_one_let_go(tmp_path: Path) -> None:
+def test_model_init_plans_again_and_frees_the_first_model(tmp_path: Path) -> None:
     mt.init(machine=MACHINE)
     trainer = mt.Trainer(model_init=lambda: small.llama(), args=small.arguments(tmp_path), train_dataset=small.rows())
     first, model = weakref.ref(trainer.engine), weakref.ref(trainer.model)

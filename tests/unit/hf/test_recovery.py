@@ -1,4 +1,4 @@
-"""A Trainer's step that runs out of GPU memory is taken back and done again, bit for bit; RAM ends a run in time."""
+"""A step that runs out of GPU memory is undone and repeated bitwise. If RAM runs out, the run is saved and stopped."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatrain.hardware.ram_monitor import SHORT
 from megatrain.hf.checkpoint_list import last_complete
 
 
-class Fails:
-    """Raises what CUDA raises inside a block, at the given calls of its MLP or when the gradient of that comes.
+class OomInBlock:
+    """Raises CUDA's out-of-memory error in a block, at the given calls of its MLP or in their backward.
 
-    With policy `store` the calls are the forwards; else a recompute in the backward is a call too.
+    With policy `store` the calls are the forwards. With other policies each recompute is a call too.
     """
 
     def __init__(self, model: Any, calls: set[int], where: str, layer: int = 1) -> None:
@@ -46,7 +46,7 @@ class Fails:
 
 def trained(
     directory: Path,
-    fails: Callable[[Any], Fails] | None = None,
+    fails: Callable[[Any], OomInBlock] | None = None,
     model: Any = None,
     policy: Any = "store",
     **changes: Any,
@@ -66,25 +66,27 @@ def trained(
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("policy", ["store", "recompute"])
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-def test_a_step_that_ran_out_of_memory_is_done_again_bit_for_bit(
+def test_a_step_that_ran_out_of_memory_is_repeated_bitwise(
     tmp_path: Path, said: pytest.LogCaptureFixture, where: str, accumulation: int, policy: str, max_grad_norm: float
 ) -> None:
-    """GPT-2 with dropout: random numbers that were not taken back would show."""
+    """GPT-2 with dropout, so random number generators that are not restored are detected."""
     changes = {"gradient_accumulation_steps": accumulation, "max_grad_norm": max_grad_norm, "policy": policy}
     expected = trained(tmp_path / "a", **changes)
-    failing: list[Fails] = []
-    # In the first step: its last forward, or if graphs are made again for the backward, the first of those.
+    failing: list[OomInBlock] = []
+    # The call is in the first step: its last forward or, with recompute, the first recompute.
     call = accumulation + (where == "backward" and policy == "recompute")
-    found = trained(tmp_path / "b", lambda model: failing.append(Fails(model, {call}, where)) or failing[0], **changes)
+    repeated = trained(
+        tmp_path / "b", lambda model: failing.append(OomInBlock(model, {call}, where)) or failing[0], **changes
+    )
     assert failing[0].seen > call
     assert any("the step was undone" in line for line in said.messages)
-    assert small.losses(found) == small.losses(expected)
-    assert small.same(small.snapshot(found.model), small.snapshot(expected.model))
+    assert small.losses(repeated) == small.losses(expected)
+    assert small.same(small.snapshot(repeated.model), small.snapshot(expected.model))
 
 
-def test_half_as_many_graphs_are_kept_afterwards(tmp_path: Path) -> None:
+def test_half_as_many_graphs_are_stored_afterwards(tmp_path: Path) -> None:
     trainer = trained(
-        tmp_path, lambda model: Fails(model, {2}, "forward"), model=small.llama(num_hidden_layers=4),
+        tmp_path, lambda model: OomInBlock(model, {2}, "forward"), model=small.llama(num_hidden_layers=4),
         policy={"model.layers.*": "store"},
     )  # fmt: skip
     policies = [trainer.engine.memory_limit.policies[f"model.layers.{i}"] for i in range(4)]
@@ -92,50 +94,50 @@ def test_half_as_many_graphs_are_kept_afterwards(tmp_path: Path) -> None:
 
 
 def test_without_graphs_inputs_are_offloaded(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, lambda model: Fails(model, {2}, "forward"), policy="recompute")
+    trainer = trained(tmp_path, lambda model: OomInBlock(model, {2}, "forward"), policy="recompute")
     assert trainer.engine.memory_limit.policies["transformer.h.0"] == "offload"
     assert trainer.engine.memory_limit.exhausted
 
 
-def test_only_once(tmp_path: Path) -> None:
+def test_a_step_is_repeated_only_once(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        trained(tmp_path, lambda model: Fails(model, {2, 3}, "forward"))
+        trained(tmp_path, lambda model: OomInBlock(model, {2, 3}, "forward"))
 
 
-def test_nothing_left_to_give_is_said(tmp_path: Path) -> None:
+def test_an_error_without_memory_to_free_says_so(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError) as error:
-        trained(tmp_path, lambda model: Fails(model, {2}, "forward"), policy="offload")
+        trained(tmp_path, lambda model: OomInBlock(model, {2}, "forward"), policy="offload")
     assert any("blocks already keep nothing on the GPU" in note for note in error.value.__notes__)
 
 
-def test_updates_that_have_started_cannot_be_taken_back(tmp_path: Path) -> None:
-    """Without clipping, in a size that has been through: the blocks after the one that failed have moved."""
+def test_a_step_whose_updates_have_started_cannot_be_undone(tmp_path: Path) -> None:
+    """Without clipping and with a size known to fit, later blocks are already updated when the backward fails."""
     with pytest.raises(torch.OutOfMemoryError) as error:
-        trained(tmp_path, lambda model: Fails(model, {2}, "backward", layer=0), max_grad_norm=0.0)
+        trained(tmp_path, lambda model: OomInBlock(model, {2}, "backward", layer=0), max_grad_norm=0.0)
     assert any("updates had started in its backward" in note for note in error.value.__notes__)
 
 
-def test_a_changed_buffer_cannot_be_taken_back(tmp_path: Path) -> None:
+def test_a_changed_buffer_cannot_be_undone(tmp_path: Path) -> None:
     model = small.llama()
     model.register_buffer("seen", torch.zeros(()))
     model.model.layers[0].register_forward_pre_hook(lambda *_: model.seen.add_(1) and None)
     with pytest.raises(torch.OutOfMemoryError) as error:
-        trained(tmp_path, lambda model: Fails(model, {1}, "forward"), model=model)
+        trained(tmp_path, lambda model: OomInBlock(model, {1}, "forward"), model=model)
     assert any("buffer seen" in note for note in error.value.__notes__)
 
 
-def test_a_replaced_buffer_cannot_be_taken_back(tmp_path: Path) -> None:
+def test_a_replaced_buffer_cannot_be_undone(tmp_path: Path) -> None:
     model = small.llama()
     model.register_buffer("seen", torch.zeros(()))
     model.model.layers[0].register_forward_pre_hook(lambda *_: setattr(model, "seen", model.seen + 1))
     with pytest.raises(torch.OutOfMemoryError) as error:
-        trained(tmp_path, lambda model: Fails(model, {1}, "forward"), model=model)
+        trained(tmp_path, lambda model: OomInBlock(model, {1}, "forward"), model=model)
     assert any("buffer seen" in note for note in error.value.__notes__)
 
 
 @pytest.mark.parametrize("front", [True, False], ids=["MegaMixin in front", "in front of MegaMixin"])
 @pytest.mark.parametrize("method", ["training_step", "_prepare_inputs", "compute_loss"])
-def test_a_method_of_somebody_else_is_not_called_again(tmp_path: Path, method: str, front: bool) -> None:
+def test_an_overridden_method_is_not_called_again(tmp_path: Path, method: str, front: bool) -> None:
     class Counting:
         calls = 0
 
@@ -148,22 +150,22 @@ def test_a_method_of_somebody_else_is_not_called_again(tmp_path: Path, method: s
     model = small.llama()
     bases = (mt.MegaMixin, Counting, transformers.Trainer) if front else (Counting, mt.Trainer)
     trainer = type("Mixed", bases, {})(model=model, args=small.arguments(tmp_path), train_dataset=small.rows())
-    Fails(model, {2}, "forward")
+    OomInBlock(model, {2}, "forward")
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert trainer.calls == 2
 
 
-def test_a_size_that_took_the_second_time_is_not_tried(tmp_path: Path) -> None:
-    """Later steps keep more again, and without clipping could not be taken back."""
+def test_a_size_that_fitted_only_with_less_memory_is_not_known_to_fit(tmp_path: Path) -> None:
+    """Later steps use more memory again, and without clipping they could not be undone."""
     trainer = trained(
-        tmp_path, lambda model: Fails(model, {1, 4}, "backward", layer=0), max_grad_norm=0.0,
+        tmp_path, lambda model: OomInBlock(model, {1, 4}, "backward", layer=0), max_grad_norm=0.0,
         model=small.llama(num_hidden_layers=8),
     )  # fmt: skip
     assert trainer.state.global_step == 3
 
 
-def test_python_and_numpy_random_numbers_are_taken_back(tmp_path: Path) -> None:
+def test_python_and_numpy_generators_are_restored(tmp_path: Path) -> None:
     drawn: list[tuple[float, float]] = []
 
     class Drawing(mt.Trainer):  # type: ignore[misc]
@@ -176,14 +178,14 @@ def test_python_and_numpy_random_numbers_are_taken_back(tmp_path: Path) -> None:
     mt.init(policy="store")
     model = small.llama()
     trainer = Drawing(model=model, args=small.arguments(tmp_path, max_steps=2), train_dataset=small.rows())
-    Fails(model, {1}, "forward")
+    OomInBlock(model, {1}, "forward")
     trainer.train()
     assert len(drawn) == 3
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_size_that_was_not_tried_does_not_update_in_its_backward(tmp_path: Path) -> None:
-    """Without clipping updates start in the backward, and then a step could not be taken back any more."""
+def test_a_new_size_does_not_update_in_its_backward(tmp_path: Path) -> None:
+    """Without clipping, updates could start in the backward, and the step could not be undone."""
     data = [{"input_ids": row["input_ids"][:4]} for row in small.rows(4)] + small.rows(4)
     mt.init(policy="store")
     model = small.llama()
@@ -192,23 +194,23 @@ def test_a_size_that_was_not_tried_does_not_update_in_its_backward(tmp_path: Pat
         args=small.arguments(tmp_path, max_steps=4, max_grad_norm=0.0, train_sampling_strategy="sequential"),
         train_dataset=[{"input_ids": row["input_ids"]} for row in data],
     )
-    # Two short steps, in the second of which updates may start early; the third is longer and fails in its backward.
-    fails = Fails(model, {3}, "backward", layer=0)
+    # Updates may start early in the second of two short steps. The third step is longer and fails in its backward.
+    fails = OomInBlock(model, {3}, "backward", layer=0)
     trainer.train()
-    assert fails.seen == 3 + 2 + 1, "the third step a second time, recomputed, and the fourth"
+    assert fails.seen == 3 + 2 + 1, "expected a repeated third step with recomputes, and a fourth step"
     assert trainer.state.global_step == 4
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-def test_a_norm_that_ran_out_of_memory_is_taken_once_more(
+def test_a_norm_that_ran_out_of_memory_is_computed_again(
     tmp_path: Path,
     said: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     accumulation: int,
     max_grad_norm: float,
 ) -> None:
-    """Between the backward and the step nothing has moved yet."""
+    """No weight has changed between the backward and the step."""
     changes = {"gradient_accumulation_steps": accumulation, "max_grad_norm": max_grad_norm}
     expected = trained(tmp_path / "a", **changes)
     calls = []
@@ -221,21 +223,21 @@ def test_a_norm_that_ran_out_of_memory_is_taken_once_more(
         return norm(engine)
 
     monkeypatch.setattr(mt.Engine, "grad_norm", failing)
-    found = trained(tmp_path / "b", **changes)
+    repeated = trained(tmp_path / "b", **changes)
     assert len(calls) == 3 + 1
     assert any("the gradient norm is computed again" in line for line in said.messages)
-    assert small.losses(found) == small.losses(expected)
-    assert small.same(small.snapshot(found.model), small.snapshot(expected.model))
+    assert small.losses(repeated) == small.losses(expected)
+    assert small.same(small.snapshot(repeated.model), small.snapshot(expected.model))
 
 
-def test_a_norm_is_taken_twice_at_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mt.Engine, "grad_norm", lambda engine: Fails._raise())
+def test_a_norm_is_computed_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mt.Engine, "grad_norm", lambda engine: OomInBlock._raise())
     with pytest.raises(torch.OutOfMemoryError):
         trained(tmp_path)
 
 
-def test_longer_text_beside_a_constant_image_is_not_tried(tmp_path: Path) -> None:
-    """The largest tensor of a batch says nothing about the others."""
+def test_longer_text_with_an_image_of_constant_size_is_a_new_size(tmp_path: Path) -> None:
+    """The largest tensor of a batch does not determine the sizes of the others."""
 
     class Seeing(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, *args: Any, pixel_values: Any = None, **kwargs: Any) -> Any:
@@ -255,23 +257,23 @@ def test_longer_text_beside_a_constant_image_is_not_tried(tmp_path: Path) -> Non
         train_dataset=[{"input_ids": row["input_ids"][:4]} for row in small.rows(4)] + small.rows(4),
         data_collator=collate,
     )
-    Fails(model, {3}, "backward", layer=0)
+    OomInBlock(model, {3}, "backward", layer=0)
     trainer.train()
     assert trainer.state.global_step == 4
 
 
-# ---- in a loop of one's own
+# ---- in a training loop
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("policy", ["store", "recompute", "offload"])
 @pytest.mark.parametrize("window", [False, True])
-def test_in_an_own_loop_it_raises_and_zero_grad_is_enough(where: str, policy: str, window: bool) -> None:
+def test_a_training_loop_can_continue_after_zero_grad(where: str, policy: str, window: bool) -> None:
     def run(failing: bool) -> Any:
         model = small.llama()
         engine = mt.Engine(model, device="cpu", policy=policy)
         optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
-        fails = Fails(model, set(), where)
+        fails = OomInBlock(model, set(), where)
 
         def step(seed: int) -> None:
             if window:
@@ -284,7 +286,7 @@ def test_in_an_own_loop_it_raises_and_zero_grad_is_enough(where: str, policy: st
 
         step(0)
         if failing:
-            # If graphs are made again for the backward, the first call after all forwards.
+            # With recompute, the first call after all forwards.
             again = where == "backward" and policy != "store"
             fails.calls = {fails.seen + 1 + (2 if window else 1) * again}
             with pytest.raises(torch.OutOfMemoryError) as error:
@@ -301,50 +303,50 @@ def test_in_an_own_loop_it_raises_and_zero_grad_is_enough(where: str, policy: st
 # ---- RAM
 
 
-def test_a_run_short_of_ram_is_saved_and_ended_and_goes_on_bit_for_bit(
+def test_a_run_short_of_ram_is_saved_and_resumes_bitwise(
     tmp_path: Path,
 ) -> None:
-    left = [1 << 40]
+    free = [1 << 40]
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=4), train_dataset=small.rows())
-    trainer.engine.ram._left = lambda: left[0]
+    trainer.engine.ram._left = lambda: free[0]
 
-    class Hungry(transformers.TrainerCallback):  # type: ignore[misc]
+    class LowersFreeRam(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            left[0] = int(SHORT[1] * trainer.engine.ram._limit) - 1 if state.global_step == 1 else 1 << 40
-            left[0] = min(left[0], SHORT[0] - 1) if state.global_step == 1 else left[0]
+            free[0] = int(SHORT[1] * trainer.engine.ram._limit) - 1 if state.global_step == 1 else 1 << 40
+            free[0] = min(free[0], SHORT[0] - 1) if state.global_step == 1 else free[0]
 
-    trainer.add_callback(Hungry())
+    trainer.add_callback(LowersFreeRam())
     with pytest.raises(OutOfRam, match=r"stopped after step 2 and saved in .*checkpoint-2"):
         trainer.train()
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
-    whole = mt.Trainer(
+    uninterrupted = mt.Trainer(
         model=small.llama(), args=small.arguments(tmp_path / "b", max_steps=4), train_dataset=small.rows()
     )
-    whole.train()
+    uninterrupted.train()
     resumed = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=4), train_dataset=small.rows())
     resumed.train(resume_from_checkpoint=True)
-    assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
+    assert small.same(small.snapshot(resumed.model), small.snapshot(uninterrupted.model))
 
 
-def short_after(trainer: Any, steps: int) -> None:
-    """RAM is short once the given number of steps has been done."""
-    left = [1 << 40]
-    trainer.engine.ram._left = lambda: left[0]
-    little = min(int(SHORT[1] * trainer.engine.ram._limit), SHORT[0]) - 1
+def run_short_after(trainer: Any, steps: int) -> None:
+    """Make RAM run short after the given number of steps."""
+    free = [1 << 40]
+    trainer.engine.ram._left = lambda: free[0]
+    low = min(int(SHORT[1] * trainer.engine.ram._limit), SHORT[0]) - 1
 
-    class Hungry(transformers.TrainerCallback):  # type: ignore[misc]
+    class LowersFreeRam(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            left[0] = little if state.global_step == steps - 1 else left[0]
+            free[0] = low if state.global_step == steps - 1 else free[0]
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            left[0] = 1 << 40
+            free[0] = 1 << 40
 
-    trainer.add_callback(Hungry())
+    trainer.add_callback(LowersFreeRam())
 
 
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True}
-"""The loss falls, so that the first step stays the best."""
+"""The loss falls, so the first step stays the best."""
 
 
 @pytest.mark.parametrize(
@@ -361,8 +363,10 @@ BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "los
     ids=["best", "best, no evaluation", "only model", "best, only model", "limit", "epoch", "no"],
 )
 @pytest.mark.parametrize("stale", [False, True])
-def test_what_a_run_short_of_ram_names_can_be_resumed(tmp_path: Path, changes: dict[str, Any], stale: bool) -> None:
-    def made(directory: Path, seed: int = 0) -> Any:
+def test_the_checkpoint_of_a_run_short_of_ram_can_be_resumed(
+    tmp_path: Path, changes: dict[str, Any], stale: bool
+) -> None:
+    def new_trainer(directory: Path, seed: int = 0) -> Any:
         return mt.Trainer(
             model=small.llama(seed),
             args=small.arguments(directory, max_steps=4, **changes),
@@ -371,7 +375,7 @@ def test_what_a_run_short_of_ram_names_can_be_resumed(tmp_path: Path, changes: d
         )
 
     if stale:
-        # Of another run, in the same place: it has a complete checkpoint of that step already.
+        # Another run has left a complete checkpoint of the same step in this directory.
         old = mt.Trainer(
             model=small.llama(3),
             args=small.arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2),
@@ -379,25 +383,25 @@ def test_what_a_run_short_of_ram_names_can_be_resumed(tmp_path: Path, changes: d
         )
         old.train()
         old.engine.close()
-    trainer = made(tmp_path)
-    short_after(trainer, 2)
+    trainer = new_trainer(tmp_path)
+    run_short_after(trainer, 2)
     with pytest.raises(OutOfRam, match=r"stopped after step 2 and saved in .*checkpoint-2; ") as error:
         trainer.train()
     assert f"resume_from_checkpoint={str(tmp_path / 'checkpoint-2')!r}" in str(error.value)
     assert trainer.args.save_only_model == changes.get("save_only_model", False)
     assert trainer.args.save_total_limit == changes.get("save_total_limit")
-    whole = made(tmp_path / "whole")
-    whole.train()
-    resumed = made(tmp_path, seed=5)
+    uninterrupted = new_trainer(tmp_path / "whole")
+    uninterrupted.train()
+    resumed = new_trainer(tmp_path, seed=5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 4
     if "load_best_model_at_end" not in changes:
-        assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
+        assert small.same(small.snapshot(resumed.model), small.snapshot(uninterrupted.model))
 
 
-def test_a_run_short_of_ram_in_its_last_step_has_ended_well(tmp_path: Path) -> None:
+def test_a_run_short_of_ram_in_its_last_step_ends_normally(tmp_path: Path) -> None:
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, max_steps=2), train_dataset=small.rows())
-    short_after(trainer, 2)
+    run_short_after(trainer, 2)
     assert trainer.train().global_step == 2
 
 
@@ -408,7 +412,7 @@ def test_an_evaluation_that_runs_out_of_ram_leaves_a_checkpoint(
         model=small.llama(), args=small.arguments(tmp_path, max_steps=4, **BEST | {"eval_steps": 2}),
         train_dataset=small.rows(), eval_dataset=small.rows(4),
     )  # fmt: skip
-    short_after(trainer, 2)
+    run_short_after(trainer, 2)
 
     def evaluate(*args: Any, **kwargs: Any) -> None:
         raise OutOfRam("none left")
@@ -421,37 +425,35 @@ def test_an_evaluation_that_runs_out_of_ram_leaves_a_checkpoint(
 
 class SavesElsewhere(mt.Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """To a place that nobody knows of."""
+        """Saves no checkpoint in the output directory."""
 
 
-def test_a_trainer_that_saves_in_its_own_way_and_is_short_of_ram(tmp_path: Path) -> None:
+def test_a_run_short_of_ram_with_an_overridden_save(tmp_path: Path) -> None:
     trainer = SavesElsewhere(model=small.llama(), args=small.arguments(tmp_path), train_dataset=small.rows())
-    short_after(trainer, 1)
+    run_short_after(trainer, 1)
     with pytest.raises(OutOfRam, match="no checkpoint was saved"):
         trainer.train()
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("block", [0, 7])
-def test_a_step_that_ram_does_not_hold_leaves_a_checkpoint_of_those_before(
-    tmp_path: Path, block: int, clip: float
-) -> None:
-    """In the third step, at its first block or in its backward. Without clipping updates have started there."""
+def test_running_out_of_ram_in_a_step_saves_the_steps_before_it(tmp_path: Path, block: int, clip: float) -> None:
+    """RAM runs out in the third step, at its first block or in its backward, where updates start without clipping."""
     options = {"max_steps": 4, "max_grad_norm": clip, "lr_scheduler_type": "constant"}
-    whole = mt.Trainer(
+    uninterrupted = mt.Trainer(
         model=small.llama(), args=small.arguments(tmp_path / "whole", **options), train_dataset=small.rows()
     )
-    whole.train()
+    uninterrupted.train()
     trainer = mt.Trainer(
         model=small.llama(), args=small.arguments(tmp_path / "out", **options), train_dataset=small.rows()
     )
-    look, looks = trainer.engine.ram.check, []
+    original_check, checks = trainer.engine.ram.check, []
 
     def fails() -> None:
-        looks.append(trainer.state.global_step)
-        if looks.count(2) == block + 1:
+        checks.append(trainer.state.global_step)
+        if checks.count(2) == block + 1:
             raise OutOfRam("RAM is running out; stopped")
-        look()
+        original_check()
 
     trainer.engine.ram.check = fails
     moved = block > 0 and not clip
@@ -467,4 +469,4 @@ def test_a_step_that_ram_does_not_hold_leaves_a_checkpoint_of_those_before(
         model=small.llama(seed=1), args=small.arguments(tmp_path / "out", **options), train_dataset=small.rows()
     )
     resumed.train(resume_from_checkpoint=True)
-    assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
+    assert small.same(small.snapshot(resumed.model), small.snapshot(uninterrupted.model))

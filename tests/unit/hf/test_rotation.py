@@ -1,4 +1,4 @@
-"""Old checkpoints are deleted in the order they were sealed, whatever clocks say; and which one is resumed from."""
+"""Old checkpoints are deleted in the order they were saved, not by file times. The last saved is resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain.hf.checkpoint_list import last_complete
 FUTURE = time.time() + 1e8
 
 
-def made(directory: Path, kind: Any = mt.Trainer, seed: int = 0, **changes: Any) -> Any:
+def new_trainer(directory: Path, kind: Any = mt.Trainer, seed: int = 0, **changes: Any) -> Any:
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     return kind(
         model=small.llama(seed, num_hidden_layers=1),
@@ -35,89 +35,89 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name != "run.jsonl")
 
 
-def age(directory: Path, when: float) -> None:
-    """As a backup is restored, or a clock stepped: every time is another."""
+def set_times(directory: Path, when: float) -> None:
+    """Set all file times, as a restored backup or a changed clock does."""
     for path in [directory, *directory.rglob("*")]:
         os.utime(path, (when, when))
 
 
 @pytest.mark.parametrize("when", [FUTURE, 0.0], ids=["in the future", "long ago"])
-def test_times_of_files_say_nothing(tmp_path: Path, when: float) -> None:
-    first = made(tmp_path, max_steps=2)
+def test_file_times_are_ignored(tmp_path: Path, when: float) -> None:
+    first = new_trainer(tmp_path, max_steps=2)
     first.train()
     for name in names(tmp_path):
-        age(tmp_path / name, when)
-    again = made(tmp_path, max_steps=4, save_total_limit=2)
+        set_times(tmp_path / name, when)
+    again = new_trainer(tmp_path, max_steps=4, save_total_limit=2)
     again.train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
     assert last_complete(str(tmp_path)).endswith("checkpoint-4")
 
 
-def test_a_run_from_the_start_beside_higher_steps(tmp_path: Path) -> None:
-    """By number the new ones would be the oldest; the one just sealed is never deleted."""
-    made(tmp_path, max_steps=8, save_steps=4).train()
-    made(tmp_path, max_steps=2, save_total_limit=1).train()
+def test_a_new_run_in_a_directory_with_higher_steps(tmp_path: Path) -> None:
+    """The new checkpoints have lower numbers, but the one just saved is never deleted."""
+    new_trainer(tmp_path, max_steps=8, save_steps=4).train()
+    new_trainer(tmp_path, max_steps=2, save_total_limit=1).train()
     assert names(tmp_path) == ["checkpoint-2"]
 
 
-def test_a_backup_that_was_restored_is_as_old_as_it_was(tmp_path: Path) -> None:
-    made(tmp_path, max_steps=1).train()
+def test_a_restored_backup_keeps_its_age(tmp_path: Path) -> None:
+    new_trainer(tmp_path, max_steps=1).train()
     shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "kept")
-    made(tmp_path, max_steps=3, save_total_limit=2).train(resume_from_checkpoint=True)
+    new_trainer(tmp_path, max_steps=3, save_total_limit=2).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "kept"]
     shutil.move(tmp_path / "kept", tmp_path / "checkpoint-1")
-    age(tmp_path / "checkpoint-1", FUTURE)
-    made(tmp_path, max_steps=4, save_total_limit=2).train(resume_from_checkpoint=True)
+    set_times(tmp_path / "checkpoint-1", FUTURE)
+    new_trainer(tmp_path, max_steps=4, save_total_limit=2).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
 
 
-@pytest.mark.parametrize("only", [False, True], ids=["whole", "only the model"])
-def test_the_best_one_stays(tmp_path: Path, only: bool) -> None:
+@pytest.mark.parametrize("only_model", [False, True], ids=["whole", "only the model"])
+def test_the_best_checkpoint_is_kept(tmp_path: Path, only_model: bool) -> None:
     options = {
         "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True,
-        "load_best_model_at_end": True, "save_total_limit": 2, "max_steps": 4, "save_only_model": only,
+        "load_best_model_at_end": True, "save_total_limit": 2, "max_steps": 4, "save_only_model": only_model,
     }  # fmt: skip
-    trainer = made(tmp_path, **options)
+    trainer = new_trainer(tmp_path, **options)
     trainer.train()
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1"), "the loss falls"
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1"), "the first loss must be the best"
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-4"]
 
 
-def test_what_is_not_complete_neither_counts_nor_is_deleted(tmp_path: Path) -> None:
-    made(tmp_path, max_steps=2).train()
+def test_incomplete_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    new_trainer(tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-2" / manifest.FILE).unlink()
     (tmp_path / "checkpoint-notes").mkdir()
-    made(tmp_path, max_steps=4, save_total_limit=2, save_steps=4).train()
+    new_trainer(tmp_path, max_steps=4, save_total_limit=2, save_steps=4).train()
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-notes"]
-    made(tmp_path, max_steps=5, save_total_limit=2, save_steps=5).train()
+    new_trainer(tmp_path, max_steps=5, save_total_limit=2, save_steps=5).train()
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-notes"]
 
 
-def test_a_stock_trainers_are_older_than_ours(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    made(tmp_path, transformers.Trainer, max_steps=4, save_steps=2).train()
+def test_checkpoints_of_transformers_count_as_older(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    new_trainer(tmp_path, transformers.Trainer, max_steps=4, save_steps=2).train()
     for name in names(tmp_path):
-        age(tmp_path / name, FUTURE)
-    made(tmp_path, max_steps=6, save_steps=2, save_total_limit=2).train(resume_from_checkpoint=True)
+        set_times(tmp_path / name, FUTURE)
+    new_trainer(tmp_path, max_steps=6, save_steps=2, save_total_limit=2).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
     assert [line for line in said.messages if "which a stock Trainer wrote, was deleted" in line]
     assert last_complete(str(tmp_path)).endswith("checkpoint-6")
-    # A stock Trainer goes on where ours stopped, and ours after it.
-    made(tmp_path, transformers.Trainer, max_steps=8, save_steps=2).train(resume_from_checkpoint=True)
+    # transformers' Trainer continues from our checkpoint, and its own checkpoint is then the newest.
+    new_trainer(tmp_path, transformers.Trainer, max_steps=8, save_steps=2).train(resume_from_checkpoint=True)
     assert last_complete(str(tmp_path)).endswith("checkpoint-8")
 
 
-def test_the_newest_is_the_one_sealed_last(tmp_path: Path) -> None:
-    """Back to step 1 after a spike, and on from there: the steps of before have higher numbers."""
-    made(tmp_path, max_steps=4).train()
-    made(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+def test_the_newest_checkpoint_is_the_last_saved(tmp_path: Path) -> None:
+    """After a restart from step 1, checkpoints of the first run have higher numbers."""
+    new_trainer(tmp_path, max_steps=4).train()
+    new_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert last_complete(str(tmp_path)).endswith("checkpoint-2")
 
 
-# ---- checkpoints that hold NaN or infinities
+# ---- checkpoints with NaN or infinite values
 
 
 def spoil(trainer: Any, at: int, role: str, value: float) -> None:
-    """After the given step a weight or a moment of a layer is not finite."""
+    """Make one value of a weight or a moment not finite after the given step."""
 
     class Spoils(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -138,28 +138,28 @@ def spoil(trainer: Any, at: int, role: str, value: float) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("role", ["weight", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_it_is_marked_and_passed_over(
+def test_a_checkpoint_that_is_not_finite_is_marked_and_skipped(
     tmp_path: Path, said: pytest.LogCaptureFixture, role: str, value: float, bf16: bool
 ) -> None:
-    trainer = made(tmp_path, bf16=bf16, save_total_limit=1, max_steps=3)
+    trainer = new_trainer(tmp_path, bf16=bf16, save_total_limit=1, max_steps=3)
     spoil(trainer, 3, role, value)
     trainer.train()
     name = "model.layers.0.mlp.up_proj.weight" + ("" if role == "weight" else f"/{role}")
     assert manifest.read(tmp_path / "checkpoint-3")["nonfinite"] == [name]
     assert "nonfinite" not in manifest.read(tmp_path / "checkpoint-2")
     assert sum(f"NaN or infinite values in {name}" in line for line in said.messages) == 1
-    assert last_complete(str(tmp_path)).endswith("checkpoint-2"), "it did not push out the good one"
+    assert last_complete(str(tmp_path)).endswith("checkpoint-2"), "a marked checkpoint must not replace a finite one"
     assert any(f"checkpoint-3 was skipped: it holds NaN or infinite values in {name}" in x for x in said.messages)
     said.clear()
-    # Named, it is loaded as it is, with a warning.
-    again = made(tmp_path, bf16=bf16, seed=1)
+    # A checkpoint requested by name is loaded with a warning.
+    again = new_trainer(tmp_path, bf16=bf16, seed=1)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert any("as requested" in line for line in said.messages)
 
 
 @pytest.mark.parametrize("width", ["bf16", "8bit", "4bit"])
 @pytest.mark.parametrize("role", ["exp_avg", "exp_avg_sq"])
-def test_moments_of_every_width(tmp_path: Path, width: str, role: str) -> None:
+def test_moments_of_every_width_are_checked(tmp_path: Path, width: str, role: str) -> None:
     mt.init(optimizer_compression=width)
     trainer = mt.Trainer(
         model=small.llama(num_hidden_layers=1, hidden_size=64, intermediate_size=64),
@@ -172,19 +172,19 @@ def test_moments_of_every_width(tmp_path: Path, width: str, role: str) -> None:
     assert manifest.read(tmp_path / "checkpoint-2")["nonfinite"] == [f"model.layers.0.mlp.up_proj.weight/{role}"]
 
 
-def test_marked_ones_are_limited_among_themselves(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    trainer = made(tmp_path, max_steps=6, save_total_limit=2)
+def test_marked_checkpoints_have_their_own_limit(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    trainer = new_trainer(tmp_path, max_steps=6, save_total_limit=2)
     spoil(trainer, 3, "exp_avg_sq", float("inf"))
     trainer.train()
     assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 2, 5, 6)]
-    assert sum("NaN or infinite values in" in line for line in said.messages) == 1, "once, not at each save"
+    assert sum("NaN or infinite values in" in line for line in said.messages) == 1, "the notice must be printed once"
 
 
-def test_infinities_of_buffers_and_frozen_weights_are_nobodys_business(tmp_path: Path) -> None:
+def test_infinite_buffers_and_frozen_weights_are_allowed(tmp_path: Path) -> None:
     model = small.llama(num_hidden_layers=1)
     model.register_buffer("mask", torch.full((4,), -float("inf")))
     with torch.no_grad():
-        # Of a token that does not occur.
+        # The row of a token that does not occur in the data.
         model.model.embed_tokens.weight.requires_grad_(False)[0] = -float("inf")
     trainer = mt.Trainer(
         model=model, args=small.arguments(tmp_path, max_steps=1, save_strategy="steps"), train_dataset=small.rows()
@@ -193,8 +193,8 @@ def test_infinities_of_buffers_and_frozen_weights_are_nobodys_business(tmp_path:
     assert "nonfinite" not in manifest.read(tmp_path / "checkpoint-1")
 
 
-def test_a_scheduler_that_wrote_nan_marks_too(tmp_path: Path) -> None:
-    trainer = made(tmp_path, max_steps=3, save_total_limit=1)
+def test_a_nan_learning_rate_marks_the_checkpoint(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, max_steps=3, save_total_limit=1)
 
     class Spoils(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -206,10 +206,12 @@ def test_a_scheduler_that_wrote_nan_marks_too(tmp_path: Path) -> None:
         trainer.train()
     assert last_complete(str(tmp_path)).endswith("checkpoint-1")
     with pytest.raises(CheckpointError, match="lr=nan"):
-        made(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        new_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_an_engine_marks_and_says_it(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_engine_save_marks_and_announces_values_that_are_not_finite(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
     model = small.llama(num_hidden_layers=1)
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer()
@@ -222,17 +224,17 @@ def test_an_engine_marks_and_says_it(tmp_path: Path, said: pytest.LogCaptureFixt
     assert any("NaN or infinite values in lm_head.weight" in line for line in said.messages)
 
 
-# ---- what cannot be resumed from
+# ---- directories that cannot be resumed
 
 
-def test_messages_say_what_is_there(tmp_path: Path) -> None:
-    made(tmp_path, max_steps=2, save_only_model=True).train()
+def test_errors_say_what_the_directory_holds(tmp_path: Path) -> None:
+    new_trainer(tmp_path, max_steps=2, save_only_model=True).train()
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("")
     small.llama().save_pretrained(tmp_path / "model")
-    trainer = made(tmp_path, seed=1)
+    trainer = new_trainer(tmp_path, seed=1)
     before = small.snapshot(trainer.model)
     with pytest.raises(CheckpointError, match="has weights but no optimizer state"):
         trainer.engine.load(tmp_path / "checkpoint-2", trainer.create_optimizer())
@@ -252,18 +254,18 @@ def test_messages_say_what_is_there(tmp_path: Path) -> None:
     assert small.same(before, small.snapshot(trainer.model))
 
 
-def test_a_stock_trainers_weights_only(tmp_path: Path) -> None:
-    made(tmp_path, transformers.Trainer, max_steps=1, save_only_model=True).train()
+def test_a_weights_only_checkpoint_of_transformers(tmp_path: Path) -> None:
+    new_trainer(tmp_path, transformers.Trainer, max_steps=1, save_only_model=True).train()
     with pytest.raises(CheckpointError, match="it has weights but no optimizer state"):
-        made(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        new_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_a_best_model_that_is_gone(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_best_model_is_announced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     options = {
         "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True,
         "load_best_model_at_end": True,
     }  # fmt: skip
-    trainer = made(tmp_path, **options)
+    trainer = new_trainer(tmp_path, **options)
 
     class Deletes(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -275,11 +277,11 @@ def test_a_best_model_that_is_gone(tmp_path: Path, said: pytest.LogCaptureFixtur
     assert any("which no longer exists" in line for line in said.messages)
 
 
-def test_the_state_of_another_run_is_not_taken_over(tmp_path: Path) -> None:
-    made(tmp_path, max_steps=1).train()
+def test_optimizer_files_of_another_run_are_removed(tmp_path: Path) -> None:
+    new_trainer(tmp_path, max_steps=1).train()
     assert (tmp_path / "checkpoint-1" / "optimizer.pt").is_file()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
-    made(tmp_path, max_steps=1, optim="adamw_8bit").train()
+    new_trainer(tmp_path, max_steps=1, optim="adamw_8bit").train()
     assert not (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
     assert (tmp_path / "checkpoint-1" / "notes.txt").read_text() == "mine"
     manifest.verify(tmp_path / "checkpoint-1")

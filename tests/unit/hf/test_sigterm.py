@@ -1,4 +1,4 @@
-"""SIGTERM while a Trainer trains: the step is finished, a checkpoint saved, and the process exits."""
+"""On SIGTERM a Trainer finishes its step, saves a checkpoint and exits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def handlers() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def made(directory: Path, seed: int = 0, **changes: Any) -> Any:
+def new_trainer(directory: Path, seed: int = 0, **changes: Any) -> Any:
     return mt.Trainer(
         model=small.llama(seed),
         args=small.arguments(directory, **{"max_steps": 4} | changes),
@@ -45,7 +45,7 @@ def terminate() -> None:
 
 
 class At(transformers.TrainerCallback):  # type: ignore[misc]
-    """Does something at an event of a step."""
+    """Calls a function at one event of one step."""
 
     def __init__(self, event: str, step: int, work: Callable[[], Any] = terminate) -> None:
         def act(args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -58,7 +58,7 @@ class At(transformers.TrainerCallback):  # type: ignore[misc]
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True}
 
 
-ALL = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 
 
 @pytest.mark.parametrize(
@@ -66,51 +66,51 @@ ALL = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     [
         ({"save_strategy": "no"}, "on_step_begin"),
         ({"save_strategy": "no"}, "on_optimizer_step"),
-        (ALL, "on_step_end"),
+        (EVERY_STEP, "on_step_end"),
         ({"save_strategy": "epoch", "save_only_model": True}, "on_step_begin"),
         (BEST | {"save_strategy": "best"}, "on_step_end"),
-        (BEST | ALL | {"load_best_model_at_end": True}, "on_step_begin"),
+        (BEST | EVERY_STEP | {"load_best_model_at_end": True}, "on_step_begin"),
     ],
     ids=["no", "no, late", "steps", "only model", "best", "best at end"],
 )
-def test_what_it_leaves_is_resumed_bit_for_bit(tmp_path: Path, changes: dict[str, Any], event: str) -> None:
-    trainer = made(tmp_path, **changes)
+def test_the_checkpoint_resumes_bitwise(tmp_path: Path, changes: dict[str, Any], event: str) -> None:
+    trainer = new_trainer(tmp_path, **changes)
     trainer.add_callback(At(event, 2 if event == "on_step_end" else 1))
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         trainer.train()
-    assert end.value.code == EXIT == 143
+    assert exit_info.value.code == EXIT == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert trainer.state.global_step == 2
     assert "train_runtime" in trainer.state.log_history[-1]
-    whole = made(tmp_path / "whole", **changes | {"load_best_model_at_end": False})
-    whole.train()
-    resumed = made(tmp_path, seed=1, **changes | {"load_best_model_at_end": False})
+    uninterrupted = new_trainer(tmp_path / "whole", **changes | {"load_best_model_at_end": False})
+    uninterrupted.train()
+    resumed = new_trainer(tmp_path, seed=1, **changes | {"load_best_model_at_end": False})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert small.same(small.snapshot(resumed.model), small.snapshot(whole.model))
+    assert small.same(small.snapshot(resumed.model), small.snapshot(uninterrupted.model))
 
 
-def test_in_an_evaluation_it_does_not_wait_for_its_end(tmp_path: Path) -> None:
+def test_sigterm_stops_an_evaluation_early(tmp_path: Path) -> None:
     seen: list[int] = []
-    trainer = made(tmp_path, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1)
+    trainer = new_trainer(tmp_path, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1)
     trainer.add_callback(At("on_prediction_step", 2, lambda: (seen.append(1), terminate())))
     with pytest.raises(SystemExit):
         trainer.train()
-    assert seen == [1], "the first of eight batches"
+    assert seen == [1], "the evaluation must stop after the first of eight batches"
     assert trainer.state.global_step == 2
     assert last_complete(str(tmp_path)).endswith("checkpoint-2")
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_no_evaluation_is_begun_any_more(tmp_path: Path, strategy: str) -> None:
-    trainer = made(tmp_path, eval_strategy=strategy, eval_steps=1)
+def test_no_evaluation_starts_after_sigterm(tmp_path: Path, strategy: str) -> None:
+    trainer = new_trainer(tmp_path, eval_strategy=strategy, eval_steps=1)
     trainer.add_callback(At("on_step_begin", 0))
     with pytest.raises(SystemExit):
         trainer.train()
     assert not any("eval_loss" in entry for entry in trainer.state.log_history)
 
 
-def test_in_a_save_no_further_step_is_taken(tmp_path: Path) -> None:
-    trainer = made(tmp_path, save_strategy="steps", save_steps=2)
+def test_sigterm_during_a_save_starts_no_further_step(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, save_strategy="steps", save_steps=2)
     trainer.add_callback(At("on_save", 2))
     with pytest.raises(SystemExit):
         trainer.train()
@@ -118,36 +118,36 @@ def test_in_a_save_no_further_step_is_taken(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "run.jsonl"]
 
 
-def test_an_evaluation_outside_training_is_not_cut(tmp_path: Path) -> None:
-    trainer = made(tmp_path)
-    heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+def test_an_evaluation_outside_training_is_not_stopped(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path)
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     trainer.add_callback(At("on_step_end", 4))
     trainer.train()
-    assert heard == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
     assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_an_earlier_handler_is_called_after_the_checkpoint(tmp_path: Path) -> None:
-    heard: list[str] = []
+    received: list[str] = []
 
     def earlier(number: int, frame: Any) -> None:
-        heard.append(last_complete(str(tmp_path)))
+        received.append(last_complete(str(tmp_path)))
 
     signal.signal(signal.SIGTERM, earlier)
-    trainer = made(tmp_path)
+    trainer = new_trainer(tmp_path)
     trainer.add_callback(At("on_step_begin", 0))
     result = trainer.train()
     assert result.global_step == 1
-    assert heard == [str(tmp_path / "checkpoint-1")]
-    # Afterwards it is a Trainer like any other.
+    assert received == [str(tmp_path / "checkpoint-1")]
+    # The Trainer can train again.
     trainer.remove_callback(At)
     trainer.args.max_steps = 2
     assert trainer.train().global_step == 2
     assert signal.getsignal(signal.SIGTERM) is earlier
 
 
-def test_the_second_goes_to_the_earlier_handler_at_once(tmp_path: Path) -> None:
+def test_a_second_sigterm_calls_the_earlier_handler_at_once(tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 
@@ -155,7 +155,7 @@ def test_the_second_goes_to_the_earlier_handler_at_once(tmp_path: Path) -> None:
         raise Stop
 
     signal.signal(signal.SIGTERM, earlier)
-    trainer = made(tmp_path)
+    trainer = new_trainer(tmp_path)
     trainer.add_callback(At("on_step_begin", 1, lambda: (terminate(), terminate())))
     with pytest.raises(Stop):
         trainer.train()
@@ -163,9 +163,9 @@ def test_the_second_goes_to_the_earlier_handler_at_once(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is earlier
 
 
-def test_a_process_that_ignores_it_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_continues(tmp_path: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    trainer = made(tmp_path)
+    trainer = new_trainer(tmp_path)
     trainer.add_callback(At("on_step_begin", 1))
     assert trainer.train().global_step == 4
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -173,7 +173,7 @@ def test_a_process_that_ignores_it_goes_on(tmp_path: Path) -> None:
 
 def test_another_thread_trains_without_a_handler(tmp_path: Path) -> None:
     seen: list[Any] = []
-    trainer = made(tmp_path, max_steps=1)
+    trainer = new_trainer(tmp_path, max_steps=1)
     trainer.add_callback(At("on_step_begin", 0, lambda: seen.append(signal.getsignal(signal.SIGTERM))))
     thread = threading.Thread(target=trainer.train)
     thread.start()
@@ -181,19 +181,19 @@ def test_another_thread_trains_without_a_handler(tmp_path: Path) -> None:
     assert seen == [signal.SIG_DFL]
 
 
-def test_after_an_error_the_earlier_handler_is_back(tmp_path: Path) -> None:
+def test_an_error_restores_the_earlier_handler(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("wrong")
 
-    trainer = made(tmp_path)
+    trainer = new_trainer(tmp_path)
     trainer.add_callback(At("on_step_begin", 1, fail))
     with pytest.raises(RuntimeError, match="wrong"):
         trainer.train()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_forked_child_is_ended_by_it(tmp_path: Path) -> None:
-    """Pools and loaders end their workers with SIGTERM."""
+def test_sigterm_ends_a_forked_child(tmp_path: Path) -> None:
+    """Process pools and data loaders stop their workers with SIGTERM."""
     codes: list[int | None] = []
 
     def fork() -> None:
@@ -203,17 +203,17 @@ def test_a_forked_child_is_ended_by_it(tmp_path: Path) -> None:
         child.join(30)
         codes.append(child.exitcode)
 
-    trainer = made(tmp_path, max_steps=2)
+    trainer = new_trainer(tmp_path, max_steps=2)
     trainer.add_callback(At("on_step_begin", 1, fork))
     assert trainer.train().global_step == 2
     assert codes == [-signal.SIGTERM]
 
 
 def test_a_trainer_inside_a_trainer(tmp_path: Path) -> None:
-    """The inner one ends first, then the outer one, each with its checkpoint."""
-    inner = made(tmp_path / "inner", seed=1)
+    """The inner Trainer stops first, then the outer one. Each saves a checkpoint."""
+    inner = new_trainer(tmp_path / "inner", seed=1)
     inner.add_callback(At("on_step_begin", 1))
-    outer = made(tmp_path / "outer")
+    outer = new_trainer(tmp_path / "outer")
     outer.add_callback(At("on_step_begin", 1, inner.train))
     with pytest.raises(SystemExit):
         outer.train()
@@ -221,22 +221,22 @@ def test_a_trainer_inside_a_trainer(tmp_path: Path) -> None:
     assert last_complete(str(tmp_path / "outer")).endswith("checkpoint-2")
 
 
-def test_a_disk_that_is_full_then(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    def full(operation: str, path: Path) -> None:
+def test_sigterm_on_a_full_disk(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    def raise_disk_full(operation: str, path: Path) -> None:
         if operation == "sync" and "checkpoint-2" in path.parts:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    trainer = made(tmp_path)
+    trainer = new_trainer(tmp_path)
     trainer.add_callback(At("on_step_begin", 1))
-    with files.observing(full), pytest.raises(SystemExit) as end:
+    with files.observing(raise_disk_full), pytest.raises(SystemExit) as exit_info:
         trainer.train()
-    assert end.value.code == EXIT
+    assert exit_info.value.code == EXIT
     assert sum("checkpoint-2 could not be saved: No space left" in line for line in said.messages) == 1
     with pytest.raises(CheckpointError, match="No valid checkpoint"):
         last_complete(str(tmp_path))
 
 
-def test_a_whole_process(tmp_path: Path) -> None:
+def test_sigterm_in_a_process(tmp_path: Path) -> None:
     script = f"""
 import atexit, sys, torch
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})

@@ -1,4 +1,4 @@
-"""`mt.Trainer` does what `transformers.Trainer` does, on a streamed model."""
+"""`mt.Trainer` behaves as `transformers.Trainer` on a streamed model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_equal_runs(ours: Any, stock: Any) -> None:
 # ---- the example
 
 
-def test_the_example_of_the_design(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_the_introductory_example(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     tiny.llama().save_pretrained(tmp_path / "company")
     ds = tiny.rows(12)
 
@@ -63,36 +63,36 @@ def test_the_example_of_the_design(tmp_path: Path, said: pytest.LogCaptureFixtur
     )
     result = trainer.train()
 
-    assert result.global_step == 9  # three epochs of twelve rows in fours
+    assert result.global_step == 9  # three epochs of twelve rows, four rows per step
     assert trainer.args.logging_steps == 500
     assert math.isfinite(result.training_loss)
     lines = [line for line in said.messages if line.startswith("step ")]
-    assert len(lines) == 9, "one logged line in 500 steps would be silence"
+    assert len(lines) == 9, "every step must have a line, although transformers logs every 500 steps"
     assert not tiny.same(tiny.snapshot(model), tiny.snapshot(tiny.llama()))
     assert any("offload_dir" in line for line in said.messages)
     assert any("optimizer_compression" in line for line in said.messages)
 
 
-# ---- the same numbers as the stock Trainer
+# ---- the same numbers as transformers.Trainer
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05, 1.0])
-def test_equals_stock(tmp_path: Path, max_grad_norm: float) -> None:
+def test_equals_transformers(tmp_path: Path, max_grad_norm: float) -> None:
     changes = {"max_grad_norm": max_grad_norm, "weight_decay": 0.1, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
     runs = [run(kind, tmp_path, max_steps=6, **changes) for kind in (mt.Trainer, transformers.Trainer)]
     assert_equal_runs(*runs)
     assert len({entry["learning_rate"] for entry in runs[0].state.log_history if "loss" in entry}) >= 5
 
 
-def test_clipping_and_decay_make_a_difference_here(tmp_path: Path) -> None:
-    """Else the test above could not fail."""
+def test_clipping_and_decay_change_the_weights_in_these_tests(tmp_path: Path) -> None:
+    """Otherwise the test above could not fail."""
     plain, clipped, decayed = (
         tiny.snapshot(run(mt.Trainer, tmp_path, max_steps=6, adam_epsilon=1e-3, **changes).model)
         for changes in ({"max_grad_norm": 0.0}, {"max_grad_norm": 0.05}, {"max_grad_norm": 0.0, "weight_decay": 0.1})
     )
     assert tiny.drift(plain, clipped) > 100 * tiny.WEIGHTS
     assert tiny.drift(plain, decayed) > 100 * tiny.WEIGHTS
-    # Norm weights belong to the group without decay; they move all the same, by way of the other weights.
+    # Norm weights are in the group without decay. They still change, because the other weights do.
     trainer = run(mt.Trainer, tmp_path, weight_decay=0.1)
     groups = trainer._own_optimizer().param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -109,12 +109,12 @@ def test_clipping_and_decay_make_a_difference_here(tmp_path: Path) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_options_equal_stock(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_options_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert_equal_runs(*[run(kind, tmp_path, **changes) for kind in (mt.Trainer, transformers.Trainer)])
 
 
-def test_dropout_equals_stock(tmp_path: Path) -> None:
-    """Blocks draw their random numbers in the order of the model's own forward, and draw them again alike."""
+def test_dropout_equals_transformers(tmp_path: Path) -> None:
+    """Blocks draw random numbers in the order of the plain forward, and a recompute draws the same numbers."""
     runs = [run(kind, tmp_path, model=tiny.gpt2()) for kind in (mt.Trainer, transformers.Trainer)]
     assert tiny.losses(runs[0]) == pytest.approx(tiny.losses(runs[1]), abs=1e-5)
 
@@ -127,7 +127,7 @@ def test_accumulation_equals_the_large_batch(tmp_path: Path) -> None:
 
 
 def test_accumulation_of_uneven_rows_equals_the_large_batch(tmp_path: Path) -> None:
-    """A mean over micro-batches would weigh short rows too much: the loss is per token of the whole step."""
+    """The loss is a mean over all tokens of the step. A mean over micro-batches would overweight short rows."""
     data = [{"input_ids": row["input_ids"][: 3 + index % 5]} for index, row in enumerate(tiny.rows())]
     large = run(mt.Trainer, tmp_path, data=data, per_device_train_batch_size=4)
     pieces = run(mt.Trainer, tmp_path, data=data, per_device_train_batch_size=1, gradient_accumulation_steps=4)
@@ -140,7 +140,7 @@ def half_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch / 2
 
 
-def test_compute_loss_func_equals_stock(tmp_path: Path) -> None:
+def test_compute_loss_func_equals_transformers(tmp_path: Path) -> None:
     runs = [run(kind, tmp_path, compute_loss_func=half_loss) for kind in (mt.Trainer, transformers.Trainer)]
     assert_equal_runs(*runs)
     assert tiny.losses(runs[0])[0] < 0.6 * tiny.losses(run(mt.Trainer, tmp_path))[0]
@@ -156,7 +156,7 @@ def with_own_loss(kind: type) -> type:
     return Own
 
 
-def test_a_subclass_with_its_own_loss_equals_stock(tmp_path: Path) -> None:
+def test_a_subclass_with_its_own_loss_equals_transformers(tmp_path: Path) -> None:
     unlabelled = [{"input_ids": row["input_ids"]} for row in tiny.rows()]
     runs = [
         run(with_own_loss(kind), tmp_path, data=unlabelled, remove_unused_columns=False)
@@ -170,21 +170,21 @@ def test_the_mixin_in_front_of_another_trainer(tmp_path: Path) -> None:
     assert_equal_runs(run(mixed, tmp_path), run(with_own_loss(transformers.Trainer), tmp_path))
 
 
-# ---- what is shown
+# ---- step lines
 
 
 @pytest.mark.parametrize("logging_steps", [10, 3])
-def test_every_step_is_shown(tmp_path: Path, said: pytest.LogCaptureFixture, logging_steps: int) -> None:
+def test_every_step_has_a_line(tmp_path: Path, said: pytest.LogCaptureFixture, logging_steps: int) -> None:
     trainer = run(mt.Trainer, tmp_path, max_steps=6, logging_steps=logging_steps)
     logged = {entry["step"] for entry in trainer.state.log_history if "loss" in entry}
     announced = {int(line.split("/")[0].split()[1]) for line in said.messages if line.startswith("step ")}
     assert logged | announced == set(range(1, 7))
-    assert not logged & announced, "a step that the Trainer logs is not said twice"
+    assert not logged & announced, "a step that the Trainer logs must not get a second line"
     assert all("grad norm" in line and " s" in line for line in said.messages if line.startswith("step "))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_a_step_line_shows_what_the_step_used_and_waits_for_nothing(
+def test_a_step_line_shows_values_of_its_step_without_waiting(
     tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, max_grad_norm: float
 ) -> None:
     options = {"max_steps": 4, "lr_scheduler_type": "linear", "max_grad_norm": max_grad_norm}
@@ -201,7 +201,7 @@ def test_a_step_line_shows_what_the_step_used_and_waits_for_nothing(
     assert not waited
 
 
-class Heard(TrainerCallback):
+class RecordsEvents(TrainerCallback):
     def __init__(self) -> None:
         self.events: list[str] = []
 
@@ -211,15 +211,15 @@ class Heard(TrainerCallback):
         return super().__getattribute__(name)
 
 
-def test_callbacks_are_called_as_by_stock(tmp_path: Path) -> None:
-    heard = []
+def test_callbacks_are_called_as_in_transformers(tmp_path: Path) -> None:
+    events_of_runs = []
     for kind in (mt.Trainer, transformers.Trainer):
-        callback = Heard()
+        callback = RecordsEvents()
         run(kind, tmp_path, max_steps=2, gradient_accumulation_steps=2, callbacks=[callback])
-        heard.append(callback.events)
-    assert heard[0] == heard[1]
-    assert heard[0].count("on_step_end") == 2
-    assert "on_substep_end" in heard[0]
+        events_of_runs.append(callback.events)
+    assert events_of_runs[0] == events_of_runs[1]
+    assert events_of_runs[0].count("on_step_end") == 2
+    assert "on_substep_end" in events_of_runs[0]
 
 
 # ---- evaluation
@@ -230,8 +230,8 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(hits.mean())}
 
 
-def test_evaluate_and_predict_equal_stock(tmp_path: Path) -> None:
-    found = []
+def test_evaluate_and_predict_equal_transformers(tmp_path: Path) -> None:
+    results = []
     for kind in (mt.Trainer, transformers.Trainer):
         trainer = kind(
             model=tiny.llama(),
@@ -244,8 +244,8 @@ def test_evaluate_and_predict_equal_stock(tmp_path: Path) -> None:
         trainer.train()
         inside = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         prediction = trainer.predict(tiny.rows(3, seed=2))
-        found.append((before, inside, trainer.evaluate(), prediction))
-    (mine_before, mine_inside, mine_after, mine), (before, inside, after, theirs) = found
+        results.append((before, inside, trainer.evaluate(), prediction))
+    (mine_before, mine_inside, mine_after, mine), (before, inside, after, theirs) = results
     assert len(inside) == 2
     assert mine_inside == pytest.approx(inside, abs=tiny.LOSSES)
     assert mine_before["eval_loss"] == pytest.approx(before["eval_loss"], abs=tiny.LOSSES)
@@ -257,13 +257,13 @@ def test_evaluate_and_predict_equal_stock(tmp_path: Path) -> None:
 
 def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     plain = run(mt.Trainer, tmp_path)
-    watched = run(mt.Trainer, tmp_path, eval_dataset=tiny.rows(3, seed=1), eval_strategy="steps", eval_steps=1)
-    assert tiny.losses(plain) == tiny.losses(watched)
-    assert tiny.same(tiny.snapshot(plain.model), tiny.snapshot(watched.model))
+    with_evaluation = run(mt.Trainer, tmp_path, eval_dataset=tiny.rows(3, seed=1), eval_strategy="steps", eval_steps=1)
+    assert tiny.losses(plain) == tiny.losses(with_evaluation)
+    assert tiny.same(tiny.snapshot(plain.model), tiny.snapshot(with_evaluation.model))
 
 
 def test_load_best_model_at_end(tmp_path: Path) -> None:
-    """At this learning rate the loss on other data is lowest early on."""
+    """At this learning rate the evaluation loss is lowest in an early step."""
     trainer = run(
         mt.Trainer,
         tmp_path,
@@ -277,7 +277,7 @@ def test_load_best_model_at_end(tmp_path: Path) -> None:
         load_best_model_at_end=True,
     )
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert min(evaluated) < evaluated[-1], "the last step is the best one: the test shows nothing"
+    assert min(evaluated) < evaluated[-1], "an earlier step must be the best for this test"
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), abs=1e-7)
     best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     assert tiny.same(tiny.snapshot(trainer.model), tiny.snapshot(best))
@@ -303,28 +303,28 @@ def test_an_iterable_dataset(tmp_path: Path) -> None:
 
 
 def test_text_and_a_byte_tokenizer(tmp_path: Path) -> None:
-    """A `datasets.Dataset` of text, the tokenizer saved with the model: nothing else to pass."""
+    """A `datasets.Dataset` of text trains with the tokenizer saved beside the model."""
     tiny.llama(vocab_size=VOCAB_SIZE, pad_token_id=256).save_pretrained(tmp_path / "model")
     byte_tokenizer(max_length=32).save_pretrained(tmp_path / "model")
     data = datasets.Dataset.from_dict({"text": ["We the People", "of the United States, in Order to form", "a"] * 4})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     trainer = run(mt.Trainer, tmp_path / "out", model=model, data=data, max_steps=12, save_strategy="epoch")
-    found = tiny.losses(trainer)
-    assert found[0] == pytest.approx(math.log(VOCAB_SIZE), abs=0.3)
-    assert found[-1] < found[0] - 1
+    results = tiny.losses(trainer)
+    assert results[0] == pytest.approx(math.log(VOCAB_SIZE), abs=0.3)
+    assert results[-1] < results[0] - 1
     last = tmp_path / "out" / "checkpoint-12"
     assert transformers.AutoTokenizer.from_pretrained(last)("We")["input_ids"] == list(b"We")
 
 
 def test_missing_labels(tmp_path: Path) -> None:
-    """A collator of the user's own that makes none: one sentence, and the model is as it was."""
+    """A user's collator that makes no labels raises one sentence and leaves the model unchanged."""
     model = tiny.llama()
     before = tiny.snapshot(model)
     trainer = mt.Trainer(
         model=model,
         args=tiny.arguments(tmp_path),
         train_dataset=tiny.rows(),
-        data_collator=lambda found: {"input_ids": torch.stack([row["input_ids"] for row in found])},
+        data_collator=lambda results: {"input_ids": torch.stack([row["input_ids"] for row in results])},
     )
     with pytest.raises(MissingLabels, match=r"the batch has input_ids but none of labels"):
         trainer.train()
@@ -335,7 +335,7 @@ def test_missing_labels(tmp_path: Path) -> None:
 
 
 class Forwarding(transformers.LlamaForCausalLM):  # type: ignore[misc]
-    """Names none of its inputs, so that transformers finds no labels among them."""
+    """Names none of its inputs, so transformers finds no label names."""
 
     def forward(self, **kwargs: Any) -> Any:
         return super().forward(**kwargs)
@@ -343,8 +343,8 @@ class Forwarding(transformers.LlamaForCausalLM):  # type: ignore[misc]
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_labels_of_a_forward_that_names_none(tmp_path: Path, labelled: bool) -> None:
-    def collate(found: Any) -> dict[str, torch.Tensor]:
-        ids = torch.stack([row["input_ids"] for row in found])
+    def collate(results: Any) -> dict[str, torch.Tensor]:
+        ids = torch.stack([row["input_ids"] for row in results])
         return {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}
 
     trainer = mt.Trainer(
@@ -363,7 +363,7 @@ def test_labels_of_a_forward_that_names_none(tmp_path: Path, labelled: bool) -> 
 
 
 def test_a_model_that_makes_its_own_labels(tmp_path: Path) -> None:
-    """As models that are trained to fill in what was masked do."""
+    """Models for masked prediction do this."""
 
     class Reading(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -373,15 +373,15 @@ def test_a_model_that_makes_its_own_labels(tmp_path: Path) -> None:
         model=Reading(tiny.llama().config),
         args=tiny.arguments(tmp_path),
         train_dataset=tiny.rows(),
-        data_collator=lambda found: {"input_ids": torch.stack([row["input_ids"] for row in found])},
+        data_collator=lambda results: {"input_ids": torch.stack([row["input_ids"] for row in results])},
     )
     trainer.train()
     assert len(tiny.losses(trainer)) == 4
 
 
 def test_missing_labels_in_the_mapping_of_a_tokenizer(tmp_path: Path) -> None:
-    def collate(found: Any) -> Any:
-        return transformers.BatchEncoding({"input_ids": torch.stack([row["input_ids"] for row in found])})
+    def collate(results: Any) -> Any:
+        return transformers.BatchEncoding({"input_ids": torch.stack([row["input_ids"] for row in results])})
 
     trainer = mt.Trainer(
         model=tiny.llama(), args=tiny.arguments(tmp_path), train_dataset=tiny.rows(), data_collator=collate
@@ -391,17 +391,17 @@ def test_missing_labels_in_the_mapping_of_a_tokenizer(tmp_path: Path) -> None:
 
 
 class Labelling:
-    """Batches come without labels; `_prepare_inputs` makes them."""
+    """Batches have no labels; `_prepare_inputs` adds them."""
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        found = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        return {**found, "labels": found["input_ids"]}
+        results = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return {**results, "labels": results["input_ids"]}
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_labels_that_prepare_inputs_makes(tmp_path: Path, accumulation: int) -> None:
-    def collate(found: Any) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.stack([row["input_ids"] for row in found])}
+def test_labels_added_by_prepare_inputs(tmp_path: Path, accumulation: int) -> None:
+    def collate(results: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.stack([row["input_ids"] for row in results])}
 
     behind = type("Behind", (Labelling, transformers.Trainer), {})
     stock, *ours = [
@@ -423,7 +423,7 @@ def test_labels_that_prepare_inputs_makes(tmp_path: Path, accumulation: int) -> 
 
 
 class Plain(nn.Module):
-    """Nothing of transformers: a stack of layers that returns a dict with a loss."""
+    """A plain module, a stack of layers, that returns a dict with a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,12 +448,12 @@ class Tuples(Plain):
 
 
 def test_missing_labels_of_a_model_that_returns_tuples(tmp_path: Path) -> None:
-    """Its first output is then not a loss."""
+    """Without labels the first output is not a loss."""
     trainer = mt.Trainer(
         model=Tuples(),
         args=tiny.arguments(tmp_path),
         train_dataset=tiny.rows(),
-        data_collator=lambda found: {"input_ids": torch.stack([row["input_ids"] for row in found])},
+        data_collator=lambda results: {"input_ids": torch.stack([row["input_ids"] for row in results])},
     )
     with pytest.raises(MissingLabels, match=r"the batch has input_ids but none of labels"):
         trainer.train()
@@ -474,7 +474,7 @@ def test_a_plain_module_that_returns_a_loss(tmp_path: Path) -> None:
 
 
 def test_a_second_trainer_on_the_same_model(tmp_path: Path) -> None:
-    """It takes the engine that is there; its optimizer starts afresh, as a stock Trainer's does."""
+    """The second Trainer uses the existing engine with a new optimizer, as in transformers."""
     runs = []
     for kind in (mt.Trainer, transformers.Trainer):
         first = run(kind, tmp_path)
@@ -485,15 +485,15 @@ def test_a_second_trainer_on_the_same_model(tmp_path: Path) -> None:
 
 
 def test_model_init(tmp_path: Path) -> None:
-    found = []
+    results = []
     for kind in (mt.Trainer, transformers.Trainer):
         trainer = kind(model_init=lambda: tiny.llama(), args=tiny.arguments(tmp_path), train_dataset=tiny.rows())
         trainer.train()
-        found.append(tiny.losses(trainer))
-    assert found[0] == pytest.approx(found[1], abs=tiny.LOSSES)
+        results.append(tiny.losses(trainer))
+    assert results[0] == pytest.approx(results[1], abs=tiny.LOSSES)
 
 
-# ---- precision and arguments that mean something else here
+# ---- precision and arguments with another meaning
 
 
 def test_bf16_keeps_the_exact_fp32_master(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_bf16_keeps_the_exact_fp32_master(tmp_path: Path) -> None:
 
 
 def test_bf16_runs_without_autocast(tmp_path: Path) -> None:
-    """Autocast on top would cast weights again; matrix products see BF16 because the weights are."""
+    """The weights are BF16, so matrix products need no autocast, which would cast the weights again."""
     model = tiny.llama()
     seen: list[tuple[bool, torch.dtype]] = []
     model.model.layers[1].mlp.register_forward_hook(
@@ -526,8 +526,8 @@ def test_bf16_runs_without_autocast(tmp_path: Path) -> None:
     assert tiny.losses(trainer) == pytest.approx(tiny.losses(stock), abs=0.05)
 
 
-def test_bf16_moves_by_less_than_a_bf16_step(tmp_path: Path) -> None:
-    """Without a master, steps this small would leave most weights where they were."""
+def test_bf16_updates_can_be_smaller_than_a_bf16_step(tmp_path: Path) -> None:
+    """Without a master, such small updates would leave most weights unchanged."""
     model = tiny.llama()
     before = tiny.snapshot(model)
     trainer = run(mt.Trainer, tmp_path, model=model, bf16=True, learning_rate=1e-6, max_steps=3, warmup_steps=0)
@@ -556,7 +556,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, optim: str) -> None:
         mt.Trainer(model=tiny.llama(), args=tiny.arguments(tmp_path, optim=optim), train_dataset=tiny.rows())
 
 
-def test_an_optimizer_of_the_engine_is_taken(tmp_path: Path) -> None:
+def test_an_optimizer_of_the_engine_is_used(tmp_path: Path) -> None:
     model = tiny.llama()
     optimizer = mt.Engine(model).optimizer(lr=1e-2, weight_decay=0.0, max_grad_norm=1.0)
     trainer = mt.Trainer(
@@ -570,13 +570,13 @@ def test_an_optimizer_of_the_engine_is_taken(tmp_path: Path) -> None:
 def test_gradient_checkpointing_is_not_needed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     plain = run(mt.Trainer, tmp_path)
     said.clear()
-    asked = run(mt.Trainer, tmp_path, gradient_checkpointing=True)
+    requested = run(mt.Trainer, tmp_path, gradient_checkpointing=True)
     assert any("gradient_checkpointing=True is not needed" in line for line in said.messages)
-    assert not asked.model.is_gradient_checkpointing
-    assert tiny.losses(plain) == tiny.losses(asked)
+    assert not requested.model.is_gradient_checkpointing
+    assert tiny.losses(plain) == tiny.losses(requested)
 
 
-def test_gradient_checkpointing_switched_on_before(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_gradient_checkpointing_of_the_model_is_switched_off(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     model = tiny.llama()
     model.gradient_checkpointing_enable()
     assert tiny.losses(run(mt.Trainer, tmp_path, model=model)) == tiny.losses(run(mt.Trainer, tmp_path))
@@ -587,7 +587,7 @@ def test_gradient_checkpointing_switched_on_before(tmp_path: Path, said: pytest.
 
 
 @pytest.mark.parametrize("changes", [{"learning_rate": 1e-3}, {"weight_decay": 0.5}, {"max_steps": 8}, {}], ids=str)
-def test_resuming_with_changed_arguments_is_as_stock(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_resuming_with_changed_arguments_equals_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     runs = []
     for kind in (mt.Trainer, transformers.Trainer):
         directory = tmp_path / kind.__module__
@@ -602,7 +602,7 @@ def test_resuming_with_changed_arguments_is_as_stock(tmp_path: Path, changes: di
     assert_equal_runs(*runs)
 
 
-def test_a_model_without_a_head_is_not_told_to_add_labels(tmp_path: Path) -> None:
+def test_a_model_without_a_head_does_not_raise_missing_labels(tmp_path: Path) -> None:
     headless = transformers.LlamaModel(tiny.llama().config)
     trainer = mt.Trainer(
         model=headless,
