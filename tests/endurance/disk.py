@@ -1,7 +1,7 @@
-"""A disk that loses power: what is left of a directory if only what was synced is sure to be there.
+"""Simulates a disk that loses power: only what was synced is certain to remain.
 
-`Disk` watches file operations (megatrain.files). A file's content is durable as it was at its last sync, the names in a
-directory as they were at that directory's last sync. Everything else may be there or not, and is drawn.
+`Disk` observes file operations (megatrain.files). The content of a file is durable as of its last sync, the names in a
+directory as of the last sync of that directory. Everything else may or may not remain, at random.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ Names = dict[str, int]
 
 
 class Disk:
-    """Calls `crashed(number)` before every operation; `build` then makes what a power cut at that moment may leave."""
+    """Calls `crashed(number)` before every operation; `build` then creates what a power cut may leave."""
 
     def __init__(self, root: Path, crashed: Callable[[int], None]) -> None:
         self.root = root
         self.operations = 0
         self._crashed = crashed
         self._held: dict[int, int] = {}
-        """Open descriptors: the number of an inode that is known must not be given to another file."""
+        """Open descriptors, so that the number of a known inode is not reused for another file."""
         self._contents: dict[int, bytes] = {}
         self._names: dict[int, Names] = {}
         self._modes: dict[int, int] = {}
         self._paths: dict[int, Path] = {}
-        """Where an inode is now."""
+        """The current path of an inode."""
         self._pending: Callable[[], None] = lambda: None
-        self._look()
+        self._scan()
         for inode, path in self._paths.items():
             self._remember(inode, path)
 
@@ -41,10 +41,10 @@ class Disk:
         if not path.is_relative_to(self.root):
             return
         self.operations += 1
-        self._look()
+        self._scan()
         self._crashed(self.operations)
         if operation in ("sync", "sync_directory"):
-            # What is on the disk is what is there now, once this operation is done.
+            # Once the sync is done, the current content is durable.
             inode = os.stat(path).st_ino
             content = self._content(inode, path)
             self._pending = lambda: self._store(inode, content)
@@ -54,12 +54,12 @@ class Disk:
             os.close(descriptor)
 
     def build(self, target: Path, draw: random.Random | None) -> None:
-        """Without `draw` nothing is left that was not synced; else names of directories and contents are drawn."""
+        """Without `draw`, only synced data remains; with it, names and contents are chosen at random."""
         self._build_directory(os.stat(self.root).st_ino, target, draw)
 
-    # ---- what is there, and what is durable
+    # ---- current and durable state
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         self._paths = {}
         for folder, folders, names in os.walk(self.root):
             for path in (Path(folder), *(Path(folder, name) for name in (*folders, *names))):
@@ -87,23 +87,23 @@ class Disk:
     def _build_directory(self, inode: int, target: Path, draw: random.Random | None) -> None:
         target.mkdir()
         durable = self._names.get(inode, {})
-        there = self._paths.get(inode)
+        current = self._paths.get(inode)
         names = durable
-        if draw is not None and there is None:
-            # It has been deleted, file by file.
+        if draw is not None and current is None:
+            # The directory has been deleted, file by file.
             names = {name: entry for name, entry in durable.items() if draw.random() < 0.7}
-        elif draw is not None and there is not None and draw.random() < 0.6:
-            names = {name: (there / name).lstat().st_ino for name in os.listdir(there)}
+        elif draw is not None and current is not None and draw.random() < 0.6:
+            names = {name: (current / name).lstat().st_ino for name in os.listdir(current)}
         for name, entry in names.items():
             if stat.S_ISDIR(self._modes[entry]):
                 self._build_directory(entry, target / name, draw)
             elif stat.S_ISREG(self._modes[entry]):
-                (target / name).write_bytes(self._left_of(entry, draw))
+                (target / name).write_bytes(self._remaining(entry, draw))
 
-    def _left_of(self, inode: int, draw: random.Random | None) -> bytes:
+    def _remaining(self, inode: int, draw: random.Random | None) -> bytes:
         durable = self._contents.get(inode, b"")
-        there = self._paths.get(inode)
-        now = there.read_bytes() if there is not None else durable
+        current = self._paths.get(inode)
+        now = current.read_bytes() if current is not None else durable
         if draw is None or now == durable:
             return durable
         return draw.choice([durable, b"", now[: len(now) // 2], bytes(len(now)), now])

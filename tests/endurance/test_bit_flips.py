@@ -1,4 +1,4 @@
-"""One bit of one file of a checkpoint is wrong: it is skipped by name, or what is loaded is the same to the bit."""
+"""One flipped bit in a checkpoint: the checkpoint is skipped by name, or loads bitwise the same."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def test_the_list_is_that_of_the_files(saved: Path) -> None:
+def test_the_manifest_lists_every_file(saved: Path) -> None:
     found = [
         path.relative_to(saved / "checkpoint-4").as_posix() for path in files.regular_files(saved / "checkpoint-4")
     ]
@@ -64,7 +64,7 @@ def test_the_list_is_that_of_the_files(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("flips", [20, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_every_file_of_a_checkpoint(out: Path, flips: int, said: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_in_any_file_is_noticed(out: Path, flips: int, said: pytest.LogCaptureFixture) -> None:
     checkpoint, draw = out / "checkpoint-4", random.Random(0)
     for path in files.regular_files(checkpoint):
         name, bits = path.relative_to(checkpoint).as_posix(), path.stat().st_size * 8
@@ -91,8 +91,8 @@ SOME = ["megatrain/manifest.json", "rng_state.pth", "model.safetensors"]
 
 
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in FILES if n not in SOME)])
-def test_a_run_is_resumed(out: Path, name: str) -> None:
-    """By the Trainer itself, with one flipped bit in the middle of the file."""
+def test_the_trainer_resumes_from_an_intact_checkpoint(out: Path, name: str) -> None:
+    """One bit in the middle of the file is flipped."""
     path = out / "checkpoint-4" / name
     flip(path, path.stat().st_size * 4)
     with pytest.raises(CheckpointError, match=name):
@@ -100,7 +100,7 @@ def test_a_run_is_resumed(out: Path, name: str) -> None:
     assert resumed(out)[1] == 5
 
 
-def test_a_file_of_somebody_else_is_not_looked_at(out: Path) -> None:
+def test_files_of_the_user_are_ignored(out: Path) -> None:
     before, _ = resumed(out)
     flip(out / "checkpoint-4" / FOREIGN, 0)
     after, _ = resumed(out)

@@ -1,7 +1,7 @@
-"""Forks at random moments of training, from several threads: children read, write and end as they like.
+"""Forks at random moments of training, from several threads; children read, write and exit.
 
-Some children try to write, through the interface or past it. The parent's run must be bit for bit what it is without
-them.
+Some children try to write, through parameters or directly to memory. The parent's run must be bitwise what it is
+without them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from megatrain.stream.lanes import ThreadLanes
 FORKS = [24, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 THREADS = 3
 STEPS = 12
-"""At least; the run lasts until all children have come."""
+"""The minimum; the run lasts until all children have run."""
 
 
 def train(until: Callable[[int], bool]) -> tuple[dict[str, Any], list[float], int]:
-    """Steps of two micro-batches, one of them in a window, until `until` says so; what came of it, and how many."""
+    """Train in steps of two micro-batches, every other one in a window, until `until(step)`. Returns roles, losses,
+    steps.
+    """
     model = small.llama(num_hidden_layers=2)
     engine = engine_of(model, lanes=ThreadLanes(seed=0, max_delay=2e-3), policy={"*layers.0": "offload"})
     optimizer = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
@@ -47,7 +49,7 @@ def train(until: Callable[[int], bool]) -> tuple[dict[str, Any], list[float], in
 
 
 shared: dict[str, Any] = {}
-"""The model that is being trained, for the threads that fork."""
+"""The model in training, for the threads that fork."""
 
 
 def backward(model: Any, seed: int) -> float:
@@ -57,7 +59,7 @@ def backward(model: Any, seed: int) -> float:
 
 
 def read() -> int:
-    """The weights, while the parent may be changing them: finite numbers, all of them."""
+    """All weights are finite, even while the parent changes them."""
     engine = shared["engine"]
     flats = [slab.weight for slab in engine.slabs]
     flats += [moment.bytes.view(torch.float32) for slab in engine.slabs for moment in slab.moments.values()]
@@ -69,7 +71,7 @@ def write() -> None:
     next(shared["model"].parameters()).data.zero_()
 
 
-def write_past_it() -> None:
+def write_memory() -> None:
     read()
     shared["engine"].slabs[0].weight.zero_()
 
@@ -81,28 +83,28 @@ def close() -> None:
 def as_expected(work: Callable[[], Any], ended: forked.Ended) -> bool:
     if work is write:
         return ended.raised is not None and ended.raised[0] == "ForkedProcess"
-    if work is write_past_it:
+    if work is write_memory:
         return ended.signal == signal.SIGSEGV
     return ended.raised is None and not ended.signal
 
 
 @pytest.mark.parametrize("forks", FORKS)
-def test_children_come_and_go_and_the_run_is_the_same(forks: int) -> None:
+def test_children_do_not_change_the_run(forks: int) -> None:
     stop = threading.Event()
     surprises: list[Any] = []
-    came = [0] * THREADS
+    finished = [0] * THREADS
 
     def fork_now_and_then(number: int) -> None:
         draw = random.Random(number)
-        while came[number] < forks // THREADS and not stop.is_set():
+        while finished[number] < forks // THREADS and not stop.is_set():
             time.sleep(draw.uniform(0, 0.01))
             if "engine" not in shared:
                 continue
-            work = draw.choice([read, write, write_past_it, close])
+            work = draw.choice([read, write, write_memory, close])
             ended = forked.run(work)
             if not as_expected(work, ended):
                 surprises.append((work.__name__, ended))
-            came[number] += 1
+            finished[number] += 1
 
     before = len(os.listdir("/proc/self/fd"))
     threads = [threading.Thread(target=fork_now_and_then, args=(number,)) for number in range(THREADS)]
@@ -116,7 +118,7 @@ def test_children_come_and_go_and_the_run_is_the_same(forks: int) -> None:
             thread.join()
         shared.clear()
     assert not surprises
-    assert sum(came) == forks
+    assert sum(finished) == forks
     assert len(os.listdir("/proc/self/fd")) == before
     expected, expected_losses, _ = train(lambda step: step >= steps)
     shared.clear()

@@ -1,6 +1,6 @@
-"""Ctrl-C at random moments: the state is that before the step or after it, bit for bit, and training goes on.
+"""After Ctrl-C at a random moment, the state is bitwise that before or after the step, and training continues.
 
-The long walk is `-m slow`; a short one runs with the suite.
+The long test is `-m slow`; a short one runs with the suite.
 """
 
 import _thread
@@ -22,19 +22,19 @@ from megatrain.store.parameter import StoreTensor, states_of
 
 State = dict[str, torch.Tensor]
 ROUNDS = 3
-"""Steps after which the run starts again from its first state, so that the reference stays short."""
+"""The run restarts from its first state after this many steps, so that the reference stays short."""
 ACTIONS = ["step", "step", "window", "final", "eval", "generate"]
 
 
 class Subject:
-    """A run that can be put back, and the states that it has if nobody interrupts it."""
+    """A run that can be restarted, and its states without interrupts."""
 
     def __init__(self, lanes: str, policy: str) -> None:
         self.model: Any = llama(num_hidden_layers=2).train()
         self.engine = mt.Engine(self.model, device="cpu", debug=mt.Debug(lanes=lanes, slots=2), policy=policy)
         self.optimizer = self.engine.optimizer(lr=1e-2)
         self.batches = [batch(seed=seed) for seed in range(2 * ROUNDS)]
-        self.first = self.take()
+        self.first = self.copy_state()
         self.at = 0
         self.states = [self.state()]
         self.seconds: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Subject:
         self.restart()
 
     def losses(self) -> list[Callable[[], Any]]:
-        """The two micro-batches of the step that is due."""
+        """The two micro-batches of the current step."""
 
         def task(number: int) -> None:
             (self.model(**self.batches[2 * min(self.at, ROUNDS - 1) + number]).loss / 2).backward()
@@ -94,7 +94,7 @@ class Subject:
             found[f"{name}/steps"] = torch.tensor(parameter.slab.steps[parameter.segment])
         return found
 
-    def take(self) -> tuple[State, Any]:
+    def copy_state(self) -> tuple[State, Any]:
         state = self.optimizer.state_dict()
         state["state"] = {k: {r: v.clone() for r, v in entry.items()} for k, entry in state["state"].items()}
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}, state
@@ -108,8 +108,8 @@ class Subject:
         self.optimizer.load_state_dict(moments)
         self.at = 0
 
-    def settle(self) -> int | None:
-        """After an interrupt: which of the two states this is; None if it is neither."""
+    def classify(self) -> int | None:
+        """Which of the two states this is after an interrupt; None if neither."""
         torch.set_grad_enabled(True)
         self.optimizer.zero_grad()
         now = self.state()
@@ -117,7 +117,7 @@ class Subject:
 
 
 def interrupted(action: Callable[[], Any], delay: float) -> bool:
-    """Whether a Ctrl-C after `delay` seconds ended the action."""
+    """Whether Ctrl-C after `delay` seconds ended the action."""
     timer = threading.Timer(delay, _thread.interrupt_main)
     try:
         timer.start()
@@ -131,7 +131,7 @@ def interrupted(action: Callable[[], Any], delay: float) -> bool:
     return False
 
 
-def walk(lanes: str, policy: str, interrupts: int, seed: int, said: Any) -> None:
+def interrupt_at_random(lanes: str, policy: str, interrupts: int, seed: int, said: Any) -> None:
     source = random.Random(seed)
     subject = Subject(lanes, policy)
     torn = hit = 0
@@ -141,9 +141,9 @@ def walk(lanes: str, policy: str, interrupts: int, seed: int, said: Any) -> None
             said.clear()
             if interrupted(subject.do(action), source.uniform(0, 1.1 * subject.seconds[action])):
                 hit += 1
-            at = subject.settle()
+            at = subject.classify()
             if at is None:
-                # Updates that had started in the backward stay; nothing else may tear a step, nor this in silence.
+                # Updates that started in the backward remain, and this is announced. Nothing else may split a step.
                 assert action == "final", (action, hit)
                 assert any("a step was abandoned after the updates of" in message for message in said.messages)
                 torn += 1
@@ -151,7 +151,7 @@ def walk(lanes: str, policy: str, interrupts: int, seed: int, said: Any) -> None
                 continue
             subject.at = at
             if subject.at == ROUNDS or source.random() < 0.2:
-                # From here on as if there had been no interrupt.
+                # Finish the round without interrupts.
                 while subject.at < ROUNDS:
                     subject.do(source.choice(["step", "window"]))()
                     subject.optimizer.zero_grad()
@@ -167,26 +167,26 @@ def walk(lanes: str, policy: str, interrupts: int, seed: int, said: Any) -> None
 
 
 @pytest.mark.parametrize(("lanes", "policy"), [("sync", "recompute"), ("threads", "offload")])
-def test_interrupts(lanes: str, policy: str, said: Any) -> None:
-    walk(lanes, policy, 20, seed=1, said=said)
+def test_state_after_an_interrupt_is_before_or_after_the_step(lanes: str, policy: str, said: Any) -> None:
+    interrupt_at_random(lanes, policy, 20, seed=1, said=said)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 @pytest.mark.parametrize("policy", ["recompute", "store", "offload"])
-def test_many_interrupts(lanes: str, policy: str, said: Any) -> None:
-    walk(lanes, policy, 300, seed=2, said=said)
+def test_state_after_many_interrupts_is_before_or_after_the_step(lanes: str, policy: str, said: Any) -> None:
+    interrupt_at_random(lanes, policy, 300, seed=2, said=said)
 
 
 # ---- every call of a step
 
 
 CODE = ("/megatrain/", "/torch/nn/")
-"""What PyTorch does to a module is of interest here; how it builds a context manager is not."""
+"""Calls that PyTorch makes on modules matter here; its context managers do not."""
 
 
-class Ending:
-    """Raises Ctrl-C at the n-th point at which the interpreter looks for signals: a call begins, or one of C ends."""
+class InterruptAt:
+    """Raises SIGINT at the n-th point where the interpreter handles signals: when a call starts, or a C call ends."""
 
     def __init__(self, number: int) -> None:
         self.number, self.count = number, 0
@@ -226,12 +226,12 @@ def sweep(lanes: str, stride: int) -> None:
     optimizer.zero_grad()
     after = roles(engine)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    counting = Ending(-1)
+    counting = InterruptAt(-1)
     counting.run(step)
     for number in range(1 + random.Random(stride).randrange(stride), counting.count, stride):
         model, engine, optimizer, step = layers(lanes)
         with engine:
-            Ending(number).run(step)
+            InterruptAt(number).run(step)
             optimizer.zero_grad()
             plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, StoreTensor)]
             assert not plain, (number, plain)
@@ -247,11 +247,11 @@ def sweep(lanes: str, stride: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
-def test_calls_of_a_step(lanes: str) -> None:
+def test_interrupts_at_sampled_calls_of_a_step(lanes: str) -> None:
     sweep(lanes, stride=89)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
-def test_many_calls_of_a_step(lanes: str) -> None:
+def test_interrupts_at_many_calls_of_a_step(lanes: str) -> None:
     sweep(lanes, stride=3)

@@ -1,8 +1,9 @@
-"""Killed with -9 at random moments of saving, again and again: what is found is complete, and nothing is lost.
+"""A process is killed with SIGKILL at random moments of saving, repeatedly. Every checkpoint found is complete, and no
+saved step is lost.
 
-Each life is a fork that goes on where the one before it was killed. It says through a pipe which file operation comes
-next; the kill comes after one that is drawn, and a moment later, which is drawn too. In the end everything must be bit
-for bit what a run without a kill gives.
+Each worker is a fork that continues from the last checkpoint. It reports every file operation through a pipe, and is
+killed after a random operation and a random delay. In the end everything must be bitwise what a run without kills
+gives.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatrain.store.parameter import states_of
 
 KILLS = [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 PATIENCE = 120.0
-"""Seconds without any file operation before a life is taken to hang."""
+"""A worker without file operations for this many seconds counts as hanging."""
 
 
 def everything(model: Any) -> dict[str, torch.Tensor]:
@@ -41,29 +42,29 @@ def everything(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def live(life: Callable[[], None], operations: int, delay: float) -> None:
-    """Fork `life`, and kill it `delay` seconds after it has begun so many file operations."""
+def run_and_kill(worker: Callable[[], None], operations: int, delay: float) -> None:
+    """Fork `worker`, and kill it `delay` seconds after it has started `operations` file operations."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         code = 1
-        # The lock of progress bars is shared with forks: killed while it has it, a life would stop all later ones.
+        # Forks share the lock of progress bars. A worker killed while holding it would block all later ones.
         for bar in (tqdm, auto.tqdm):
             bar.set_lock(threading.RLock())
         try:
             with files.observing(lambda operation, path: os.write(writer, b".") and None):
-                life()
+                worker()
             code = 0
         finally:
             os._exit(code)
     os.close(writer)
     try:
         while operations > 0 and select.select([reader], [], [], PATIENCE)[0]:
-            said = os.read(reader, operations)
-            assert said, f"the life ended by itself: {os.waitpid(child, 0)[1]}"
-            operations -= len(said)
-        assert operations <= 0, "the life hangs"
+            progress = os.read(reader, operations)
+            assert progress, f"the worker ended by itself: {os.waitpid(child, 0)[1]}"
+            operations -= len(progress)
+        assert operations <= 0, "the worker hangs"
         time.sleep(delay)
     finally:
         os.close(reader)
@@ -72,44 +73,46 @@ def live(life: Callable[[], None], operations: int, delay: float) -> None:
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_a_trainer_that_rotates(tmp_path: Path, kills: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_trainer_keeps_a_complete_checkpoint(
+    tmp_path: Path, kills: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     def trainer(directory: Path, steps: int, **options: Any) -> Any:
         args = small.arguments(
             directory, max_steps=steps, lr_scheduler_type="constant", save_total_limit=2, max_grad_norm=0.0, **options
         )
         return mt.Trainer(model=small.gpt2(), args=args, train_dataset=small.rows(4))
 
-    def life() -> None:
+    def worker() -> None:
         saving = {"save_strategy": "steps", "save_steps": 1}
         trainer(tmp_path / "out", 10_000, **saving).train(resume_from_checkpoint=len(steps) > 0)
 
-    # What is imported here, no life has to import.
+    # Imported modules are shared with the workers.
     trainer(tmp_path / "warm", 1).train()
     draw = random.Random(0)
     steps: list[int] = []
     for number in range(kills):
         # A checkpoint is about 25 operations.
-        live(life, draw.randint(1 if steps else 30, 75), draw.random() * 0.01)
+        run_and_kill(worker, draw.randint(1 if steps else 30, 75), draw.random() * 0.01)
         found = Path(last_complete(str(tmp_path / "out")))
         steps.append(int(found.name.strip(".").split(".")[0].removeprefix("checkpoint-")))
         assert steps[-1] >= max(steps), number
     capfd.readouterr()
-    whole = trainer(tmp_path / "whole", steps[-1])
-    whole.train()
+    uninterrupted = trainer(tmp_path / "uninterrupted", steps[-1])
+    uninterrupted.train()
     model = small.gpt2(1)
     engine = mt.Engine(model, device="cpu")
-    optimizer = engine.optimizer(whole_groups(whole, model))
+    optimizer = engine.optimizer(groups_for(uninterrupted, model))
     engine.load(found, optimizer)
-    assert small.same(everything(model), everything(whole.model))
+    assert small.same(everything(model), everything(uninterrupted.model))
 
 
-def whole_groups(trainer: Any, model: Any) -> list[dict[str, Any]]:
+def groups_for(trainer: Any, model: Any) -> list[dict[str, Any]]:
     named, names = dict(model.named_parameters()), {id(p): name for name, p in trainer.model.named_parameters()}
     return [{"params": [named[names[id(p)]] for p in g["params"]]} for g in trainer._own_optimizer().param_groups]
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_saving_into_the_same_directory(tmp_path: Path, kills: int) -> None:
+def test_a_killed_save_into_the_same_directory_keeps_a_complete_checkpoint(tmp_path: Path, kills: int) -> None:
     target = tmp_path / "target"
 
     def made() -> tuple[Any, Any, Any]:
@@ -127,7 +130,7 @@ def test_saving_into_the_same_directory(tmp_path: Path, kills: int) -> None:
         parameter = optimizer.param_groups[0]["params"][0]
         return int(parameter.slab.steps[parameter.segment])
 
-    def life() -> None:
+    def worker() -> None:
         model, engine, optimizer = made()
         if counted:
             engine.load(target, optimizer)
@@ -139,13 +142,13 @@ def test_saving_into_the_same_directory(tmp_path: Path, kills: int) -> None:
     counted: list[int] = []
     for number in range(kills):
         # A save is about 20 operations.
-        live(life, draw.randint(1 if counted else 25, 60), draw.random() * 0.01)
+        run_and_kill(worker, draw.randint(1 if counted else 25, 60), draw.random() * 0.01)
         model, engine, optimizer = made()
         engine.load(target, optimizer)
         counted.append(steps_of(optimizer))
         assert counted[-1] >= max(counted), number
     engine.save(target, optimizer)
-    assert os.listdir(tmp_path) == ["target"], "nothing is left of those that died"
+    assert os.listdir(tmp_path) == ["target"], "leftovers of killed workers are removed"
     other, _, another = made()
     for number in range(counted[-1]):
         step(other, another, number)
@@ -153,8 +156,8 @@ def test_saving_into_the_same_directory(tmp_path: Path, kills: int) -> None:
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_weights_alone_into_the_same_directory(tmp_path: Path, kills: int) -> None:
-    """All weights of a save are one number, and saves count up."""
+def test_a_killed_save_of_weights_alone_keeps_complete_weights(tmp_path: Path, kills: int) -> None:
+    """All weights of a save are one number, which increases with every save."""
     target = tmp_path / "target"
 
     def value(model: Any) -> float:
@@ -162,7 +165,7 @@ def test_weights_alone_into_the_same_directory(tmp_path: Path, kills: int) -> No
         assert len(values) == 1, "a mixture of two saves"
         return float(values)
 
-    def life() -> None:
+    def worker() -> None:
         model = small.llama()
         engine = mt.Engine(model, device="cpu")
         count = 0.0
@@ -180,7 +183,7 @@ def test_weights_alone_into_the_same_directory(tmp_path: Path, kills: int) -> No
     model = small.llama(1)
     engine = mt.Engine(model, device="cpu")
     for number in range(kills):
-        live(life, draw.randint(1 if counted else 25, 50), draw.random() * 0.01)
+        run_and_kill(worker, draw.randint(1 if counted else 25, 50), draw.random() * 0.01)
         engine.load(target)
         counted.append(value(model))
         assert counted[-1] >= max(counted), number
@@ -188,17 +191,17 @@ def test_weights_alone_into_the_same_directory(tmp_path: Path, kills: int) -> No
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_the_first_save_is_killed(tmp_path: Path) -> None:
-    """Nothing is there that could be taken for a checkpoint."""
+def test_a_killed_first_save_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """Nothing can be mistaken for a checkpoint."""
 
-    def life() -> None:
+    def worker() -> None:
         engine = mt.Engine(small.llama(), device="cpu")
         engine.save(tmp_path / "target", engine.optimizer())
 
     for operations in (3, 6, 9):
-        live(life, operations, 0.0)
+        run_and_kill(worker, operations, 0.0)
         assert not (tmp_path / "target").exists()
         with pytest.raises(CheckpointError, match="incomplete"):
             manifest.verify(replace.find(tmp_path / "target"))
-    life()
+    worker()
     assert os.listdir(tmp_path) == ["target"]

@@ -1,4 +1,4 @@
-"""The power fails at every file operation of a run: from the first seal on, a complete checkpoint is always found."""
+"""Power cuts at every file operation of a run: after the first complete checkpoint, one is always found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatrain.errors import CheckpointError
 from megatrain.hf.checkpoint_list import last_complete
 
 DRAWS = 1
-"""Ways in which what was not synced may be left, per operation, beside nothing at all."""
+"""Random outcomes of unsynced data per operation, in addition to losing all of it."""
 
 
 def tiny(seed: int = 0) -> Any:
@@ -36,8 +36,8 @@ class Sealed(TrainerCallback):
         self.step = state.global_step
 
 
-def left(disk: Disk, scratch: Path, number: int, draws: int) -> Any:
-    """Directories as the power cut may leave them, one after the other."""
+def remaining(disk: Disk, scratch: Path, number: int, draws: int) -> Any:
+    """Builds one directory after another as the power cut may leave it, and yields its number."""
     for attempt in range(draws + 1):
         shutil.rmtree(scratch, ignore_errors=True)
         disk.build(scratch, random.Random(1000 * number + attempt) if attempt else None)
@@ -45,16 +45,16 @@ def left(disk: Disk, scratch: Path, number: int, draws: int) -> Any:
 
 
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_trainer_that_rotates(tmp_path: Path, draws: int) -> None:
+def test_a_trainer_keeps_a_complete_checkpoint(tmp_path: Path, draws: int) -> None:
     out = tmp_path / "disk" / "out"
     out.mkdir(parents=True)
     sealed = Sealed()
     found: list[str] = []
 
     def crashed(number: int) -> None:
-        for attempt in left(disk, tmp_path / "left", number, draws):
+        for attempt in remaining(disk, tmp_path / "remaining", number, draws):
             try:
-                name = Path(last_complete(str(tmp_path / "left" / "out"))).name
+                name = Path(last_complete(str(tmp_path / "remaining" / "out"))).name
             except CheckpointError:
                 name = ""
                 assert sealed.step == 0, (number, attempt)
@@ -68,7 +68,7 @@ def test_a_trainer_that_rotates(tmp_path: Path, draws: int) -> None:
     trainer = mt.Trainer(model=tiny(), args=args, train_dataset=small.rows(), callbacks=[sealed])
     with files.observing(disk.observe):
         trainer.train()
-        # The same checkpoint once more.
+        # Save the same checkpoint again.
         trainer._save_checkpoint(trainer.model, None)
     disk.close()
     assert disk.operations > 50
@@ -88,7 +88,9 @@ def must_stay(operation: str, path: Path) -> None:
 @pytest.mark.parametrize("way", ["exchange", "two renames", "stays"])
 @pytest.mark.parametrize("exact", [True, False], ids=["with optimizer", "weights alone"])
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(40, marks=pytest.mark.slow)])
-def test_saving_into_the_same_directory(tmp_path: Path, exact: bool, way: str, draws: int) -> None:
+def test_saving_into_the_same_directory_keeps_a_complete_version(
+    tmp_path: Path, exact: bool, way: str, draws: int
+) -> None:
     target = tmp_path / "disk" / "target"
     target.mkdir(parents=True)
     (target / "notes.txt").write_text("mine")
@@ -102,8 +104,8 @@ def test_saving_into_the_same_directory(tmp_path: Path, exact: bool, way: str, d
     def crashed(number: int) -> None:
         if not saved:
             return
-        for attempt in left(disk, tmp_path / "left", number, draws):
-            found = replace.find(tmp_path / "left" / "target")
+        for attempt in remaining(disk, tmp_path / "remaining", number, draws):
+            found = replace.find(tmp_path / "remaining" / "target")
             weights = (found / "model.safetensors").read_bytes()
             if exact:
                 manifest.verify(found)
@@ -134,16 +136,16 @@ def weights_of(engine: Any, scratch: Path) -> bytes:
     return (scratch / "model.safetensors").read_bytes()
 
 
-def test_the_simulation_finds_what_is_not_synced(tmp_path: Path) -> None:
-    """Without syncing the data, the manifest is valid and what it names is empty."""
+def test_the_simulation_detects_unsynced_data(tmp_path: Path) -> None:
+    """If the data is not synced, the manifest is valid but the files it names are empty."""
     out = tmp_path / "disk" / "out"
     out.mkdir(parents=True)
     lost = []
 
     def crashed(number: int) -> None:
-        for _ in left(disk, tmp_path / "left", number, 0):
+        for _ in remaining(disk, tmp_path / "remaining", number, 0):
             try:
-                last_complete(str(tmp_path / "left" / "out"))
+                last_complete(str(tmp_path / "remaining" / "out"))
             except CheckpointError:
                 lost.append(number)
 

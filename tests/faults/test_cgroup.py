@@ -1,4 +1,4 @@
-"""A real memory limit of the kernel's: a run that would be killed is saved and ended instead.
+"""Under a real memory limit of the kernel, a run saves a checkpoint and stops before it would be killed.
 
 Needs a cgroup hierarchy that this user may write to; skipped elsewhere.
 """
@@ -16,7 +16,7 @@ import pytest
 LIMIT = 3 << 29
 LARGE = 8 << 30
 ROOTS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
-"""Version 1, version 2."""
+"""cgroup v1, cgroup v2."""
 PROGRAM = """
 import os, sys
 group, out = sys.argv[1:]
@@ -73,7 +73,7 @@ def limited(limit: int = LIMIT) -> Iterator[Path]:
     pytest.skip("no cgroup hierarchy that this user may write to")
 
 
-def test_a_run_short_of_ram_is_saved_and_ended_not_killed(tmp_path: Path) -> None:
+def test_a_run_short_of_ram_saves_and_stops(tmp_path: Path) -> None:
     with limited() as group:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(group), str(tmp_path / "out")],
@@ -135,8 +135,9 @@ except mt.errors.OutOfRam as stopped:
     [("plain", 10), ("plain", 18.5), ("plain", 40), ("accumulating", 16.5), ("accumulating", 18.5), ("engine", 18.5)],
 )
 def test_no_run_is_killed_under_a_small_limit(tmp_path: Path, kind: str, room: float) -> None:
-    """32M parameters, whose states take 12 bytes each (8 beside the weights' own 4); 3 to 4 more are slots, and then
-    come activations, the interpreter's growth, and the save. `room`: bytes per parameter beyond what was there."""
+    """`room` is the memory in bytes per parameter beyond the process itself. The model has 32M parameters. Their states
+    take 12 bytes each (8 in addition to the weights), slots 3 to 4, the rest is for activations, interpreter and save.
+    """
     with limited(LARGE) as group:
         done = subprocess.run(
             [sys.executable, "-c", SMALL, str(group), str(tmp_path / "out"), str(room), kind],

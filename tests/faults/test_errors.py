@@ -1,4 +1,4 @@
-"""Bad input gets one clear sentence of the right class, and nothing is corrupted by it."""
+"""Bad input raises one clear sentence of the right class, and corrupts nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 
 def sentence(caught: pytest.ExceptionInfo[BaseException]) -> str:
-    """The message, after a look at its form: one line, not short, ended like a sentence."""
+    """The message, after checking its form: one line, not too short, ending like a sentence."""
     message = str(caught.value)
     assert isinstance(caught.value, errors.MegaTrainError)
     assert "\n" not in message
@@ -52,7 +52,7 @@ def train_a_step(model: Any, optimizer: Any) -> float:
 
 
 def assert_plain(model: nn.Module, original: dict[str, torch.Tensor]) -> None:
-    """An ordinary model with the weights it had: it runs, trains with torch, copies, casts and saves."""
+    """Check that the model is ordinary and has its original weights: it runs, trains, copies, casts and saves."""
     assert not any(isinstance(parameter, StoreTensor) for parameter in model.parameters())
     assert small.same(original, small.snapshot(model))
     reference = small.llama()
@@ -69,7 +69,7 @@ def assert_plain(model: nn.Module, original: dict[str, torch.Tensor]) -> None:
 # ---- one engine per model, open and closed
 
 
-def test_a_second_engine_on_one_model() -> None:
+def test_a_second_engine_on_one_model_is_refused() -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer(lr=1e-2)
@@ -79,7 +79,7 @@ def test_a_second_engine_on_one_model() -> None:
     assert train_a_step(model, optimizer) == pytest.approx(loss_of(small.llama()), abs=1e-6)
 
 
-def test_a_closed_engine(tmp_path: Path) -> None:
+def test_a_closed_engine_refuses_every_call(tmp_path: Path) -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     optimizer = engine.optimizer(lr=1e-2)
@@ -117,7 +117,7 @@ def test_a_closed_engines_model_can_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_attaching_again_after_closing(precision: str) -> None:
-    """A new optimizer starts afresh; in BF16 the master's low halves stay with the weights."""
+    """A new optimizer starts with fresh state. In BF16, the low halves of the masters stay with the weights."""
     found = []
     for again in (False, True):
         model = small.llama()
@@ -163,7 +163,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_model_that_is_moved_or_cast(move: str) -> None:
+def test_moving_or_casting_a_model_is_refused(move: str) -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     before = small.snapshot(model)
@@ -177,7 +177,7 @@ def test_a_model_that_is_moved_or_cast(move: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["cpu", "float"])
-def test_moves_that_change_nothing(act: str) -> None:
+def test_moves_without_effect_are_allowed(act: str) -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     assert getattr(model, act)() is model
@@ -192,7 +192,7 @@ def test_moving_works_again_after_release() -> None:
     assert_plain(model, small.snapshot(small.llama()))
 
 
-def test_deepcopy() -> None:
+def test_deepcopy_is_refused() -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     with pytest.raises(errors.MegaTrainError) as caught:
@@ -202,7 +202,7 @@ def test_deepcopy() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_resizing_the_embeddings(tied: bool) -> None:
+def test_resizing_the_embeddings_is_refused(tied: bool) -> None:
     model = small.llama(tie_word_embeddings=tied)
     engine = mt.Engine(model, device="cpu")
     before = loss_of(model)
@@ -218,8 +218,8 @@ def test_resizing_the_embeddings(tied: bool) -> None:
     assert model.get_output_embeddings().weight.shape[0] == small.VOCAB + 16
 
 
-def test_a_parameter_that_is_replaced_is_noticed(tmp_path: Path) -> None:
-    """What `state_dict` shows and what is computed differ from then on: it must not be trained or saved unseen."""
+def test_a_replaced_parameter_is_refused(tmp_path: Path) -> None:
+    """`state_dict` and the computation would differ, so the model must not be trained or saved."""
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     model.lm_head.weight = nn.Parameter(torch.zeros(small.VOCAB, 32))
@@ -229,7 +229,7 @@ def test_a_parameter_that_is_replaced_is_noticed(tmp_path: Path) -> None:
         assert "lm_head.weight was replaced" in sentence(caught)
 
 
-def test_data_of_another_shape() -> None:
+def test_data_of_another_shape_is_refused() -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     with pytest.raises(errors.MegaTrainError) as caught:
@@ -242,7 +242,7 @@ def test_data_of_another_shape() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_asked_for_and_absent(tmp_path: Path) -> None:
+def test_missing_cuda_is_refused(tmp_path: Path) -> None:
     model = small.llama()
     for act in (
         lambda: mt.Engine(model, device="cuda"),
@@ -252,11 +252,11 @@ def test_cuda_asked_for_and_absent(tmp_path: Path) -> None:
         with pytest.raises(errors.DeviceUnavailable) as caught:
             act()
         assert "device='cuda" in sentence(caught)
-    assert settings_module.current() == settings_module.Settings(), "a refused init leaves the settings as they were"
+    assert settings_module.current() == settings_module.Settings(), "a refused init leaves the settings unchanged"
     assert_plain(model, small.snapshot(small.llama()))
 
 
-def test_more_than_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_one_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small.llama()
     args = small.arguments(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -278,7 +278,7 @@ def test_more_than_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [(modeling_layers, "GradientCheckpointingLayer"), (output_capturing, "_active_collector")],
     ids=["layer", "collector"],
 )
-def test_a_transformers_whose_hooks_are_gone(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+def test_an_unsupported_transformers_is_refused(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     model = small.llama()
     with monkeypatch.context() as patched:
         patched.delattr(module, name)
@@ -309,7 +309,7 @@ def test_a_transformers_whose_hooks_are_gone(monkeypatch: pytest.MonkeyPatch, mo
         ("max_vram", 80, "max_vram_gb"),
     ],
 )
-def test_bad_settings(setting: str, value: Any, message: str) -> None:
+def test_bad_settings_are_refused(setting: str, value: Any, message: str) -> None:
     model = small.llama()
     for act in (lambda: mt.init(**{setting: value}), lambda: mt.Engine(model, **{setting: value})):
         with pytest.raises(errors.SettingsError) as caught:
@@ -321,14 +321,14 @@ def test_bad_settings(setting: str, value: Any, message: str) -> None:
     assert not any(isinstance(parameter, StoreTensor) for parameter in model.parameters())
 
 
-def test_a_machine_that_is_not_there() -> None:
+def test_an_unknown_machine_is_refused() -> None:
     for asked in ("h200-128g", "/nowhere.json", 5):
         with pytest.raises(errors.SettingsError, match="h200-128gb"):
             mt.init(machine=asked)
     assert settings_module.current() == settings_module.Settings()
 
 
-def test_cuda_lanes_on_the_cpu() -> None:
+def test_cuda_lanes_on_the_cpu_are_refused() -> None:
     model = small.llama()
     with pytest.raises(errors.SettingsError) as caught:
         mt.Engine(model, device="cpu", debug=mt.Debug(lanes="cuda"))
@@ -348,7 +348,7 @@ def test_cuda_lanes_on_the_cpu() -> None:
     ],
     ids=str,
 )
-def test_bad_hyperparameters(options: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused(options: dict[str, Any], message: str) -> None:
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     with pytest.raises(errors.SettingsError) as caught:
@@ -357,7 +357,7 @@ def test_bad_hyperparameters(options: dict[str, Any], message: str) -> None:
     train_a_step(model, engine.optimizer())
 
 
-def test_foreign_parameters() -> None:
+def test_parameters_of_another_model_are_refused() -> None:
     model = small.llama()
     originals = list(model.parameters())
     engine = mt.Engine(model, device="cpu")
@@ -375,7 +375,7 @@ def test_foreign_parameters() -> None:
     train_a_step(other, other_engine.optimizer())
 
 
-def test_nothing_requires_grad() -> None:
+def test_a_model_without_trainable_parameters_is_refused() -> None:
     model = small.llama().requires_grad_(False)
     engine = mt.Engine(model, device="cpu")
     with pytest.raises(errors.SettingsError) as caught:
@@ -387,7 +387,7 @@ def test_nothing_requires_grad() -> None:
 # ---- models
 
 
-def test_parameters_on_meta() -> None:
+def test_parameters_on_meta_are_refused() -> None:
     with torch.device("meta"):
         model = small.llama()
     with pytest.raises(errors.UnsupportedModel) as caught:
@@ -401,7 +401,7 @@ def test_parameters_on_meta() -> None:
     assert not any(isinstance(parameter, StoreTensor) for parameter in partly.parameters())
 
 
-def test_nothing_to_stream() -> None:
+def test_a_model_without_parameters_is_refused() -> None:
     model = nn.ReLU()
     with pytest.raises(errors.NothingToStream) as caught:
         mt.Engine(model, device="cpu")
@@ -409,7 +409,7 @@ def test_nothing_to_stream() -> None:
     assert model(torch.ones(1)).item() == 1
 
 
-def test_a_dtype_that_cannot_be_trained() -> None:
+def test_untrainable_dtypes_are_refused() -> None:
     model = small.llama().double()
     with pytest.raises(errors.UnsupportedModel) as caught:
         mt.Engine(model, device="cpu")
@@ -417,7 +417,7 @@ def test_a_dtype_that_cannot_be_trained() -> None:
     assert loss_of(model) > 0
 
 
-# ---- memory: refused before, or undone
+# ---- memory: refused in advance, or undone
 
 
 def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,8 +440,8 @@ def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch: 
     assert_plain(model, original)
 
 
-def test_the_whole_model_counts_against_max_ram_gb() -> None:
-    """Refused at the start, not at the block that goes over it."""
+def test_the_full_model_counts_against_max_ram_gb() -> None:
+    """Refused at the start, not at the block that exceeds the limit."""
     model = small.llama()
     nbytes = sum(parameter.numel() * 4 for parameter in model.parameters())
     with pytest.raises(errors.NotEnoughMemory):
@@ -455,10 +455,8 @@ def test_the_whole_model_counts_against_max_ram_gb() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 @pytest.mark.parametrize("call", range(1, 6))
-def test_an_adoption_that_fails_half_way_is_undone(
-    monkeypatch: pytest.MonkeyPatch, precision: str, lanes: str, call: int
-) -> None:
-    """Whichever block it is that does not fit: weights, dtypes, tied names and hooks are as before."""
+def test_a_failed_attach_is_undone(monkeypatch: pytest.MonkeyPatch, precision: str, lanes: str, call: int) -> None:
+    """Whichever block does not fit: weights, dtypes, tied names and hooks are restored."""
     model = small.llama()
     original = small.snapshot(model)
     checkpointing = call == 3
@@ -493,8 +491,8 @@ def test_attaching_works_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert train_a_step(model, engine.optimizer()) == pytest.approx(loss_of(small.gpt2().eval()), abs=1e-6)
 
 
-def test_no_room_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moments take twice the weights: refused when the optimizer is made, not when the first step runs."""
+def test_too_little_memory_for_the_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments take twice the weights. Refused when the optimizer is created, not in the first step."""
     model = small.llama()
     engine = mt.Engine(model, device="cpu")
     with monkeypatch.context() as patched:
@@ -533,8 +531,8 @@ print(tuple(layers[2](torch.ones(1536)).shape))
 """
 
 
-def test_the_native_library_is_missing(tmp_path: Path) -> None:
-    """A slab of 9 MiB needs it. The message names the command that builds it, and the model is given back whole."""
+def test_a_missing_native_library_is_refused(tmp_path: Path) -> None:
+    """A slab of 9 MiB needs it. The message names the command that builds it, and the model is restored."""
     environment = dict(os.environ) | {"MEGATRAIN_NATIVE": str(tmp_path / "nowhere.so"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run([sys.executable, "-c", MISSING], env=environment, capture_output=True, text=True, check=False)

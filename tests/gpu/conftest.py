@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-# Must be set before cuBLAS is first used; deterministic matrix products need it.
+# Deterministic matrix products need this before cuBLAS is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

@@ -1,4 +1,4 @@
-"""On the GPU: a streamed model and a resident one give the same bits, in deterministic mode."""
+"""On the GPU, in deterministic mode: a streamed model and a resident one give the same bits."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ def batches(count):
 
 
 class Resident:
-    """The plain model, whole on the GPU, updated by the reference AdamW on FP32 masters."""
+    """The plain model on the GPU, updated by the reference AdamW on FP32 masters."""
 
     def __init__(self, model):
         self.model = model.cuda()
@@ -95,7 +95,7 @@ def test_streamed_equals_resident(dtype, deterministic):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_window_equals_one_after_the_other(dtype, deterministic):
-    """Four micro-batches on one fetch, in one window, in two, and one by one: the same bits."""
+    """Four micro-batches in one window, in two, and one by one give the same bits."""
 
     def run(sizes):
         model = random_model("tiny", dtype, attention_dropout=0.1).train()
@@ -136,7 +136,7 @@ def test_window_equals_one_after_the_other(dtype, deterministic):
 
 
 def test_logits_memory_is_one_chunk():
-    """152k words: a whole batch of logits would be 4.6 GiB in FP32; a chunk is a fraction of it."""
+    """With 152k words, the logits of a batch would take 4.6 GiB in FP32; a chunk takes a fraction of that."""
     model = random_model("tiny", torch.bfloat16, vocab_size=152064).train()
     with mt.Engine(model, device="cuda") as engine:
         ids = torch.randint(0, 152064, (4, 2048), device="cuda")
@@ -163,7 +163,7 @@ def test_exact_pinning_and_release():
 
 def test_vram_cap_is_enforced():
     model = random_model("tiny", torch.bfloat16).train()
-    # Freed, and still there as far as the driver knows.
+    # Freed, but still reserved from the driver.
     torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
     with mt.Engine(model, device="cuda", max_vram_gb=2.0):
         free, total = torch.cuda.mem_get_info()
@@ -196,12 +196,12 @@ def test_norm_has_the_same_bits_on_both_devices(dtype, numel):
         assert kernel(flat.cuda(), True).item() == norm.square_sum(flat.bfloat16()).item()
 
 
-@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_norm_in_pieces_has_the_same_bits_on_both_devices(dtype, places):
-    """A tied slab, and one with a parameter that has no gradient: no copy of the whole is made on the device."""
+def test_norm_in_pieces_has_the_same_bits_on_both_devices(dtype, calls):
+    """For a tied slab, and one with a parameter without gradient, no full copy is made on the device."""
     layout = lay_out([("a", torch.Size([40_000_001])), ("b", torch.Size([1000])), ("c", torch.Size([500_000]))], dtype)
-    flats = [torch.randn(layout.numel, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(places)]
+    flats = [torch.randn(layout.numel, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(calls)]
     present = [frozenset({0, 2}), frozenset({0})]
 
     def found(device):
@@ -214,4 +214,4 @@ def test_norm_in_pieces_has_the_same_bits_on_both_devices(dtype, places):
 
     (there, taken), (here, _) = found("cuda"), found("cpu")
     assert there == here
-    assert taken < 20 << 20, "160 MB are the whole in FP32"
+    assert taken < 20 << 20, "a full FP32 copy would take 160 MB"

@@ -1,4 +1,4 @@
-"""On the GPU: the fused cross-entropy is PyTorch's own, up to the rounding of FP32."""
+"""On the GPU: the fused cross-entropy equals PyTorch's up to FP32 rounding."""
 
 import subprocess
 import sys
@@ -39,8 +39,8 @@ def test_close_to_exact(dtype, vocabulary):
     targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
     targets[3::4] = IGNORED
     (ours, ours_by), (exact, exact_by) = both(logits, targets)
-    # An exponential and a sum in FP32, per token; the gradient is rounded once to its dtype. Where a target is almost
-    # certain, one is subtracted from almost one: some units in the last place of FP32 are left.
+    # An exponential and a sum in FP32 per token; the gradient is rounded once to its dtype. Where the target is almost
+    # certain, the gradient is a difference of nearly equal numbers, with an error of a few FP32 ulps.
     torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=2e-6)
     spacing = torch.finfo(dtype).eps / 2
     assert ours_by.dtype == dtype
@@ -53,7 +53,7 @@ def test_infinities_and_nan():
     logits = torch.zeros(5, 20_000, device="cuda")
     targets = torch.arange(5, device="cuda")
     logits[0, 9000:] = -INFINITY
-    logits[1, :9000] = -INFINITY  # the whole first block, the target among it
+    logits[1, :9000] = -INFINITY  # the full first block, including the target
     logits[2, 12_345] = INFINITY
     logits[3, 17] = float("nan")
     logits[4] = -INFINITY
@@ -75,7 +75,7 @@ def test_every_run_has_the_same_bits():
 
 @pytest.mark.parametrize("label", [97, pytest.param(-1, marks=pytest.mark.slow)])
 def test_a_label_outside_the_vocabulary_is_an_error(label):
-    """As with PyTorch's own, an assertion on the device: it ends the process's use of CUDA."""
+    """As with PyTorch's own, this is an assertion on the device, after which the process cannot use CUDA any more."""
     script = (
         "import torch; from megatrain.compute.loss import cross_entropy\n"
         f"cross_entropy(torch.zeros(2, 97, device='cuda'), torch.tensor([3, {label}], device='cuda'), -100, True)\n"

@@ -1,4 +1,4 @@
-"""On the GPU: caps hold at what the driver reports, plans hold, and running out of memory is survived bit for bit."""
+"""On the GPU: caps hold as reported by the driver, plans hold, and running out of memory does not change bits."""
 
 import gc
 
@@ -18,15 +18,15 @@ SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
 
 @pytest.fixture(autouse=True)
 def clean():
-    # cuBLAS keeps a workspace for every thread that has computed, whichever test it was in.
+    # cuBLAS keeps a workspace for every thread that has computed, in any test.
     before = torch.cuda.memory_allocated()
     yield
-    # Twice: the first time ends the lanes of engines that nobody has any more, the second frees what those held.
+    # The first collection ends the lanes of dropped engines, the second frees what the lanes held.
     gc.collect()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.cuda.memory_allocated() < before + GIB // 4, "an engine that was dropped holds memory"
+    assert torch.cuda.memory_allocated() < before + GIB // 4, "a dropped engine still holds memory"
 
 
 def rows(count=16, length=1024):
@@ -35,7 +35,7 @@ def rows(count=16, length=1024):
 
 
 def trained(directory, most=None, **settings):
-    """A run in BF16; `most` is what the allocator may hand out beside what there is after attaching."""
+    """A run in BF16. `most` limits the allocator after the first step."""
     mt.init(**settings)
     model = small.llama(**SHAPE).to(torch.bfloat16)
     trainer = mt.Trainer(
@@ -62,21 +62,21 @@ def limit_after_first_step(trainer, most):
     trainer.add_callback(Limit())
 
 
-def test_a_trainers_step_is_done_again_with_fewer_graphs(tmp_path, deterministic, said):
-    """A real one: after the first step the allocator gets less than the stored graphs take."""
+def test_a_trainers_step_is_repeated_with_fewer_stored_graphs(tmp_path, deterministic, said):
+    """A real out-of-memory error: after the first step the allocator gets less than the stored graphs need."""
     stored, most = trained(tmp_path / "a", policy="store")
     recomputed, least = trained(tmp_path / "b", policy="recompute", plan=None)
     assert most - least > GIB // 2
     limited, _ = trained(tmp_path / "c", policy="store", most=(2 * least + most) // 3 + GIB // 4)
     assert any("the step was undone" in line for line in said.messages)
     stored_blocks = [b for b in limited.engine.blocks if limited.engine.memory_limit.policies[b.name] == "store"]
-    assert len(stored_blocks) in (5, 2), "of 11 blocks half, or half of that if it was not enough"
+    assert len(stored_blocks) in (5, 2), "half of 11 blocks, or half of those if that was not enough"
     assert small.losses(limited) == small.losses(stored) == small.losses(recomputed)
     assert small.same(small.snapshot(limited.model), small.snapshot(stored.model))
 
 
 @pytest.mark.slow
-def test_an_own_loop_goes_on_after_zero_grad(deterministic):
+def test_a_custom_loop_continues_after_zero_grad(deterministic):
     def run(failing):
         model = small.llama(**SHAPE).to(torch.bfloat16)
         engine = mt.Engine(model, device="cuda", policy="store")
@@ -126,7 +126,7 @@ def test_the_cap_is_on_what_the_driver_reports(cap):
 
 
 def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
-    # What cuBLAS keeps for the threads of earlier tests is not the plan's.
+    # The plan does not count cuBLAS workspaces of earlier tests.
     others = torch.cuda.memory_allocated()
     trainer, _ = trained(tmp_path)
     plan = trainer.engine.settings.plan
@@ -136,7 +136,7 @@ def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
     assert all(slab.on_device for slab in trainer.engine.slabs)
 
 
-def test_what_the_process_holds_for_something_else_is_inside_the_cap(tmp_path):
+def test_other_memory_of_the_process_counts_against_the_cap(tmp_path):
     reference = torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
     cap = 8.0
     trainer, _ = trained(tmp_path, max_vram_gb=cap)
@@ -159,33 +159,33 @@ def test_a_cap_lasts_as_long_as_its_engine():
     with mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=30.0):
         assert 18.5 < allowed() < 19.5
         first.close()
-        assert 28.5 < allowed() < 29.5, "the second's own"
+        assert 28.5 < allowed() < 29.5, "only the second engine's cap is left"
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(30 * GIB, dtype=torch.uint8, device="cuda")
-    whole = allowed()
-    assert whole > 31
+    uncapped = allowed()
+    assert uncapped > 31
     with pytest.raises(mt.errors.SettingsError):
         mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=10.0, debug=mt.Debug(lanes="threads"))
-    assert allowed() == whole, "refused"
+    assert allowed() == uncapped, "a refused engine leaves no cap"
     mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=10.0)
     gc.collect()
-    assert allowed() == whole, "nobody has it any more"
+    assert allowed() == uncapped, "a dropped engine leaves no cap"
 
 
 @pytest.mark.slow
-def test_an_engine_that_was_dropped_holds_nothing():
+def test_a_dropped_engine_is_collected_when_memory_is_needed():
     gc.collect()
     gc.disable()
     try:
         mt.Engine(small.llama(**SHAPE | {"num_hidden_layers": 20}), device="cuda", resident=("*",))
-        assert torch.cuda.memory_allocated() > 2 * GIB - CUDA_CONTEXT_BYTES, "in a cycle"
+        assert torch.cuda.memory_allocated() > 2 * GIB - CUDA_CONTEXT_BYTES, "kept alive by a reference cycle"
         mt.Engine(small.llama(**SHAPE), device="cuda", max_vram_gb=2.0).close()
     finally:
         gc.enable()
 
 
 @pytest.mark.slow
-def test_pinned_memory_takes_what_is_planned_for_it():
+def test_gpu_memory_for_pinned_memory_is_as_planned():
     torch.zeros(1, device="cuda")
     memory = HostMemory(pin=True, threads=8)
     before = torch.cuda.mem_get_info()[0]

@@ -1,4 +1,4 @@
-"""Models without repeated layers: kept on the GPU if they fit, else read from RAM at every use."""
+"""Models without repeated layers stay on the GPU if they fit; otherwise they are read from RAM at every use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 64
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which on the GPU is cuDNN's, between an embedding and a tied head; a scale on the root."""
+    """An LSTM, computed by cuDNN on the GPU, between an embedding and a tied head, and a scale of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("settings", [{}, {"resident": ("Recurrent",)}], ids=["all on the GPU", "most in RAM"])
 def test_equals_plain_pytorch(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naming what stays on the GPU (the scale on the root) leaves the rest in RAM."""
-    # cuDNN computes an LSTM in TF32 unless told otherwise, and another way if its weights are not in one piece.
+    """Naming what stays on the GPU (the scale) leaves the rest in RAM."""
+    # cuDNN computes an LSTM in TF32 by default, and with another algorithm if its weights are not contiguous.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     model = Recurrent()

@@ -47,10 +47,10 @@ def test_policies_are_equal(dtype, compiled, deterministic):
 
 
 def test_a_compiled_recompute_leaves_out_the_last_product(deterministic, caplog):
-    """Its graph differs from the forward's, and its gradients do not."""
+    """Its graph differs from the forward's, but its gradients are the same."""
     torch._dynamo.reset()
     caplog.set_level(logging.DEBUG, "megatrain.compute.partition")
-    # Graphs in PyTorch's cache on disk are not partitioned again.
+    # PyTorch does not partition graphs again that are in its cache on disk.
     with torch._inductor.config.patch(force_disable_caches=True):
         losses, weights = run(torch.bfloat16, dropout=0.0, compile=True)
     assert any("leaves out 1 products" in record.getMessage() for record in caplog.records)
@@ -85,8 +85,8 @@ def test_offload_makes_memory_independent_of_depth():
     assert abs(deep - shallow) < 0.02 * shallow
 
 
-def test_what_a_backward_left_on_its_way_overwrites_nothing():
-    """It fails in the middle under `offload`, while the next input is being copied back."""
+def test_pending_copies_of_a_failed_backward_overwrite_nothing():
+    """Under `offload`, the backward fails while the next input is being copied back."""
     model = random_model(
         "tiny", torch.bfloat16, hidden_size=2048, intermediate_size=4096, num_attention_heads=16,
         num_key_value_heads=16, num_hidden_layers=6,

@@ -1,4 +1,4 @@
-"""On the GPU: the probe is quick, and its numbers can be true."""
+"""On the GPU: the probe is quick, and its numbers are plausible."""
 
 import time
 
@@ -9,8 +9,8 @@ import megatrain as mt
 from megatrain.hardware.machine import TOUCHED, Machine
 from megatrain.hardware.probe import probe
 
-ROUND = {"h2d": 55.5e9, "d2h": 55.4e9, "duplex": 101e9, "pageable_h2d": 7.6e9, "dram": 134e9, "hbm": 4.3e12}
-"""Measured on one H200 machine; any other is only asked to be sane."""
+MEASURED = {"h2d": 55.5e9, "d2h": 55.4e9, "duplex": 101e9, "pageable_h2d": 7.6e9, "dram": 134e9, "hbm": 4.3e12}
+"""Measured on one H200 machine; other machines only get a plausibility check."""
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ def check(machine):
     assert set(machine.gpu_update) == set(machine.update) == set(TOUCHED)
     assert Machine.from_json(machine.to_json()) == machine
     if machine.gpu == "NVIDIA H200":
-        for name, seen in ROUND.items():
+        for name, seen in MEASURED.items():
             assert seen / 3 < getattr(machine, name) < seen * 3, name
         assert machine.matmul["bf16"] > 400e12
 
 
 @pytest.mark.slow
-def test_update_rates_take_the_place_of_estimates(cache):
+def test_measured_update_rates_replace_estimates(cache):
     start = time.perf_counter()
     machine = mt.probe()
     print(f"\nprobed with updates in {time.perf_counter() - start:.1f} s\n{machine.to_json()}")

@@ -1,4 +1,4 @@
-"""Needs a GPU."""
+"""On the GPU: resident blocks are saved with lossless compression, and wait for the user's writes."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def test_lossless_checkpoints_of_resident_blocks(tmp_path) -> None:
-    """`lossless.encode` refuses tensors that are not in host memory: the save fails."""
+    """`lossless.encode` accepts only tensors in host memory."""
     engine = engine_of(Stack(), device="cuda", resident=("*",), optimizer_compression="lossless")
     optimizer = engine.optimizer(lr=0.1)
     engine.model(inputs(0).cuda()).square().mean().backward()
@@ -43,7 +43,7 @@ def _weights(resident, touch) -> torch.Tensor:
     return torch.cat([p.host().reshape(-1) for p in engine.model.parameters()])
 
 
-def test_gradients_written_by_the_user_are_there_when_a_resident_slab_is_updated() -> None:
+def test_updates_of_resident_slabs_wait_for_gradients_written_by_the_user() -> None:
     def touch(model) -> None:
         torch.cuda._sleep(200_000_000)  # compute is 0.1 s behind
         for parameter in model.parameters():
@@ -53,7 +53,7 @@ def test_gradients_written_by_the_user_are_there_when_a_resident_slab_is_updated
 
 
 @pytest.mark.slow
-def test_sums_are_not_cleared_by_the_zeros_of_their_own_buffer() -> None:
+def test_sums_wait_for_the_zeros_of_their_buffer() -> None:
     torch.manual_seed(0)
 
     def grads(resident) -> torch.Tensor:

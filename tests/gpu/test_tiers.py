@@ -1,4 +1,4 @@
-"""On the GPU: state in GPU memory, in host memory, or in both gives the same bits, in deterministic mode."""
+"""On the GPU, in deterministic mode: state in GPU memory, in host memory, or in both gives the same bits."""
 
 import random
 
@@ -53,7 +53,7 @@ def assert_same(left, right):
 
 
 QUICK = {("bf16-sr", 0.5, True)}
-"""The others are slow tests; homes chosen at random (below) have them all but this."""
+"""The others are slow tests. Random placements (below) cover all combinations but this one."""
 ALL = [(precision, clip, windows) for precision in ("bf16", "fp32", "bf16-sr") for clip in (0.5, None)
        for windows in (False, True)]  # fmt: skip
 
@@ -70,19 +70,19 @@ def test_placement_does_not_change_bits(deterministic, precision, clip, windows)
 @pytest.mark.parametrize(
     "compression", [*(pytest.param(width, marks=pytest.mark.slow) for width in ("bf16", "8bit")), "4bit"]
 )
-def test_nor_with_low_bit_states(deterministic, compression):
+def test_placement_does_not_change_bits_of_quantized_states(deterministic, compression):
     expected = run((), "bf16", compression)
     for resident in PLACEMENTS.values():
         assert_same(run(resident, "bf16", compression), expected)
 
 
 @pytest.mark.parametrize("policy", ["store", "offload"])
-def test_nor_with_other_policies(deterministic, policy):
+def test_placement_does_not_change_bits_of_other_policies(deterministic, policy):
     assert_same(run(("*layers.[02]*",), "bf16", policy=policy), run((), "bf16"))
 
 
-def drawn(seed):
-    """Homes, holds and policies by a seed."""
+def random_settings(seed):
+    """Random placements and policies."""
     source = random.Random(seed)
     kinds = {
         block: source.choice(["resident", "states", "held", "streamed", "weights", "gradients"]) for block in BLOCKS
@@ -112,8 +112,8 @@ def streamed():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_homes_and_holds_chosen_at_random(deterministic, streamed, seed):
+def test_random_placements_are_bitwise(deterministic, streamed, seed):
     precision, clip = ("bf16", "bf16", "fp32")[seed % 3], (0.5, None)[seed % 2]
-    settings = drawn(seed)
+    settings = random_settings(seed)
     expected = streamed(precision, clip, windows=settings["windows"])
     assert_same(run(settings.pop("resident"), precision, clip=clip, **settings), expected)

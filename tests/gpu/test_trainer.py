@@ -1,4 +1,4 @@
-"""On the GPU: `mt.Trainer` trains like the stock one, saves, and a resumed run equals the uninterrupted one."""
+"""On the GPU: `mt.Trainer` trains like the stock one and saves, and a resumed run equals the uninterrupted one."""
 
 import pytest
 import torch
@@ -19,16 +19,16 @@ def run(kind, directory, resume=None, **changes):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_losses_are_those_of_the_stock_trainer(tmp_path, deterministic, bf16):
+def test_losses_match_the_stock_trainer(tmp_path, deterministic, bf16):
     ours, stock = run(mt.Trainer, tmp_path / "a", bf16=bf16), run(transformers.Trainer, tmp_path / "b", bf16=bf16)
-    # In BF16 the stock run is autocast over FP32 weights, ours holds BF16 weights: alike, not equal.
+    # In BF16, the stock run uses autocast with FP32 weights and ours has BF16 weights, so losses are only close.
     tolerance = 3e-2 if bf16 else 2e-5
     assert small.losses(ours) == pytest.approx(small.losses(stock), abs=tolerance)
     assert small.losses(ours)[0] != small.losses(ours)[-1]
 
 
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, deterministic, bf16):
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, deterministic, bf16):
     whole = run(mt.Trainer, tmp_path / "whole", max_steps=6, bf16=bf16)
     half = run(mt.Trainer, tmp_path / "half", max_steps=6, save_strategy="steps", save_steps=3, bf16=bf16)
     checkpoint = tmp_path / "half" / "checkpoint-3"
@@ -38,7 +38,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, deterministic, bf16):
     assert small.same(small.snapshot(whole.model), small.snapshot(resumed.model))
 
 
-def test_what_it_writes_loads_in_plain_transformers(tmp_path):
+def test_saved_models_load_in_plain_transformers(tmp_path):
     trainer = run(mt.Trainer, tmp_path)
     trainer.save_model(tmp_path / "final")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")

@@ -1,4 +1,4 @@
-"""On the GPU: the fused update gives the reference's bits, for every rule, weight, gradient and width."""
+"""On the GPU: the fused update has the bits of the reference, for every rule, weight, gradient and width."""
 
 import itertools
 
@@ -22,7 +22,7 @@ HYPER = {
     "sgd": SGD(lr=1e-2, momentum=0.9, weight_decay=1e-4),
 }
 SPECIAL = (0.0, -0.0, 1e-45, -1e-42, 1.1754944e-38, 1e-30, -1e-20, 1e18, -1e25)
-"""Denormals, zeros, and numbers whose square is infinite. None of them makes a NaN."""
+"""Denormals, zeros, and numbers whose square is infinite. None of them produces a NaN."""
 SPARE = 64
 
 
@@ -33,7 +33,7 @@ def triton_kernel(operands):
 
 
 def values(numel, generator, spread, special=SPECIAL):
-    """Magnitudes over `spread` powers of two, some runs of zeros, and every special value here and there."""
+    """Magnitudes over `spread` powers of two, with runs of zeros and special values."""
     flat = torch.randn(numel, generator=generator)
     flat *= torch.exp2(spread * (torch.rand(numel, generator=generator) - 1))
     flat[torch.rand(numel, generator=generator) < 0.05] = 0.0
@@ -44,7 +44,7 @@ def values(numel, generator, spread, special=SPECIAL):
 
 
 class State:
-    """Everything one update reads and writes, with room to spare behind it that nothing may touch."""
+    """Everything an update reads and writes, with spare elements behind that must not change."""
 
     def __init__(self, numel, rule, weight, gradient, width, seed=0, special=SPECIAL):
         generator = torch.Generator().manual_seed(seed)
@@ -56,10 +56,10 @@ class State:
             self.tensors["residual"] = torch.randint(-(1 << 15), 1 << 15, (numel + SPARE,), generator=generator).short()
         self.formats = {name: FORMATS[width][0 if signed else 1] for name, signed in RULES[rule].moments.items()}
         for name, chosen in self.formats.items():
-            whole = -(-numel // 256) * 256
-            self.tensors[name] = torch.zeros(chosen.payload_bytes(whole) + SPARE, dtype=torch.uint8)
+            large = -(-numel // 256) * 256
+            self.tensors[name] = torch.zeros(chosen.payload_bytes(large) + SPARE, dtype=torch.uint8)
             if chosen.block:
-                self.tensors[f"{name}/scales"] = torch.zeros(whole // chosen.block + SPARE)
+                self.tensors[f"{name}/scales"] = torch.zeros(large // chosen.block + SPARE)
             start = values(numel, generator, 20)
             if not RULES[rule].moments[name]:
                 start = start.abs()
@@ -105,7 +105,7 @@ def check(numel, rule, weight, gradient, width, first=0, special=SPECIAL, device
 
 
 def comparable(tensor, width):
-    """One NaN for all in FP32 tensors: which one an operation makes differs between processors."""
+    """All NaNs in FP32 tensors become one, since processors produce different ones."""
     if width == "fp32" and tensor.dtype == torch.uint8:
         tensor = tensor.view(torch.float32)
     return torch.where(tensor.isnan(), torch.nan, tensor) if tensor.dtype == torch.float32 else tensor
@@ -140,8 +140,9 @@ PAIRS = (
     ("sgd", "bf16", "fp32", "8bit"),
     ("sgd", "fp32", "rounded", "4bit"),
 )
-"""Every rule, weight and gradient with every width, every rule with every weight and gradient. The kernel's parts for
-them are separate, and each combination takes seconds to compile: the others are slow tests."""
+"""Every rule, weight and gradient with every width, and every rule with every weight and gradient. The kernel handles
+these parts separately, and each combination takes seconds to compile, so the others are slow tests.
+"""
 
 
 @pytest.mark.parametrize("combination", [pytest.param(c, marks=[] if c in PAIRS else pytest.mark.slow) for c in ALL])
@@ -153,7 +154,7 @@ def test_fused_update_equals_the_reference(combination):
 
 @pytest.mark.parametrize("combination", [c for c in PAIRS if c[2] != "rounded"])
 def test_infinities_and_nan(combination):
-    # A NaN's sign is kept by the codes of signed moments, and differs between processors: no NaN for those.
+    # Codes of signed moments keep the sign of a NaN, which differs between processors, so these get no NaN.
     special = (*SPECIAL, torch.inf, -torch.inf, *((torch.nan,) if combination[3] in ("fp32", "bf16") else ()))
     check(4097, *combination, special=special)
 
@@ -162,14 +163,14 @@ def test_more_elements_than_32_bits_count():
     chosen, numel, tail = FORMATS["4bit"][0], (1 << 31) + 10_000, (1 << 31) - 512
     state = State(numel - tail, "lion", "bf16", "bf16", "4bit")
     ahead = {"exp_avg": chosen.payload_bytes(tail), "exp_avg/scales": tail // chosen.block}
-    whole = {}
+    large = {}
     for name, tensor in state.tensors.items():
-        whole[name] = torch.zeros(ahead.get(name, tail) + tensor.numel(), dtype=tensor.dtype, device="cuda")
-        whole[name][-tensor.numel() :] = tensor
-    triton_kernel(state.operands(whole, 1, 1.0, 0, numel))
+        large[name] = torch.zeros(ahead.get(name, tail) + tensor.numel(), dtype=tensor.dtype, device="cuda")
+        large[name][-tensor.numel() :] = tensor
+    triton_kernel(state.operands(large, 1, 1.0, 0, numel))
     reference_kernel(state.operands(state.tensors, 1, 1.0, tail))
     for name, tensor in state.tensors.items():
-        assert same_bits(tensor, whole[name][-tensor.numel() :].cpu()), name
+        assert same_bits(tensor, large[name][-tensor.numel() :].cpu()), name
 
 
 @pytest.mark.parametrize("numel", [1 << 16, (1 << 20) + 4096 + 17])

@@ -1,4 +1,4 @@
-"""On the GPU: forked children share pinned memory. They read it without a copy, and cannot change it."""
+"""On the GPU: forked children read pinned memory without a copy, and cannot change it."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ WORKERS = 4
 
 
 def private(address, nbytes):
-    """Bytes of this process's own, in the mappings of a range and in all (Private_Clean + Private_Dirty)."""
+    """Private bytes of this process in the mappings of a range, and in all mappings (Private_Clean + Private_Dirty)."""
     inside = total = 0
     within = False
     with open("/proc/self/smaps") as mappings:
@@ -31,8 +31,8 @@ def private(address, nbytes):
     return inside, total
 
 
-class Looks(torch.utils.data.Dataset):
-    """Every item is read by a worker: all of the store once, then what that has cost it."""
+class StoreReader(torch.utils.data.Dataset):
+    """Each item is computed by a worker: it reads the full store, then reports its private memory."""
 
     def __init__(self, model, buffer):
         self.model, self.buffer = model, buffer
@@ -48,7 +48,7 @@ class Looks(torch.utils.data.Dataset):
 
 
 def train(forks):
-    """Some steps; with `forks`, children come and go between and inside them. Weights and losses."""
+    """Train some steps; with `forks`, children run between and inside them. Returns losses and weights."""
     torch.manual_seed(0)
     model = random_model("tiny", torch.bfloat16, num_hidden_layers=3).train()
     generator = torch.Generator().manual_seed(1)
@@ -65,7 +65,7 @@ def train(forks):
             loss.backward()
             optimizer.step()
             if forks:
-                # Right after a step: its updates are still on their way.
+                # The step's updates are still pending here.
                 refused = forked.run(lambda: slab.load(0, torch.zeros(slab.layout.segments[0].shape)))
                 assert refused.raised is not None
                 assert refused.raised[0] == "ForkedProcess"
@@ -78,7 +78,7 @@ def train(forks):
 
 
 def test_loader_workers_share_pinned_memory():
-    """Pages of a private mapping that is pinned would be copied into every worker at the fork."""
+    """If pinned memory were a private mapping, the fork would copy its pages into every worker."""
     model = random_model("tiny", torch.bfloat16, num_hidden_layers=3).train()
     with mt.Engine(model, device="cuda") as engine:
         optimizer = engine.optimizer(lr=1e-3)
@@ -92,19 +92,19 @@ def test_loader_workers_share_pinned_memory():
         buffer.bytes.fill_(1)
         expected = round(next(model.parameters()).host().float().sum().item() * 1e3)
         loader = torch.utils.data.DataLoader(
-            Looks(model, buffer), num_workers=WORKERS, multiprocessing_context="fork", batch_size=1
+            StoreReader(model, buffer), num_workers=WORKERS, multiprocessing_context="fork", batch_size=1
         )
-        looks = torch.cat(list(loader)).tolist()
+        reports = torch.cat(list(loader)).tolist()
         print(
-            f"\nbytes of each worker's own: {[look[2] // MIB for look in looks]} MiB, of the store {STORE // MIB} MiB"
+            f"\nbytes of each worker's own: {[look[2] // MIB for look in reports]} MiB, of the store {STORE // MIB} MiB"
         )
-        assert len(looks) == WORKERS
-        for total, inside, everything, read in looks:
+        assert len(reports) == WORKERS
+        for total, inside, everything, read in reports:
             assert total == STORE
             assert read == expected
             assert inside == 0
             assert everything < STORE // 4
-        # The parent's registration has outlived its children: a copy from it needs no staging and is right.
+        # Children do not undo the parent's registration: a copy from pinned memory is direct and correct.
         target = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         target.copy_(buffer.bytes[: 64 * MIB], non_blocking=True)
         assert int(target.sum(dtype=torch.int64)) == 64 * MIB
