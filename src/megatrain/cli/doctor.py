@@ -51,19 +51,16 @@ def doctor(
         "disks": lambda: _disks(offload_dir or []),
         "environment": _environment,
     }
-    found = {title: dict(_complete(section)) for title, section in sections.items()}
+    report = {title: dict(_complete(section)) for title, section in sections.items()}
     if as_json:
-        typer.echo(json.dumps(found | {"problems": problems}, indent=2))
+        typer.echo(json.dumps(report | {"problems": problems}, indent=2))
     else:
-        for title, rows in found.items():
-            typer.echo(f"{title}\n{aligned(iter(rows.items()), indent='  ')}\n")
-        typer.echo(f"problems\n{aligned(iter(_numbered(problems)), indent='  ')}" if problems else "no problems found")
+        for title, rows in report.items():
+            typer.echo(f"{title}\n{aligned(rows.items(), indent='  ')}\n")
+        numbered = [(f"{number}.", problem) for number, problem in enumerate(problems, start=1)]
+        typer.echo(f"problems\n{aligned(numbered, indent='  ')}" if problems else "no problems found")
     if problems:
         raise typer.Exit(1)
-
-
-def _numbered(problems: list[str]) -> Rows:
-    return ((f"{number}.", problem) for number, problem in enumerate(problems, start=1))
 
 
 def _complete(section: Callable[[], Rows]) -> Rows:
@@ -136,21 +133,18 @@ def _gpu(problems: list[str]) -> Rows:
     def driver() -> str:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].removeprefix("NVRM version: ")
 
+    def gpu(index: int) -> str:
+        # Properties need no context; asking how much of the memory is free would create one.
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        return f"{properties.name}, {properties.total_memory / GIB:.1f} GiB, {capability}"
+
     yield "CUDA of torch", torch.version.cuda or "none: this PyTorch was built without CUDA"
     yield "driver", _try(driver)
     if not torch.cuda.is_available():
         yield "GPU", f"{_try(torch.cuda.init)}: training runs on the CPU"
     for index in range(torch.cuda.device_count()):
-        # Properties need no context; asking how much of the memory is free would create one.
-        yield f"cuda:{index}", _try(partial(_gpu_line, index))
-
-
-def _gpu_line(index: int) -> str:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    capability = f"compute capability {properties.major}.{properties.minor}"
-    return f"{properties.name}, {properties.total_memory / GIB:.1f} GiB, {capability}"
+        yield f"cuda:{index}", _try(partial(gpu, index))
 
 
 def _native(problems: list[str]) -> Rows:
@@ -174,9 +168,9 @@ def _compile() -> Rows:
 
 
 def _program(*names: str | None) -> str:
-    asked = [name for name in names if name]
-    found = next((path for name in asked if (path := shutil.which(name))), None)
-    return found or f"not found (searched for {', '.join(asked)}): compile=True needs one"
+    programs = [name for name in names if name]
+    path = next(filter(None, map(shutil.which, programs)), None)
+    return path or f"not found (searched for {', '.join(programs)}): compile=True needs one"
 
 
 def _host(problems: list[str]) -> Rows:
@@ -188,8 +182,8 @@ def _host(problems: list[str]) -> Rows:
     from megatrain.hardware.probe import cpu_model
 
     def quota() -> str:
-        found = cgroups.cpu_quota()
-        return "unlimited" if found is None else f"{found:g} cores"
+        cores = cgroups.cpu_quota()
+        return "unlimited" if cores is None else f"{cores:g} cores"
 
     def size(nbytes: int | None) -> str:
         if nbytes is None or nbytes == resource.RLIM_INFINITY:
@@ -215,31 +209,27 @@ def _disks(folders: list[str]) -> Rows:
     for folder in folders:
         yield f"offload {folder}", _try(partial(_disk, folder))
     yield "working directory", _try(lambda: _disk(os.getcwd()))
-    yield "Hugging Face cache", _try(lambda: _disk(_hub_cache()))
     yield "temporary files", _try(lambda: _disk(os.environ.get("TMPDIR") or "/tmp"))
-
-
-def _hub_cache() -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return HF_HUB_CACHE
+    yield "Hugging Face cache", _try(lambda: _disk(HF_HUB_CACHE))
 
 
 def _disk(folder: str) -> str:
     import psutil
 
-    path = os.path.realpath(os.path.expanduser(folder))
-    there = next(parent for parent in (Path(path), *Path(path).parents) if parent.exists())
-    mounts = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
-    mount = next((str(parent) for parent in (there, *there.parents) if str(parent) in mounts), None)
-    kind = mounts[mount] if mount is not None else "unknown file system"
-    kind += ", which is RAM" if kind in IN_RAM else ""
-    missing = "" if str(there) == path else " (does not exist yet)"
-    return f"{path}{missing}: {kind}, {shutil.disk_usage(there).free / GIB:.1f} GiB free"
+    path = Path(folder).expanduser().resolve()
+    parents = (path, *path.parents)
+    existing = next(parent for parent in parents if parent.exists())
+    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    file_system = next((types[str(parent)] for parent in parents if str(parent) in types), "unknown file system")
+    file_system += ", which is RAM" if file_system in IN_RAM else ""
+    missing = "" if existing == path else " (does not exist yet)"
+    return f"{path}{missing}: {file_system}, {shutil.disk_usage(existing).free / GIB:.1f} GiB free"
 
 
 def _environment() -> Rows:
-    found = [name for name in ENVIRONMENT if name in os.environ]
-    yield from ((name, os.environ[name]) for name in found)
-    if not found:
+    present = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    yield from present.items()
+    if not present:
         yield "none", "no variable that changes what MegaTrain does is set"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +16,7 @@ COLUMNS = 80
 
 
 def probe(
-    offload_dir: Annotated[
-        list[str] | None, typer.Option(help="Measure this directory's disk too; may repeat.")
-    ] = None,
+    offload_dir: Annotated[list[str] | None, typer.Option(help="Measure this disk too; may repeat.")] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again what was measured before.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda:N; else the GPU if there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what `megatrain plan --machine FILE` reads.")] = False,
@@ -30,7 +28,7 @@ def probe(
     typer.echo(machine.to_json() if as_json else aligned(_rows(machine)), nl=not as_json)
 
 
-def aligned(rows: Iterator[tuple[str, str]], indent: str = "") -> str:
+def aligned(rows: Iterable[tuple[str, str]], indent: str = "") -> str:
     """Labels, then values, wrapped to a narrow terminal. Long words, such as paths, stay whole."""
     pairs = [(indent + label, value) for label, value in rows]
     margin = max(len(label) for label, _ in pairs) + 2

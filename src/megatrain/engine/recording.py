@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,12 +121,13 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def described(engine: Engine, optimizer: Any) -> dict[str, Any]:
     """What the first line of a record says of an engine."""
     settings, model = engine.settings, engine.model
-    chosen = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "plan"}
-    chosen["debug"] = {field.name: getattr(settings.debug, field.name) for field in fields(settings.debug)}
+    values = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "plan"}
+    values["debug"] = asdict(settings.debug)
+    values["machine"] = getattr(settings.machine, "name", settings.machine)
     gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None
     return {
         "versions": _versions(),
-        "settings": chosen | {"machine": getattr(settings.machine, "name", settings.machine)},
+        "settings": values,
         "model": {"class": type(model).__name__, "blocks": len(engine.blocks)} | counted(model),
         "device": {"name": str(engine.device), "gpu": gpu},
         "precision": {"compute": engine.precision, "saved": engine.saved_precision},
@@ -140,19 +142,13 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
         | {"parameters": sum(parameter.numel() for parameter in group["params"])}
         for group in optimizer.param_groups
     ]
-    return {
-        "kind": optimizer.kind,
-        "moments": optimizer.moment_width,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "groups": groups,
-    }
+    described = {"kind": optimizer.kind, "moments": optimizer.moment_width, "max_grad_norm": optimizer.max_grad_norm}
+    return described | {"groups": groups}
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

@@ -22,7 +22,7 @@ _hidden = 0
 
 @contextmanager
 def hidden(hide: bool = True) -> Iterator[None]:
-    """No bars inside: a Trainer with `disable_tqdm=True` wants none."""
+    """Show no bars inside (`disable_tqdm=True` of a Trainer)."""
     global _hidden
     _hidden += hide
     try:
@@ -32,7 +32,7 @@ def hidden(hide: bool = True) -> Iterator[None]:
 
 
 def shown() -> bool:
-    """Whether there is a terminal, and nobody has switched progress bars off."""
+    """Whether stderr is a terminal and progress bars are not switched off."""
     if _hidden or sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE"):
         return False
     # Only if the program uses it: importing transformers takes seconds.
@@ -40,22 +40,22 @@ def shown() -> bool:
     return logging is None or bool(logging.is_progress_bar_enabled())
 
 
-def _nowhere(count: int = 1) -> None:
-    """Stands in for a bar that is not shown."""
-
-
 @contextmanager
 def progress(total: int | None, unit: str, title: str) -> Iterator[Callable[..., None]]:
-    """Show how far the work inside is; call what is given with what has been done. Without a total: for how long."""
+    """Show a bar for the work inside, which calls the yielded function with what it has done. Without a total, the bar
+    shows the elapsed time."""
     if not shown():
-        yield _nowhere
+        yield lambda count=1: None
         return
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    layout: dict[str, Any] = {"bar_format": "{desc}: {elapsed}"} if total is None else {}
-    scaled: dict[str, Any] = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
+    options: dict[str, Any] = {"desc": title, "total": total, "unit": f" {unit}s"}
+    if unit == "B":
+        options |= {"unit": unit, "unit_scale": True, "unit_divisor": 1024}
+    if total is None:
+        options["bar_format"] = "{desc}: {elapsed}"
     bar: Any = None
-    done, began, ended = 0, time.monotonic(), threading.Event()
+    done, start, ended = 0, time.monotonic(), threading.Event()
 
     def draw() -> None:
         """In a thread of its own: the work may be one call, such as compiling."""
@@ -63,11 +63,8 @@ def progress(total: int | None, unit: str, title: str) -> Iterator[Callable[...,
         wait = AFTER
         while not ended.wait(wait):
             if bar is None:
-                bar = tqdm(
-                    total=total, initial=0, unit=f" {unit}s" if unit != "B" else unit, desc=title, leave=False,
-                    dynamic_ncols=True, file=sys.stderr, **layout, **scaled,
-                )  # fmt: skip
-                bar.start_t -= time.monotonic() - began
+                bar = tqdm(**options, leave=False, dynamic_ncols=True, file=sys.stderr)
+                bar.start_t -= time.monotonic() - start
             bar.n = done
             bar.refresh()
             wait = REFRESH
@@ -76,12 +73,12 @@ def progress(total: int | None, unit: str, title: str) -> Iterator[Callable[...,
         nonlocal done
         done += count
 
-    drawing = threading.Thread(target=draw, name="megatrain progress", daemon=True)
-    drawing.start()
+    thread = threading.Thread(target=draw, name="megatrain progress", daemon=True)
+    thread.start()
     try:
         yield advance
     finally:
         ended.set()
-        drawing.join()
+        thread.join()
         if bar is not None:
             bar.close()
