@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -45,3 +46,19 @@ def test_example(example: str, tmp_path: Path) -> None:
     for pattern in PRINTS[example]:
         assert re.search(pattern, done.stdout), f"{pattern!r} is not in\n{done.stdout[-4000:]}"
     assert not list(run.iterdir()), "an example writes into the directory it is started from"
+    if example in NEEDS:
+        (record,) = temporary.glob("*/run.jsonl")
+        check_record(record, done.stdout)
+
+
+def check_record(record: Path, printed: str) -> None:
+    """Its losses are those that the Trainer logs: the means of five steps, printed with three decimals."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    assert all(step["grad_norm"] > 0 and step["tokens"] > 0 and step["seconds"] > 0 for step in steps)
+    losses = [step["loss"] for step in steps]
+    first, last = re.search(r"loss: ([\d.]+) at the start, ([\d.]+) at the end", printed).groups()
+    assert float(first) == pytest.approx(sum(losses[:5]) / 5, abs=1e-3)
+    assert float(last) == pytest.approx(sum(losses[-5:]) / 5, abs=1e-3)
+    assert lines[-1]["reason"] == "finished"
