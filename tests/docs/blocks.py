@@ -7,8 +7,8 @@ Tags that a fence may have:
 - `bash`: every line is a command (a backslash continues it, "#" starts a comment) and is run.
 - `text`: not run.
 
-An HTML comment right before a fence says more: `<!-- gpu -->`: run only where there is CUDA. `<!-- exit 3 -->`: the
-commands of the block exit with 3.
+An HTML comment right before a fence adds a condition. `<!-- gpu -->`: run only with CUDA. `<!-- exit 3 -->`: the
+commands of the block exit with status 3.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Block:
     exit_code: int
 
     def commands(self) -> list[str]:
-        """What a reader would type into a shell."""
+        """The shell commands of the block."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.tag == "console":
             lines = [line.strip()[2:] for line in lines if line.strip().startswith("$ ")]
@@ -44,8 +44,8 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """All fenced blocks. A fence that is never closed is an error."""
-    found: list[Block] = []
+    """All fenced blocks. A fence that is not closed raises ValueError."""
+    all_blocks: list[Block] = []
     lines = page.splitlines()
     fence, tag, start = "", "", 0
     for number, line in enumerate(lines, 1):
@@ -54,11 +54,11 @@ def blocks_of(page: str) -> list[Block]:
             fence, tag, start = match[1], match[2], number
         elif fence and match and match[1].startswith(fence) and not match[2]:
             gpu, code = _markers(lines[: start - 1])
-            found.append(Block(tag, start + 1, "\n".join(lines[start : number - 1]) + "\n", gpu, code))
+            all_blocks.append(Block(tag, start + 1, "\n".join(lines[start : number - 1]) + "\n", gpu, code))
             fence = ""
     if fence:
         raise ValueError(f"the fence in line {start} is never closed")
-    return found
+    return all_blocks
 
 
 def _markers(before: list[str]) -> tuple[bool, int]:
@@ -72,7 +72,7 @@ def _markers(before: list[str]) -> tuple[bool, int]:
 
 
 def python_of(page: str, *, gpu: bool) -> str:
-    """The page's Python with every line at its place, so that a traceback shows the line of the page."""
+    """The page's Python, each line at its line number in the page, so tracebacks show the line of the page."""
     lines = [""] * len(page.splitlines())
     for block in blocks_of(page):
         if block.tag == "python" and (gpu or not block.gpu):

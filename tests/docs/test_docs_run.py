@@ -1,4 +1,4 @@
-"""Every code block and command of README.md, CONTRIBUTING.md and docs/ is run, or is known to be run elsewhere."""
+"""Every code block and command of README.md, CONTRIBUTING.md and docs/ is run here or by another test."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MAKE_TARGETS = {
     "wheel": ("Makefile", "wheel: setup"),
     "gpu-test": ("Makefile", "gpu-test:"),
 }
-"""Targets that pages may name: the file that runs what they do, and the words there."""
+"""Make targets that pages may name, each with a file that runs the same work and a text in that file."""
 ELSEWHERE = {
     r"cmake -S \. -B build && cmake --build build": ("Makefile", "cmake -S . -B build && cmake --build build"),
     r"pip install dist/megatrain-\S+": ("Makefile", "wheel: setup"),
 }
-"""Other commands that are not run here: they build what this test runs on."""
+"""Other commands that are not run here, because they build or install MegaTrain itself."""
 COPIED, LINKED = ("examples", "docs"), ("src", "benchmarks", "build", "csrc", "CMakeLists.txt", "Makefile")
 
 
@@ -56,7 +56,7 @@ def pages_with(tag: str, *, gpu: bool) -> list[Path]:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """A directory that looks like the source tree and may be written to, and an environment for commands in it."""
+    """A writable copy of the source tree, and an environment for commands in it."""
     tree, programs = tmp_path / "tree", tmp_path / "bin"
     programs.mkdir()
     for program, call in {"python": sys.executable, "megatrain": f"{sys.executable} -m megatrain"}.items():
@@ -85,9 +85,9 @@ def test_every_fence_has_a_known_tag(page: Path) -> None:
     assert not empty, f"console blocks without a command are text: lines {empty}"
 
 
-def test_the_pages_not_converted_are_there() -> None:
+def test_page_lists_are_current() -> None:
     assert {page.name for page in PAGES} >= NOT_CONVERTED
-    assert not (blocks.SETUP / "README.py").exists(), "the README runs as it stands"
+    assert not (blocks.SETUP / "README.py").exists(), "the README must run without setup code"
     assert {setup.stem for setup in blocks.SETUP.glob("*.py")} <= {page.stem for page in PAGES}
 
 
@@ -117,7 +117,7 @@ def test_python_blocks_for_a_gpu(page: Path, tmp_path: Path) -> None:
 
 
 def run_elsewhere(command: str) -> tuple[str, str] | None:
-    """The file and the words in it that show what runs this command, or None if it is run here."""
+    """The file that runs this command and a text in it, or None if the command is run here."""
     words = shlex.split(command)
     if words[0] == "make":
         target = next(word for word in words[1:] if "=" not in word)
@@ -155,11 +155,11 @@ def test_commands_for_a_gpu(page: Path, shell: tuple[Path, dict[str, str]]) -> N
     run_commands(page, shell, gpu=True)
 
 
-# ---- commands within sentences
+# ---- commands in sentences
 
 
 def missing_from(command: str) -> list[str]:
-    """What a command in a sentence names and there is not: a make target, a module, a script, an option."""
+    """The make targets, modules, scripts and options of a command that do not exist."""
     words = [word for word in shlex.split(command.partition(" > ")[0]) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     program, *rest = words
     options = [word.partition("=")[0] for word in rest if word.startswith("--")]
@@ -168,13 +168,13 @@ def missing_from(command: str) -> list[str]:
         return [word for word in rest if word not in targets and not word.startswith("-") and "=" not in word]
     if program == "megatrain" or rest[:2] == ["-m", "megatrain"]:
         commands = [word for word in rest if word not in ("-m", "megatrain")]
-        helped = CliRunner().invoke(app, [*commands[:1], "--help"], env={"COLUMNS": "200"})
-        return [*(commands[:1] if helped.exit_code else []), *(o for o in options if o not in helped.output)]
+        help_result = CliRunner().invoke(app, [*commands[:1], "--help"], env={"COLUMNS": "200"})
+        return [*(commands[:1] if help_result.exit_code else []), *(o for o in options if o not in help_result.output)]
     if rest[:1] == ["-m"]:
-        found = importlib.util.find_spec(rest[1])
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(rest[1])
+        if spec is None or spec.origin is None:
             return rest[1:2]
-        return [option for option in options if f'"{option}"' not in Path(found.origin).read_text()]
+        return [option for option in options if f'"{option}"' not in Path(spec.origin).read_text()]
     return [word for word in rest[:1] if not (ROOT / word).exists()]
 
 
@@ -186,14 +186,14 @@ def test_commands_in_sentences_exist(page: Path) -> None:
     text = page.read_text()
     for block in blocks_of(text):
         text = text.replace(block.text, "\n")
-    wrong = {" ".join(found.split()): missing_from(" ".join(found.split())) for found in INLINE.findall(text)}
+    wrong = {" ".join(quoted.split()): missing_from(" ".join(quoted.split())) for quoted in INLINE.findall(text)}
     assert not {command: missing for command, missing in wrong.items() if missing}
 
 
-# ---- the reader itself
+# ---- the reader of blocks
 
 
-def test_blocks_are_read_as_they_are_meant() -> None:
+def test_blocks_are_parsed() -> None:
     page = (
         "```python\na = 1\n```\n<!-- gpu -->\n```console\n$ megatrain \\\n  doctor  # all\nfine\n$ ls\n```\n"
         "<!-- exit 3 -->\n````bash\n# nothing\nmegatrain plan x\n```\n````\n<!-- gpu -->\n\n```\n```\n"
@@ -209,7 +209,7 @@ def test_blocks_are_read_as_they_are_meant() -> None:
         blocks_of("a\n```python\nb\n")
 
 
-def test_python_keeps_its_lines_and_leaves_out_what_needs_a_gpu() -> None:
+def test_python_keeps_line_numbers_and_skips_gpu_blocks() -> None:
     page = "a\n```python\nb = 1\n```\n<!-- gpu -->\n```python\nc = 2\n```\n"
     assert python_of(page, gpu=False).splitlines() == ["", "", "b = 1", "", "", "", "", ""]
     assert python_of(page, gpu=True).splitlines()[6] == "c = 2"
@@ -234,7 +234,7 @@ def test_commands_that_fail_or_are_unknown_fail(tmp_path: Path, shell: tuple[Pat
     run_commands(page, shell, gpu=False)
 
 
-def test_commands_in_sentences_are_looked_up() -> None:
+def test_wrong_commands_in_sentences_are_detected() -> None:
     right = ("make test", "megatrain demo --steps 3", "python -m megatrain demo", "python src/megatrain/__main__.py",
              "PYTHONPATH=src python -m benchmarks.adamw", "make test ARGS=x")  # fmt: skip
     wrong = ("make tset", "megatrain dmeo", "megatrain demo --stpes 3", "python -m benchmarks.none", "python no.py",

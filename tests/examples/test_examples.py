@@ -1,4 +1,4 @@
-"""Every file in examples/ runs as it stands, offline and on the CPU, and prints what it is there to show."""
+"""Every file in examples/ runs unchanged, offline and on the CPU, and prints the expected output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRINTS = {
     ),
     "resume": (r"stopped with exit status 143, saved \['checkpoint-4'\]", r"30 weights, 0 differ"),
 }  # fmt: skip
-"""Example → what must be in its output."""
+"""Patterns that the output of each example must match."""
 
 
 def test_every_example_is_run() -> None:
@@ -45,7 +45,7 @@ def test_example(example: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for pattern in PRINTS[example]:
         assert re.search(pattern, done.stdout), f"{pattern!r} is not in\n{done.stdout[-4000:]}"
-    assert not list(run.iterdir()), "an example writes into the directory it is started from"
+    assert not list(run.iterdir()), "an example must not write to the current directory"
     if example in NEEDS:
         (record,) = temporary.glob("*/run.jsonl")
         check_record(record, done.stdout)

@@ -1,6 +1,6 @@
-"""Train one model twice, in plain transformers + torch and in the engine, and compare the two runs.
+"""Train one model with plain transformers and torch and with the engine, and compare the two runs.
 
-Both runs go through the same `train`; they differ only in the optimizer and in who holds the weights.
+Both runs use the same `train`. They differ only in the optimizer and in where the weights are stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LR = 1e-3
 STEPS = 5
 
 LOGITS = 1e-6
-"""Relative and absolute."""
+"""Relative and absolute tolerance."""
 
 GRADIENT = 1e-5
 """‖Δg‖ / ‖g‖, for every parameter."""
@@ -31,7 +31,7 @@ WEIGHT = 5e-5
 """Largest |Δw| after `STEPS` steps at `LR`."""
 
 NOISE = 1e-7
-"""Rounding noise: below this share of the largest element of the whole gradient. See `zoo.KeyBias`."""
+"""Gradients below this share of the largest element of all gradients are rounding noise. See `zoo.KeyBias`."""
 
 Batch = Mapping[str, Tensor]
 LossOf = Callable[[Any], Tensor]
@@ -39,7 +39,7 @@ LossOf = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training run showed."""
+    """The recorded values of a training run."""
 
     losses: list[Tensor]
     """Per micro-batch."""
@@ -48,13 +48,13 @@ class Run:
     """Per micro-batch."""
 
     gradients: list[dict[str, Tensor]]
-    """Per step, only of the parameters that have one."""
+    """Per step, for the parameters that have a gradient."""
 
     weights: dict[str, Tensor]
     """After the last step."""
 
     rng: Tensor
-    """State of the generator after the last step: equal if both runs drew equally often."""
+    """State of the generator after the last step. It is equal if both runs drew equally many numbers."""
 
 
 def loss_of_output(output: Any) -> Tensor:
@@ -62,7 +62,7 @@ def loss_of_output(output: Any) -> Tensor:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    # `+ 0` makes a plain tensor of whatever the engine hands out.
+    # `+ 0` turns the engine's tensor into a plain one.
     return {name: p.grad + 0 for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -78,7 +78,7 @@ def train(
     loss_of: LossOf = loss_of_output,
     seed: int = 7,
 ) -> Run:
-    """One optimizer step per window; the loss of a window is the mean of its micro-batches' losses."""
+    """Run one optimizer step per window. The loss of a window is the mean over its micro-batches."""
     losses, logits, gradients = [], [], []
     torch.manual_seed(seed)
     for window in windows:
@@ -127,7 +127,7 @@ def train_both(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     **options: Any,
 ) -> tuple[Run, Run]:
-    """(reference, ours), from the same weights, batches and seed. `groups` makes the parameter groups."""
+    """Return (reference, ours), from the same weights, batches and seed. `groups` makes the parameter groups."""
     plain = deepcopy(model)
     reference = train(plain, torch_adamw(plain, groups and groups(plain), **options), windows, loss_of=loss_of)
     with adopted(model) as engine:
@@ -139,8 +139,9 @@ def train_both(
 def backward_in_both(
     family: str | None, model: nn.Module, scenario: Callable[[nn.Module], Any], *, seed: int = 7
 ) -> Any:
-    """Play a scenario on a plain copy and on the adopted model. What it returns and the gradients that it leaves
-    must be equal. Returns what the plain one returned."""
+    """Run a scenario on a plain copy and on the attached model, and check that results and gradients match.
+
+    Returns the result of the plain copy."""
     plain = deepcopy(model)
     torch.manual_seed(seed)
     expected = scenario(plain)
@@ -153,7 +154,7 @@ def backward_in_both(
 
 
 def assert_runs_match(family: str | None, reference: Run, ours: Run) -> None:
-    """`family`: the model's name in the zoo, which knows its key biases."""
+    """`family` is the model's name in the zoo, which lists its key biases."""
     assert_outputs_match(reference, ours)
     assert_gradients_match(family, reference.gradients[0], ours.gradients[0])
     for step, (theirs, mine) in enumerate(zip(reference.gradients, ours.gradients, strict=True)):
@@ -163,7 +164,7 @@ def assert_runs_match(family: str | None, reference: Run, ours: Run) -> None:
 
 
 def assert_outputs_match(reference: Run, ours: Run) -> None:
-    """Only of the first step: after an update the weights differ in the last bit."""
+    """Compare the first step only. After an update the weights differ in the last bit."""
     torch.testing.assert_close(ours.losses[0], reference.losses[0], rtol=LOGITS, atol=LOGITS)
     torch.testing.assert_close(ours.logits[0], reference.logits[0], rtol=LOGITS, atol=LOGITS)
 
@@ -171,49 +172,51 @@ def assert_outputs_match(reference: Run, ours: Run) -> None:
 def assert_gradients_match(
     family: str | None, reference: Mapping[str, Tensor], ours: Mapping[str, Tensor], tolerance: float = GRADIENT
 ) -> None:
-    """The same parameters have gradients, each within the tolerance of the reference. Key biases are only asked to be
-    noise in both: where a gradient is a sum over several uses, another order of that sum is another noise."""
+    """Check that the same parameters have gradients and that each is within the tolerance of the reference.
+
+    Key biases must only be noise in both runs, because the order of a sum over several uses changes the noise."""
     assert set(ours) == set(reference), "different parameters have gradients"
     assert reference, "nothing to compare"
     off = {}
     for name, expected in reference.items():
         assert ours[name].shape == expected.shape, name
-        excused = key_biases(family, name, expected)
-        assert_noise(reference, name, excused)
-        assert_noise(ours, name, excused)
-        difference = (ours[name] - expected).double()[~excused].norm()
-        error = (difference / expected.double()[~excused].norm()).item() if difference else 0.0
+        not_compared = key_biases(family, name, expected)
+        assert_noise(reference, name, not_compared)
+        assert_noise(ours, name, not_compared)
+        difference = (ours[name] - expected).double()[~not_compared].norm()
+        error = (difference / expected.double()[~not_compared].norm()).item() if difference else 0.0
         if not error <= tolerance:
             off[name] = error
     assert not off, f"‖Δg‖/‖g‖ above {tolerance}: {worst(off)}"
 
 
 def assert_weights_match(family: str | None, reference: Run, ours: Run, tolerance: float = WEIGHT) -> None:
-    """Every element within the tolerance, except key biases, and those only if their gradient is noise in
-    every step. They may differ by as far as Adam can carry two runs in opposite directions."""
+    """Check that every element is within the tolerance, except key biases whose gradient is noise in every step.
+
+    Those may differ by as much as Adam can move two runs in opposite directions."""
     assert set(ours.weights) == set(reference.weights)
     reach = 2 * LR * len(reference.gradients)
     off = {}
     for name, expected in reference.weights.items():
-        excused = key_biases(family, name, expected)
+        not_compared = key_biases(family, name, expected)
         for gradients in reference.gradients:
-            assert_noise(gradients, name, excused)
+            assert_noise(gradients, name, not_compared)
         difference = (ours.weights[name] - expected).abs()
-        limit = torch.where(excused, torch.tensor(reach), torch.tensor(tolerance))
+        limit = torch.where(not_compared, torch.tensor(reach), torch.tensor(tolerance))
         if not bool((difference <= limit).all()):
             off[name] = difference.max().item()
     assert not off, f"|Δw| above {tolerance}: {worst(off)}"
 
 
 def key_biases(family: str | None, name: str, parameter: Tensor) -> Tensor:
-    """A mask of the elements that are excused; none in a model that is not from the zoo."""
+    """A mask of the elements that are not compared. It is empty for a model that is not in the zoo."""
     if family is None:
         return torch.zeros(parameter.shape, dtype=torch.bool)
     return zoo.key_bias_elements(family, name, parameter)
 
 
 def assert_noise(gradients: Mapping[str, Tensor], name: str, elements: Tensor) -> None:
-    """These elements of a gradient, if there is one, are rounding noise."""
+    """Check that these elements of a gradient, if it exists, are rounding noise."""
     if name not in gradients or not elements.any():
         return
     floor = NOISE * max(gradient.abs().max().item() for gradient in gradients.values())
@@ -222,7 +225,7 @@ def assert_noise(gradients: Mapping[str, Tensor], name: str, elements: Tensor) -
 
 
 def worst(off: Mapping[str, float], count: int = 4) -> str:
-    """The largest errors first."""
+    """The largest errors as text."""
     ranked = sorted(off.items(), key=lambda item: -item[1])
     more = f" and {len(ranked) - count} more" if len(ranked) > count else ""
     return ", ".join(f"{name} {error:.1e}" for name, error in ranked[:count]) + more

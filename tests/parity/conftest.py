@@ -1,4 +1,4 @@
-"""Tiny tensors: a second thread costs more than it gives, and one thread fixes the order of sums."""
+"""Run with one thread. It is faster for tiny tensors and makes the order of sums deterministic."""
 
 import os
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""A tiny model of any architecture, made from its default configuration: every field that is a size is shrunk.
+"""A tiny model of any architecture, made from its default configuration by reducing every size field.
 
-Nothing here knows an architecture by name, so that it also builds those that nobody has listed.
+This module has no list of architectures, so it also builds new ones.
 
     config = shrunken(MambaConfig)
-    model = tiny(config)                 # raises NotTiny where the fields do not tell enough
+    model = tiny(config)                 # raises NotTiny if the model is still large
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from . import zoo
 
 LAYERS = 4
-"""Enough for three kinds of layers and one that repeats."""
+"""Enough for three kinds of layers, one of them repeated."""
 
 MOST_PARAMETERS = 3_000_000
 
@@ -30,11 +30,11 @@ class NotTiny(Exception):
 
 
 class NotPlain(Exception):
-    """The model does not run in plain PyTorch on tokens and labels, so that there is nothing to compare with."""
+    """The model does not run in plain PyTorch on tokens and labels, so it cannot be compared."""
 
 
 RULES: tuple[tuple[str, int], ...] = (
-    # The first pattern that is found in a field's name decides.
+    # The first pattern that matches a field's name applies.
     (r"vocab_size|num_embeddings", zoo.VOCAB),
     (r"expert_layer|attn_layer|layer_(freq|interval|period)|every|step$|_freq|interval|period", 2),
     (r"offset|top_?k_group|num_mem_blocks|num_nextn|n_shared_experts|num_shared_experts|num_token_predict|mtp", 1),
@@ -56,17 +56,17 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"hidden|d_model|n_embd|emb|dim|width|channels|lru|size|d_inner", zoo.HIDDEN),
 )
 
-ASKED_FOR = {"head_dim": 8, "num_key_value_heads": zoo.HEADS, "n_routed_experts": 4}
-"""Fields that some classes leave open and their models need."""
+REQUIRED_FIELDS = {"head_dim": 8, "num_key_value_heads": zoo.HEADS, "n_routed_experts": 4}
+"""Fields that are None by default in some classes but that their models need."""
 
 
 def shrunken(kind: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
-    """An instance of a configuration class with small sizes; `fields` are what its names do not tell."""
+    """An instance of a configuration class with small sizes. `fields` override the values found by name."""
     return kind(**{**_changes(kind()), **fields})
 
 
 def tiny(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights in train mode, as `zoo.build` makes them."""
+    """A model with random weights in training mode, as from `zoo.build`."""
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(config, dtype=torch.float32).parameters())
     if size > MOST_PARAMETERS:
@@ -76,7 +76,7 @@ def tiny(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int =
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1 and not parameter.any():
-                # A projection of zeros cuts off what lies before it: its gradients would be zeros, which agree.
+                # A zero projection makes all gradients before it zero, and zeros always agree.
                 parameter.normal_(std=0.05)
     zoo.stir(model)
     return model.train()
@@ -85,12 +85,12 @@ def tiny(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int =
 def runnable(
     kind: type[PreTrainedConfig], inputs: dict[str, torch.Tensor], auto: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """A tiny model that plain PyTorch can train on these inputs; if need be, without a key/value cache."""
+    """A tiny model that plain PyTorch can train on these inputs, if necessary without a key/value cache."""
     try:
         model = tiny(shrunken(kind), auto)
     except NotTiny:
         raise
-    except Exception as cause:  # whatever an unknown architecture may raise on a configuration of ours
+    except Exception as cause:  # an unknown architecture may raise any error for a reduced configuration
         raise NotPlain(f"cannot be built: {type(cause).__name__}: {cause}") from cause
     failures = []
     for cache in (None, False):
@@ -110,7 +110,7 @@ def runnable(
 
 
 def batch(padded: bool = False) -> dict[str, torch.Tensor]:
-    """Random tokens with labels. `padded`: the first row on the left, the second on the right, a third not."""
+    """Random tokens with labels. With `padded`, row 0 is padded on the left, row 1 on the right, row 2 not at all."""
     generator = torch.Generator().manual_seed(1000)
     tokens = torch.randint(5, zoo.VOCAB, (3 if padded else 2, zoo.LENGTH), generator=generator)
     if not padded:
@@ -124,7 +124,7 @@ def batch(padded: bool = False) -> dict[str, torch.Tensor]:
 
 
 def _changes(config: PreTrainedConfig) -> dict[str, Any]:
-    """Constructor arguments that make it small, sub-configurations included."""
+    """Constructor arguments that make the configuration small, including its sub-configurations."""
     changes: dict[str, Any] = {}
     fields = vars(config)
     layers = fields.get(_own_name(config, "num_hidden_layers"))
@@ -138,8 +138,8 @@ def _changes(config: PreTrainedConfig) -> dict[str, Any]:
             changes[name] = _token(name)
         elif isinstance(value, int):
             changes[name] = _small(name, value)
-        elif value is None and name in ASKED_FOR:
-            changes[name] = ASKED_FOR[name]
+        elif value is None and name in REQUIRED_FIELDS:
+            changes[name] = REQUIRED_FIELDS[name]
         elif isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > LAYERS:
             changes[name] = type(value)(_sample(list(value)))
     _agree(config, changes)
@@ -147,7 +147,7 @@ def _changes(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _agree(config: PreTrainedConfig, changes: dict[str, Any]) -> None:
-    """Fields that have to fit each other."""
+    """Make fields consistent with each other."""
     heads, groups = _own_name(config, "num_attention_heads"), _own_name(config, "num_key_value_heads")
     if groups in changes and getattr(config, groups) == getattr(config, heads, None):
         changes[groups] = changes[heads]
@@ -162,7 +162,7 @@ def _own_name(config: PreTrainedConfig, name: str) -> str:
 
 
 def _is_fixed(config: PreTrainedConfig, name: str) -> bool:
-    """A property that is computed from other fields."""
+    """Whether the field is a property computed from other fields."""
     attribute = getattr(type(config), name, None)
     return isinstance(attribute, property) and attribute.fset is None
 
@@ -180,7 +180,7 @@ def _small(name: str, value: int) -> int:
 
 
 def _sample(values: list[Any]) -> list[Any]:
-    """`LAYERS` entries in their order, of as many kinds as fit."""
+    """`LAYERS` entries in order, with as many different values as fit."""
     first: dict[Any, int] = {}
     for position, value in enumerate(values):
         first.setdefault(repr(value), position)
@@ -190,5 +190,5 @@ def _sample(values: list[Any]) -> list[Any]:
 
 
 def config_classes(names: Iterable[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) -> dict[str, type[PreTrainedConfig]]:
-    """Every configuration for which transformers has a causal LM (or a model of another table), by model type."""
+    """Configuration classes by model type, by default those for which transformers has a causal LM."""
     return {name: CONFIG_MAPPING[name] for name in names}

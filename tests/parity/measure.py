@@ -1,6 +1,6 @@
-"""How far the engine is from plain PyTorch on one model, as numbers: what the tests assert and the table prints.
+"""Numeric differences between the engine and plain PyTorch on one model. Tests check them and the table prints them.
 
-`compare` knows the key biases of the zoo by name; here they are told by their size, so that any model will do.
+`compare` finds key biases of zoo models by name. This module finds them by size, so it works for any model.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from . import compare
 from .compare import Batch, Run
 
 EPS = 1e-5
-"""Adam's, large enough that gradients that are rounding noise (see `zoo.KeyBias`) stay small updates."""
+"""Adam's eps, large enough that gradients of rounding noise (see `zoo.KeyBias`) give small updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """The differences, and what the model was cut into."""
+    """The differences, and the blocks of the model."""
 
     layers: tuple[str, ...]
-    """Blocks that repeat."""
+    """Names of the repeated blocks."""
 
     blocks: int
-    """All blocks: layers, and what lies around them."""
+    """Number of all blocks: layers and the modules around them."""
 
     loss: float
-    """Of the first step, relative."""
+    """Relative difference of the first step's loss."""
 
     gradient: float
-    """Of the first step: ‖Δg‖ / ‖g‖ of the worst parameter."""
+    """‖Δg‖ / ‖g‖ of the worst parameter in the first step."""
 
     worst: str
-    """That parameter."""
+    """The parameter with the largest gradient error."""
 
     unmatched: frozenset[str]
-    """Parameters with a gradient in one run only, in any step."""
+    """Parameters that have a gradient in only one of the runs, in any step."""
 
     noise: frozenset[str]
-    """Parameters whose gradient is rounding noise in both runs: they are not compared."""
+    """Parameters whose gradient is rounding noise in both runs. They are not compared."""
 
     weight: float
     """Largest |Δw| after the last step, without the parameters in `noise`."""
 
     rng: bool
-    """Whether both runs drew random numbers equally often."""
+    """Whether both runs drew equally many random numbers."""
 
     def check(self, *, rng: bool = True) -> None:
         assert not self.unmatched, f"have a gradient in one run only: {sorted(self.unmatched)[:5]}"
@@ -64,8 +64,8 @@ class Parity:
 
 
 def measure(model: nn.Module, batches: Sequence[Batch], **settings: Any) -> Parity:
-    """Train a plain copy and the adopted model, one step per batch, and compare. `settings` are the engine's."""
-    found = find_blocks(model, transformers_api.load())
+    """Train a plain copy and the attached model, one step per batch, and compare. `settings` go to the engine."""
+    all_blocks = find_blocks(model, transformers_api.load())
     plain = deepcopy(model)
     windows = [[batch] for batch in batches]
     reference = compare.train(plain, compare.torch_adamw(plain, eps=EPS), windows)
@@ -73,7 +73,7 @@ def measure(model: nn.Module, batches: Sequence[Batch], **settings: Any) -> Pari
         ours = compare.train(model, compare.engine_adamw(engine, eps=EPS), windows)
         blocks = len(engine.blocks)
     assert all(bool(torch.isfinite(loss)) for loss in reference.losses), "the plain run is not finite"
-    layers = tuple(item.name for item in found if item.layer)
+    layers = tuple(item.name for item in all_blocks if item.layer)
     return _differences(reference, ours, layers, blocks)
 
 
@@ -104,13 +104,13 @@ def _differences(reference: Run, ours: Run, layers: tuple[str, ...], blocks: int
 def gradient_errors(reference: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> tuple[dict[str, float], set[str]]:
     """‖Δg‖ / ‖g‖ per parameter that has a gradient in both, and the parameters where both are rounding noise.
 
-    Parameters that are noise and yet agree are compared like all others.
+    Parameters that are noise but agree are compared like all others.
     """
     floor = compare.NOISE * max(_largest(gradient) for gradient in reference.values())
     errors, noise = {}, set()
     for name in reference.keys() & ours.keys():
         difference = (ours[name] - reference[name]).double().norm()
-        # A gradient of NaN differs from itself, and that must not pass.
+        # NaN differs from itself, so a NaN gradient fails the comparison.
         error = (difference / reference[name].double().norm()).item() if difference != 0 else 0.0
         if not error <= compare.GRADIENT and max(_largest(reference[name]), _largest(ours[name])) <= floor:
             noise.add(name)

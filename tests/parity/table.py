@@ -1,4 +1,4 @@
-"""Write docs/architectures.md: every architecture that can be built here, trained by the engine and by plain PyTorch.
+"""Write docs/architectures.md: every architecture that can be built, trained by the engine and by plain PyTorch.
 
 python -m tests.parity.table
 """
@@ -58,7 +58,7 @@ class Row:
     traits: Sequence[str] = ()
     parity: Parity | None = None
     problem: str = ""
-    """Why it does not agree, or why there is nothing to compare."""
+    """Why the runs differ or could not be compared."""
 
     refused: bool = False
 
@@ -74,10 +74,10 @@ class Row:
 
 
 def run(name: str, kind: str, traits: Sequence[str], build: Callable[[], PreTrainedModel], batches: list[Batch]) -> Row:
-    """Train one architecture both ways."""
+    """Train one architecture with the engine and with plain PyTorch."""
     try:
         model = build()
-        traits = sorted({*traits, *seen(model)})
+        traits = sorted({*traits, *traits_of(model)})
         parity = measure(model, batches)
     except (NotTiny, NotPlain) as reason:
         return Row(name=name, kind=kind, problem=_first_line(reason))
@@ -91,8 +91,8 @@ def run(name: str, kind: str, traits: Sequence[str], build: Callable[[], PreTrai
     return Row(name=name, kind=kind, traits=traits, parity=parity)
 
 
-def seen(model: PreTrainedModel) -> set[str]:
-    """Traits that show in the names of parameters and buffers."""
+def traits_of(model: PreTrainedModel) -> set[str]:
+    """Traits that are visible in the names of parameters and buffers."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     patterns = {
         "attention_bias": r"\b(k|key|q|query|qkv|Wqkv|c_attn|query_key_value)(_proj|_lin)?\.bias$",
@@ -100,13 +100,13 @@ def seen(model: PreTrainedModel) -> set[str]:
         "moe": r"\.experts?\b",
         "shared_expert": r"shared_(experts?|mlp)",
     }
-    found = {trait for trait, pattern in patterns.items() if any(re.search(pattern, name) for name in names)}
+    collected = {trait for trait, pattern in patterns.items() if any(re.search(pattern, name) for name in names)}
     if any(name.endswith("e_score_correction_bias") for name, _ in model.named_buffers()):
-        found.add("router_bias")
+        collected.add("router_bias")
     head = model.get_output_embeddings()
     if head is not None and getattr(head, "weight", None) is getattr(model.get_input_embeddings(), "weight", model):
-        found.add("tied")
-    return found
+        collected.add("tied")
+    return collected
 
 
 def by_hand() -> Iterator[Row]:
@@ -121,8 +121,8 @@ def by_hand() -> Iterator[Row]:
         yield run(name, "vision-language", sight.traits, lambda name=name: vision.build(name), [batch, batch])
 
 
-def walked() -> Iterator[Row]:
-    """The rest of transformers' tables, from default configurations."""
+def from_defaults() -> Iterator[Row]:
+    """The other models of transformers' tables, built from default configurations."""
     for table, (auto, names) in {"causal": (AutoModelForCausalLM, CAUSAL), **OTHERS}.items():
         for name, kind in generic.config_classes(names).items():
             inputs = inputs_of(table)
@@ -197,12 +197,12 @@ def _first_line(error: Exception) -> str:
 
 
 def collect(rows: Iterator[Row]) -> list[Row]:
-    found = []
+    collected = []
     for row in rows:
-        found.append(row)
+        collected.append(row)
         state = "agrees" if row.agrees else "refused" if row.refused else row.problem
         print(f"{row.kind:16} {row.name:28} {state}", file=sys.stderr)
-    return found
+    return collected
 
 
 def main() -> None:
@@ -210,7 +210,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(collect(by_hand()), collect(walked())))
+    PAGE.write_text(page(collect(by_hand()), collect(from_defaults())))
 
 
 if __name__ == "__main__":

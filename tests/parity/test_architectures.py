@@ -1,6 +1,6 @@
-"""Every architecture of the zoo, trained by the engine, equals plain transformers + torch AdamW in FP32.
+"""Every architecture of the zoo trains as in plain transformers with torch's AdamW in FP32.
 
-Per case: the first step's loss, logits and every gradient, and the weights after five steps.
+Compared are loss, logits and all gradients of the first step, and the weights after five steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from . import compare, zoo
 from .compare import STEPS, adopted, assert_gradients_match, assert_runs_match, engine_adamw, train_both
 
-REQUIRED_BY_THE_FIRST_STAGE = {
+REQUIRED_ARCHITECTURES = {
     "llama",
     "qwen2",
     "qwen3",
@@ -34,30 +34,30 @@ def windows(name: str, *, micro_batches: int = 1, padded: bool = False) -> list[
     return zoo.windows(name, STEPS, micro_batches=micro_batches, padded=padded)
 
 
-def test_the_zoo_holds_what_is_promised():
-    assert set(zoo.REQUIRED) == REQUIRED_BY_THE_FIRST_STAGE
+def test_the_zoo_has_the_required_architectures():
+    assert set(zoo.REQUIRED) == REQUIRED_ARCHITECTURES
     for name, entry in zoo.ZOO.items():
         assert entry.traits, name
         assert entry.traits <= set(zoo.TRAITS), name
-    assert all(zoo.having(trait) for trait in zoo.TRAITS), "a trait that nothing shows"
+    assert all(zoo.having(trait) for trait in zoo.TRAITS), "a trait has no architecture"
     assert zoo.LENGTH > 2 * zoo.WINDOW
 
 
 @pytest.mark.parametrize("name", zoo.having("sliding_window"))
-def test_the_sliding_window_cuts(name: str):
-    """Otherwise the comparisons below could not tell one kind of layer from the other."""
+def test_the_sliding_window_changes_the_loss(name: str):
+    """Otherwise the comparisons below could not distinguish the two kinds of layers."""
     batch = zoo.batch(name, seed=0)
     wide = zoo.build(name, sliding_window=zoo.LENGTH)(**batch).loss
     assert (zoo.build(name)(**batch).loss - wide).abs() > 1e-5
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_plain(name: str):
+def test_training(name: str):
     assert_runs_match(name, *train_both(zoo.build(name), windows(name)))
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_padded(name: str):
+def test_padded_batches(name: str):
     assert_runs_match(name, *train_both(zoo.build(name), windows(name, padded=True)))
 
 
@@ -66,13 +66,13 @@ def test_dropout(name: str):
     model = zoo.build(name, **zoo.ZOO[name].dropout)
     without = zoo.build(name)(**zoo.batch(name, seed=0)).loss
     reference, ours = train_both(model, windows(name, padded=name in zoo.REQUIRED))
-    assert reference.losses[0] != without, "dropout is not on"
+    assert reference.losses[0] != without, "dropout has no effect"
     assert_runs_match(name, reference, ours)
 
 
 @pytest.mark.parametrize("name", zoo.having("router_logits"))
 def test_router_auxiliary_loss(name: str):
-    """The router's scores leave the blocks by a side door and come back in the loss."""
+    """The router's scores leave the blocks outside the return value and are used in the loss."""
     model = zoo.build(name, output_router_logits=True, router_aux_loss_coef=0.5)
     without = deepcopy(model)
     without.router_aux_loss_coef = 0.0
@@ -80,24 +80,24 @@ def test_router_auxiliary_loss(name: str):
     reference, ours = train_both(model, windows(name, padded=True))
     assert_runs_match(name, reference, ours)
 
-    # The auxiliary loss reaches the router, so that losing it on the way would show above.
-    cold = compare.train(without, compare.torch_adamw(without), windows(name, padded=True)[:1])
+    # The auxiliary loss changes the router's gradient, so the comparison above would detect its loss.
+    without_aux = compare.train(without, compare.torch_adamw(without), windows(name, padded=True)[:1])
     for parameter_name, gradient in reference.gradients[0].items():
         if parameter_name.endswith("mlp.gate.weight"):
-            share = (gradient - cold.gradients[0][parameter_name]).norm() / gradient.norm()
+            share = (gradient - without_aux.gradients[0][parameter_name]).norm() / gradient.norm()
             assert share > 0.1, parameter_name
 
 
 @pytest.mark.parametrize("name", zoo.having("router_logits"))
-def test_router_logits_asked_for_in_the_call(name: str):
+def test_router_logits_requested_in_the_call(name: str):
     model = zoo.build(name, router_aux_loss_coef=0.5)
-    asking = [[{**batch, "output_router_logits": True} for batch in window] for window in windows(name)]
-    assert_runs_match(name, *train_both(model, asking))
+    with_router_logits = [[{**batch, "output_router_logits": True} for batch in window] for window in windows(name)]
+    assert_runs_match(name, *train_both(model, with_router_logits))
 
 
 @pytest.mark.parametrize("name", zoo.having("router_bias"))
-def test_router_bias_takes_part(name: str):
-    """The bias is not zero in any test; here: it changes the routing, and training leaves it as it was."""
+def test_the_router_bias_has_an_effect(name: str):
+    """The bias changes the routing, and training does not change the bias."""
     model = zoo.build(name)
     before = {key: buffer.clone() for key, buffer in model.named_buffers() if "correction_bias" in key}
     assert len(before) == 2
@@ -129,13 +129,13 @@ def test_two_parameter_groups(name: str):
     assert_runs_match(name, reference, ours)
 
 
-def test_the_groups_matter():
-    """One decay and rate for all gives clearly different weights, so the comparison above can fail."""
-    apart, together = zoo.build("llama"), zoo.build("llama")
+def test_parameter_groups_change_the_weights():
+    """One decay and learning rate for all gives different weights, so the comparison above can fail."""
+    grouped, ungrouped = zoo.build("llama"), zoo.build("llama")
     options: dict[str, Any] = {"weight_decay": 0.5}
-    ran_apart = compare.train(apart, compare.torch_adamw(apart, decay_only_matrices(apart)), windows("llama"))
-    ran_together = compare.train(together, compare.torch_adamw(together, **options), windows("llama"))
-    difference = ran_apart.weights["model.norm.weight"] - ran_together.weights["model.norm.weight"]
+    grouped_run = compare.train(grouped, compare.torch_adamw(grouped, decay_only_matrices(grouped)), windows("llama"))
+    ungrouped_run = compare.train(ungrouped, compare.torch_adamw(ungrouped, **options), windows("llama"))
+    difference = grouped_run.weights["model.norm.weight"] - ungrouped_run.weights["model.norm.weight"]
     assert difference.abs().max() > 10 * compare.WEIGHT
 
 
@@ -160,24 +160,24 @@ def test_accumulation_equals_the_large_batch(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ALL if zoo.ZOO[name].key_bias])
-def test_key_biases_are_invisible(name: str):
-    """What the weight tolerance excuses: changed by far more than training does, they change nothing."""
+def test_key_biases_do_not_change_the_output(name: str):
+    """The weight comparison skips these elements. Even large changes of them do not change the logits."""
     model = zoo.build(name).eval()
     batch = zoo.batch(name, seed=0)
     with torch.no_grad():
         before = model(**batch).logits
-        touched = _shake(model, lambda key, p: zoo.key_bias_elements(name, key, p))
+        changed = _add_noise(model, lambda key, p: zoo.key_bias_elements(name, key, p))
         after = model(**batch).logits
-        assert touched, "matches no parameter"
+        assert changed, "the pattern matches no parameter"
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
-        # The same names, the other elements: those do matter.
-        if _shake(model, lambda key, p: _rest_of_the_parameter(name, key, p)):
+        # The other elements of the same parameters do change the logits.
+        if _add_noise(model, lambda key, p: _rest_of_the_parameter(name, key, p)):
             assert (model(**batch).logits - before).abs().max() > 1e-2
 
 
-def _shake(model: nn.Module, elements: Callable[[str, torch.Tensor], torch.Tensor]) -> int:
-    """Add noise to some elements; how many there were."""
+def _add_noise(model: nn.Module, elements: Callable[[str, torch.Tensor], torch.Tensor]) -> int:
+    """Add noise to some elements and return their number."""
     generator = torch.Generator().manual_seed(3)
     count = 0
     for key, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What surrounds the blocks: whatever a user does with a model gives the same with the engine as without."""
+"""Uses of a model around its blocks give the same results with the engine as without."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .compare import (
 )
 
 FAMILIES = ("llama", "gpt2", "gemma2", "qwen3_moe")
-"""Untied and plain, tied with biases, tied with layers of two kinds, experts."""
+"""An untied model, a tied one with biases, a tied one with two kinds of layers, and one with experts."""
 
 
 def steps(name: str, count: int = compare.STEPS) -> list[list[compare.Batch]]:
@@ -48,7 +48,7 @@ def freeze(modules: list[nn.Module]) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_frozen_embedding(name: str):
-    """With nothing in front that requires grad, the layers behind must still get their gradients."""
+    """Layers must get gradients even if nothing before them requires a gradient."""
     model = zoo.build(name, tie_word_embeddings=False)
     freeze([model.get_input_embeddings()])
     before = model.get_input_embeddings().weight.detach().clone()
@@ -71,7 +71,7 @@ def test_frozen_layers(frozen: tuple[int, ...]):
 
 
 def test_only_the_norms_train():
-    """Every block holds frozen and trained parameters side by side."""
+    """Every block has both frozen and trained parameters."""
     model = zoo.build("qwen3")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
@@ -81,7 +81,7 @@ def test_only_the_norms_train():
 
 
 def test_only_the_head_trains():
-    """No block has anything to differentiate."""
+    """No layer needs a gradient."""
     model = zoo.build("llama")
     freeze([model.model])
     reference, ours = train_both(model, steps("llama"))
@@ -89,7 +89,7 @@ def test_only_the_head_trains():
     assert_runs_match("llama", reference, ours)
 
 
-def test_frozen_after_the_engine_took_over():
+def test_freezing_after_attaching():
     def scenario(model: nn.Module) -> Tensor:
         freeze([model.model.layers[1]])
         loss = model(**zoo.batch("llama", 0)).loss
@@ -99,7 +99,7 @@ def test_frozen_after_the_engine_took_over():
     backward_in_both("llama", zoo.build("llama"), scenario)
 
 
-def test_unfrozen_after_the_engine_took_over():
+def test_unfreezing_after_attaching():
     def scenario(model: nn.Module) -> Tensor:
         model.model.layers[1].requires_grad_(True)
         loss = model(**zoo.batch("llama", 0)).loss
@@ -160,7 +160,7 @@ def test_two_forwards_before_one_backward(name: str):
     backward_in_both(name, zoo.build(name, **zoo.ZOO[name].dropout), scenario)
 
 
-def test_backwards_in_the_other_order():
+def test_backwards_in_the_order_of_the_forwards():
     """Each recompute replays its own random numbers."""
 
     def scenario(model: nn.Module) -> Tensor:
@@ -183,7 +183,7 @@ def test_backward_twice_through_one_graph():
     backward_in_both("llama", zoo.build("llama"), scenario)
 
 
-def test_a_forward_without_backward_leaves_no_trace():
+def test_a_forward_without_backward_has_no_effect():
     def scenario(model: nn.Module) -> Tensor:
         model(**zoo.batch("llama", 0)).loss  # noqa: B018
         loss = model(**zoo.batch("llama", 1)).loss
@@ -205,18 +205,18 @@ def test_model_zero_grad_clears():
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_training_goes_on_after_an_exception(where: str):
-    def boom(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
     def scenario(model: nn.Module) -> Tensor:
         if where == "forward":
-            handle = model.model.layers[2].register_forward_pre_hook(boom)
+            handle = model.model.layers[2].register_forward_pre_hook(fail)
             with pytest.raises(ZeroDivisionError):
                 model(**zoo.batch("llama", 0))
             handle.remove()
         else:
             output = model(**zoo.batch("llama", 0), output_hidden_states=True)
-            output.hidden_states[1].register_hook(boom)
+            output.hidden_states[1].register_hook(fail)
             with pytest.raises(ZeroDivisionError):
                 output.loss.backward()
             model.zero_grad()
@@ -227,11 +227,11 @@ def test_training_goes_on_after_an_exception(where: str):
     backward_in_both("llama", zoo.build("llama"), scenario)
 
 
-# ---- the user's own loss
+# ---- custom losses
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "t5"])
-def test_own_loss_on_logits(name: str):
+def test_custom_loss_on_logits(name: str):
     def scenario(model: nn.Module) -> Tensor:
         batch = zoo.batch(name, 0)
         inputs = batch if zoo.ZOO[name].encoder_decoder else without_labels(batch)
@@ -257,7 +257,7 @@ def test_loss_on_every_hidden_state(name: str):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_on_one_hidden_state_only(name: str):
-    """Layers above it take no part: no gradient, not a gradient of zero."""
+    """Layers after this hidden state have no gradient, not a gradient of zero."""
 
     def scenario(model: nn.Module) -> Tensor:
         hidden = model(**without_labels(zoo.batch(name, 0)), output_hidden_states=True).hidden_states[1]
@@ -307,7 +307,7 @@ def test_penalty_on_a_parameter(key: str):
     backward_in_both("llama", zoo.build("llama"), scenario)
 
 
-def test_a_penalty_and_nothing_else():
+def test_a_loss_of_a_penalty_only():
     def scenario(model: nn.Module) -> Tensor:
         loss = sum(parameter.square().sum() for parameter in model.model.layers[0].parameters())
         loss.backward()
@@ -318,7 +318,7 @@ def test_a_penalty_and_nothing_else():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_applied_by_hand(tied: bool):
-    """Fused losses call the body and read the head's weight themselves."""
+    """Fused losses call the inner model and read the head's weight directly."""
 
     def scenario(model: nn.Module) -> Tensor:
         hidden = model.model(input_ids=zoo.batch("llama", 0)["input_ids"]).last_hidden_state
@@ -330,7 +330,7 @@ def test_head_applied_by_hand(tied: bool):
 
 
 def test_gradient_of_an_attention_bias():
-    """A tensor beside the hidden state, handed to every block, that requires grad."""
+    """A second tensor that requires a gradient is passed to every block."""
     causal = torch.ones(2, 1, zoo.LENGTH, zoo.LENGTH).tril().log()
 
     def scenario(model: nn.Module) -> Tensor:
@@ -349,23 +349,23 @@ def test_gradient_of_an_attention_bias():
 @pytest.mark.parametrize("hooked", ["before", "after"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forward_hook_fires_once_and_sees_the_output(name: str, hooked: str):
-    """`hooked`: before or after the engine takes over."""
+    """The hook is registered before or after the engine attaches."""
 
-    def watch(model: nn.Module) -> list[Tensor]:
+    def record_outputs(model: nn.Module) -> list[Tensor]:
         seen: list[Tensor] = []
         layers = model.get_decoder().layers if name != "gpt2" else model.transformer.h
         layers[1].register_forward_hook(lambda _, args, output: seen.append(hidden_of(output).detach() + 0))
         return seen
 
     plain = zoo.build(name)
-    expected = watch(plain)
+    expected = record_outputs(plain)
     plain(**zoo.batch(name, 0)).loss.backward()
 
     model = zoo.build(name)
-    seen = watch(model) if hooked == "before" else []
+    seen = record_outputs(model) if hooked == "before" else []
     with adopted(model):
         if hooked == "after":
-            seen = watch(model)
+            seen = record_outputs(model)
         model(**zoo.batch(name, 0)).loss.backward()
         assert len(seen) == len(expected) == 1
         torch.testing.assert_close(seen[0], expected[0], rtol=1e-6, atol=1e-6)
@@ -413,7 +413,7 @@ def test_forward_pre_hook_that_changes_the_input():
 
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_evaluation(name: str):
-    """In eval mode under no_grad, and with grad on; then training goes on as if nothing had happened."""
+    """Evaluation with and without gradients matches and does not change later training."""
     model = zoo.build(name, **zoo.ZOO[name].dropout)
     batch = zoo.batch(name, 5, padded=True)
     plain = deepcopy(model)
@@ -438,7 +438,7 @@ def test_evaluation(name: str):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe", "gpt_oss", "mamba2", "t5", "bart"])
 def test_generate(name: str):
-    """Greedy, with the cache, left-padded, after some training; and training after it is unaffected."""
+    """Greedy generation with a cache and left padding matches and does not change later training."""
     model = zoo.build(name)
     plain = deepcopy(model)
     expected, reference = train_generate_train(name, plain, torch_adamw(plain))
@@ -450,7 +450,7 @@ def test_generate(name: str):
 
 
 def train_generate_train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensor, compare.Run]:
-    """The tokens, and the two trainings as one run."""
+    """The generated tokens, and the training before and after as one run."""
     first = train(model, optimizer, steps(name, 2))
     prompt = without_labels(zoo.batch(name, 9, padded=True))
     prompt = {key: value[::2] for key, value in prompt.items()}  # the left-padded row and the full one
@@ -471,9 +471,10 @@ def train_generate_train(name: str, model: nn.Module, optimizer: torch.optim.Opt
     return output.sequences, run
 
 
-def test_packed_documents_do_not_see_each_other():
-    """Two documents in one row, told apart by their positions alone. Plain transformers needs `use_cache=False`
-    for that; the engine trains without a cache anyway."""
+def test_packed_documents_do_not_attend_to_each_other():
+    """Two documents in one row are separated only by their positions.
+
+    Plain transformers needs `use_cache=False` for this. The engine always trains without a cache."""
     name, cut = "llama", 8
     batch = zoo.batch(name, 0)
     positions = torch.cat([torch.arange(cut), torch.arange(zoo.LENGTH - cut)]).expand(2, -1)
@@ -493,7 +494,7 @@ def test_packed_documents_do_not_see_each_other():
         assert_gradients_match(name, gradients_of(plain), gradients_of(model))
 
 
-# ---- the optimizer's surroundings
+# ---- clipping and learning rate schedules
 
 
 @pytest.mark.parametrize("limit", [0.05, 1e3])
@@ -509,7 +510,7 @@ def test_clip_grad_norm(limit: float):
 
 
 def test_steps_clipped_by_torch():
-    """Adam does not feel a scale that stays the same, so the limit changes from step to step."""
+    """A constant scale has no effect in Adam, so the limit differs between steps."""
     name = "llama"
     model = zoo.build(name)
     plain = deepcopy(model)
@@ -528,7 +529,7 @@ def assert_close_weights(model: nn.Module, plain: nn.Module) -> None:
 
 
 def test_max_grad_norm_equals_clipping_by_hand():
-    """Adam does not feel a scale that stays the same, so the losses differ in size and some steps are not clipped."""
+    """A constant scale has no effect in Adam, so the losses differ in scale and some steps are not clipped."""
     name, limit = "llama", 0.3
     sizes = (1.0, 0.02, 0.5, 0.05, 1.0)
     model = zoo.build(name)
@@ -568,13 +569,13 @@ def test_learning_rate_schedule():
         assert_close_weights(model, plain)
 
 
-# ---- mixed precision by autocast, and layers that come and go
+# ---- autocast and layer drop
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3"])
 @pytest.mark.parametrize("dropout", [False, True])
 def test_autocast(name: str, dropout: bool):
-    """FP32 weights, BF16 compute. The backward runs outside the context, and recomputes inside it."""
+    """FP32 weights with BF16 compute. The backward runs outside autocast, and its recomputes run inside it."""
 
     def scenario(model: nn.Module) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -591,7 +592,7 @@ def test_autocast(name: str, dropout: bool):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_layer_drop(seed: int):
-    """Layers skipped at random have no gradient in that step; dropout in the others still lines up."""
+    """Layers that are skipped at random have no gradient, and dropout in the other layers still matches."""
     dropped: set[str] = set()
 
     def scenario(model: nn.Module) -> list[Tensor]:
@@ -606,7 +607,7 @@ def test_layer_drop(seed: int):
 
     model = zoo.build("bart", encoder_layerdrop=0.5, decoder_layerdrop=0.5, **zoo.ZOO["bart"].dropout)
     backward_in_both("bart", model, scenario, seed=seed)
-    assert dropped, "no layer was dropped; the seed shows nothing"
+    assert dropped, "no layer was dropped with this seed"
 
 
 def test_training_with_layer_drop():

@@ -1,8 +1,8 @@
-"""The architectures that nobody listed: every model class in the tables of transformers, made tiny from its defaults.
+"""Every model class in the tables of transformers that is not listed by hand, made tiny from its defaults.
 
-Left out are those that zoo.py, wider.py and vision.py build by hand. What cannot be built from its default
-configuration alone, or needs more than tokens and labels, is skipped. Everything else must equal plain PyTorch, or be
-refused by name.
+Architectures in zoo.py, wider.py and vision.py are tested elsewhere. Models that cannot be built from their default
+configuration, or that need more than tokens and labels, are skipped. All others must match plain PyTorch or be refused
+by name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OTHERS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
 }
 AT_LEAST = 0.8
-"""Share of these causal LMs that can be built: if the shrinking breaks, the walk must not fall silent."""
+"""The share of these causal LMs that must be compared. Otherwise an error in `generic` would skip them unnoticed."""
 
 compared: set[str] = set()
 skipped: set[str] = set()
@@ -75,7 +75,7 @@ def test_causal(name: str):
     compared.add(name)
 
 
-def test_most_causal_ones_were_compared():
+def test_most_causal_models_were_compared():
     if compared | skipped != set(CAUSAL):
         pytest.skip("needs the whole walk")
     assert len(compared) >= AT_LEAST * len(CAUSAL), sorted(skipped)
@@ -84,7 +84,7 @@ def test_most_causal_ones_were_compared():
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table, (_, names) in OTHERS.items() for name in names])
-def test_other(table: str, name: str):
-    """Encoder-decoders, encoders, and vision-language models on text alone."""
+def test_other_tables(table: str, name: str):
+    """Encoder-decoders, encoders, and vision-language models on text only."""
     inputs = inputs_of(table)
     measure(tiny(name, inputs, OTHERS[table][0]), [inputs]).check()

@@ -1,4 +1,4 @@
-"""Models without repeated layers are one block: all that plain PyTorch allows works, with bitwise its own gradients."""
+"""A model without repeated layers is one block. It works as in plain PyTorch, with bitwise equal gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 4
 
 
 class Line(nn.Module):
-    """Two scalars on the root, and arithmetic in the forward."""
+    """Two scalar parameters on the root module, used directly in the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class AsModelOutput(Line):
 
 
 class AsObject(Line):
-    """What it returns is unknown to every library."""
+    """Returns an object of a type that no library knows."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         y = x * self.a + self.b
@@ -55,7 +55,7 @@ class AsObject(Line):
 
 
 class Mixture(nn.Module):
-    """Weights on the root and in modules, an LSTM, statistics, dropout, a count, a second method, a side door."""
+    """Root parameters, an LSTM, batch norm, dropout, a counter, a second method and an output kept as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ def loss_of(output: Any) -> Tensor:
     return output["loss"] if isinstance(output, dict) else output.loss
 
 
-def play(model: nn.Module, scenario: Any) -> None:
-    """The same on a plain copy and in an engine: results and gradients are equal in every bit."""
+def assert_same(model: nn.Module, scenario: Any) -> None:
+    """Run a scenario on a plain copy and with an engine, and check that results and gradients are bitwise equal."""
     plain = deepcopy(model)
     torch.manual_seed(7)
     expected = scenario(plain)
@@ -103,7 +103,7 @@ def play(model: nn.Module, scenario: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Line, AsDict, AsModelOutput, AsObject])
-def test_whatever_the_forward_returns(kind: type[Line]):
+def test_any_type_of_output(kind: type[Line]):
     def scenario(model: nn.Module) -> list[Tensor]:
         losses = []
         for _ in range(3):  # accumulated
@@ -112,7 +112,7 @@ def test_whatever_the_forward_returns(kind: type[Line]):
             losses.append(loss.detach())
         return losses
 
-    play(kind(), scenario)
+    assert_same(kind(), scenario)
 
 
 @pytest.fixture
@@ -125,23 +125,23 @@ def ids() -> Tensor:
     return torch.randint(0, 7, (2, 5))
 
 
-def test_what_a_forward_does_beside_is_done_once(mixture: Mixture):
+def test_side_effects_of_a_forward_happen_once(mixture: Mixture):
     def scenario(model: Mixture) -> list[Tensor]:
-        loss = model(ids()).loss + model.hidden.square().mean()  # kept as an attribute, and used
+        loss = model(ids()).loss + model.hidden.square().mean()  # `hidden` is an attribute set by the forward
         loss.backward()
         return [loss.detach(), model.embed.weight.detach() + 0, torch.tensor(model.calls)]
 
-    play(mixture, scenario)
+    assert_same(mixture, scenario)
     assert mixture.calls == 1
 
 
-def test_a_second_method_and_a_part_alone(mixture: Mixture):
+def test_other_methods_and_submodules_can_be_called(mixture: Mixture):
     def scenario(model: Mixture) -> list[Tensor]:
         loss = model.encode(ids()).square().sum() + model.head(torch.randn(3, WIDTH)).sum()
         loss.backward()
         return [loss.detach()]
 
-    play(mixture, scenario)
+    assert_same(mixture, scenario)
 
 
 def test_gradient_penalty():
@@ -151,7 +151,7 @@ def test_gradient_penalty():
         slope.square().sum().backward()
         return [slope.detach()]
 
-    play(nn.Linear(WIDTH, WIDTH), scenario)
+    assert_same(nn.Linear(WIDTH, WIDTH), scenario)
 
 
 def test_sparse_gradients():
@@ -177,10 +177,10 @@ def test_two_backwards_through_one_graph():
         loss.backward()
         return [loss.detach()]
 
-    play(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), scenario)
+    assert_same(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), scenario)
 
 
-def test_hooks_see_what_they_would(mixture: Mixture):
+def test_hooks_get_the_same_values(mixture: Mixture):
     def scenario(model: Mixture) -> list[Tensor]:
         seen: list[Tensor] = []
         model.head.register_forward_hook(lambda *args: seen.append(args[2].detach()))
@@ -191,26 +191,26 @@ def test_hooks_see_what_they_would(mixture: Mixture):
         assert len(seen) == 4
         return seen
 
-    play(mixture, scenario)
+    assert_same(mixture, scenario)
 
 
-def test_other_threads_may_run_it_meanwhile():
+def test_other_threads_can_run_the_model():
     model = Line()
     x = torch.randn(64)
     expected = model(x)[0].detach()
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     with adopted(model):
-        threads = [threading.Thread(target=lambda: found.append(model(x)[0].detach())) for _ in range(4)]
+        threads = [threading.Thread(target=lambda: outputs.append(model(x)[0].detach())) for _ in range(4)]
         for thread in threads:
             thread.start()
         model(x)[0].sum().backward()
         for thread in threads:
             thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(result, expected) for result in found)
+    assert len(outputs) == 4
+    assert all(torch.equal(result, expected) for result in outputs)
 
 
-def test_training_saving_and_going_on(mixture: Mixture, tmp_path: Path):
+def test_training_saving_and_resuming(mixture: Mixture, tmp_path: Path):
     batches = [[{"ids": ids()}, {"ids": ids()}] for _ in range(5)]
     plain, again = deepcopy(mixture), deepcopy(mixture)
     reference = train(plain, torch_adamw(plain), batches)
@@ -221,9 +221,9 @@ def test_training_saving_and_going_on(mixture: Mixture, tmp_path: Path):
         engine.save(tmp_path, optimizer)
         train(mixture, optimizer, batches[:1])
         uninterrupted = weights_of(mixture)
-        kept = {name: tensor + 0 for name, tensor in mixture.state_dict().items()}
+        state = {name: tensor + 0 for name, tensor in mixture.state_dict().items()}
         released = engine.release()
-    assert all(torch.equal(released.state_dict()[name], kept[name]) for name in kept)
+    assert all(torch.equal(released.state_dict()[name], state[name]) for name in state)
     assert not any("flatten_parameters" in vars(module) for module in released.modules())
     with adopted(again) as engine:
         optimizer = engine_adamw(engine)
@@ -234,7 +234,7 @@ def test_training_saving_and_going_on(mixture: Mixture, tmp_path: Path):
 
 
 def test_bf16_keeps_an_exact_master():
-    """Steps far below BF16's spacing add up, as they do in FP32."""
+    """Updates far below the spacing of BF16 add up as in FP32."""
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -248,7 +248,7 @@ def test_bf16_keeps_an_exact_master():
     assert torch.equal(model.weight.detach(), torch.full((WIDTH, WIDTH), 1 - 8 * 2.0**-12))
 
 
-def test_frozen():
+def test_a_frozen_model():
     model = Line().requires_grad_(False)
     x = torch.randn(3)
     expected = model(x)[0]
@@ -258,12 +258,12 @@ def test_frozen():
             engine.optimizer()
 
 
-def test_it_is_announced(caplog: pytest.LogCaptureFixture):
+def test_one_block_is_announced(caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO", logger="megatrain"), adopted(Line()):
         pass
-    said = [record.getMessage() for record in caplog.records if "one block" in record.getMessage()]
-    assert len(said) == 1
-    assert "Line has no repeated layers" in said[0]
+    notices = [record.getMessage() for record in caplog.records if "one block" in record.getMessage()]
+    assert len(notices) == 1
+    assert "Line has no repeated layers" in notices[0]
 
 
 def test_no_parameters():
@@ -278,6 +278,6 @@ def test_residents_are_checked_by_name():
         mt.Engine(nn.Linear(2, 2), device="cpu", resident=["layers.*"])
 
 
-def test_what_lies_on_the_root_is_placed_by_its_class():
+def test_root_parameters_are_placed_by_the_name_of_the_class():
     with adopted(Line(), resident=["Line"]) as engine:
         assert all(slab.on_device for slab in engine.slabs)

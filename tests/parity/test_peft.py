@@ -1,4 +1,4 @@
-"""LoRA adapters inside blocks: the frozen base streams, the adapters train, and the result is plain peft's."""
+"""LoRA adapters inside blocks: the frozen base streams, the adapters train, and results match plain peft."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TARGETS = {
 
 
 def lora(family: str = "llama", *, dropout: float = 0.0, base: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A LoRA model whose adapters are not at zero, so that every matrix of theirs has a gradient."""
+    """A LoRA model with adapters that are not zero, so every adapter matrix has a gradient."""
     model = zoo.build(family).to(base)
-    given = {"target_modules": TARGETS[family], "fan_in_fan_out": family == "gpt2"} | options
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=dropout, **given)
+    config_fields = {"target_modules": TARGETS[family], "fan_in_fan_out": family == "gpt2"} | options
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=dropout, **config_fields)
     torch.manual_seed(1)
     wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=True)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_match(ours: list[Any], plain: list[Any], tolerance: float = compare.GRADIENT) -> None:
-    """Losses of all steps; gradients of the first: later ones are those of other weights."""
+    """Compare the losses of all steps and the gradients of the first. In later steps the weights differ."""
     mine, theirs = ([e for e in seen if isinstance(e, torch.Tensor)] for seen in (ours, plain))
     torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
     first, expected = (next(e for e in seen if isinstance(e, dict)) for seen in (ours, plain))
@@ -85,15 +85,15 @@ def test_equals_plain_peft(family: str, policy: str):
         adapters = trained(model)
         for name, expected in trained(plain).items():
             torch.testing.assert_close(adapters[name], expected, rtol=0, atol=compare.WEIGHT)
-            assert not torch.equal(expected, before[name]), "it trained"
+            assert not torch.equal(expected, before[name]), "an adapter did not train"
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
-                assert torch.equal(parameter.detach() + 0, before[name]), f"{name} is frozen"
+                assert torch.equal(parameter.detach() + 0, before[name]), f"{name} is frozen but changed"
                 assert "lora" not in name
 
 
 def test_the_frozen_base_streams_and_has_no_states():
-    """It comes through slots, layer by layer, and has weights only."""
+    """The base streams through slots layer by layer and has only weights."""
     model = lora()
     with engine_of(model, slots=1) as engine:
         optimizer = engine.optimizer(lr=1e-3)
@@ -102,34 +102,34 @@ def test_the_frozen_base_streams_and_has_no_states():
         adapters = {p.slab.index for p in model.parameters() if p.requires_grad}
         assert frozen
         assert adapters
-        assert not frozen & adapters, "slabs are one or the other"
+        assert not frozen & adapters, "a slab must be frozen or trained"
         for slab in engine.slabs:
             assert (not slab.moments) == (slab.index in frozen), slab.name
             assert slab.grad.allocated == (slab.index in adapters), slab.name
-        base, light = (sum(engine.slabs[i].layout.nbytes for i in ids) for ids in (frozen, adapters))
-        assert base > 2 * light
-        # One layer of the base is in a slot at a time; all of it has come, in forward and in backward.
+        base, adapter_bytes = (sum(engine.slabs[i].layout.nbytes for i in ids) for ids in (frozen, adapters))
+        assert base > 2 * adapter_bytes
+        # Only one layer of the base is in a slot at a time, and all layers were fetched in forward and backward.
         fetched = engine.counters.bytes_h2d
         assert engine._step.fetcher.slot_bytes() < base
-        assert fetched > 2 * base, "two micro-batches"
+        assert fetched > 2 * base, "two micro-batches fetch the base at least twice"
         names = [block.name for block in engine.blocks]
-        assert sum(".layers." in name for name in names) == 3, "adapters belong to the block that they sit in"
+        assert sum(".layers." in name for name in names) == 3, "adapters must be part of the block that contains them"
 
 
-def test_dropout_is_that_of_plain_peft():
+def test_dropout_matches_plain_peft():
     plain = lora(dropout=0.2)
     model = copy.deepcopy(plain)
     adamw = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
     reference = train(plain, adamw)
     with engine_of(model) as engine:
         assert_match(train(model, engine.optimizer(lr=1e-3, weight_decay=0.01)), reference)
-    dry = lora()
-    with engine_of(dry) as engine:
-        assert differences(train(dry, engine.optimizer(lr=1e-3))[:1], reference[:1]) != []
+    without_dropout = lora()
+    with engine_of(without_dropout) as engine:
+        assert differences(train(without_dropout, engine.optimizer(lr=1e-3))[:1], reference[:1]) != []
 
 
 def test_a_bf16_base_with_fp32_adapters():
-    """As loaded: the base keeps BF16, the adapters FP32, without a residual."""
+    """The base stays in BF16 and the adapters in FP32, as loaded, without residuals."""
     plain = lora(base=torch.bfloat16)
     model = copy.deepcopy(plain)
     assert {p.dtype for p in plain.parameters() if p.requires_grad} == {torch.float32}
@@ -140,7 +140,7 @@ def test_a_bf16_base_with_fp32_adapters():
             (torch.bfloat16, False), (torch.float32, True),
         }  # fmt: skip
         ours = train(model, engine.optimizer(lr=1e-3, weight_decay=0.01))
-        # Products are BF16: the loss of the chunked head rounds otherwise than the whole one.
+        # Matrix products are in BF16, and the chunked head rounds differently.
         assert_match(ours, reference, tolerance=2e-2)
         for name, expected in trained(plain).items():
             assert (trained(model)[name] - expected).abs().max() < 2 * 1e-3 * STEPS
@@ -148,7 +148,7 @@ def test_a_bf16_base_with_fp32_adapters():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_policies_windows_and_slots_change_no_bit(precision: str):
+def test_policies_windows_and_slots_are_bitwise_neutral(precision: str):
     results = []
     for settings in ({}, {"policy": "store", "slots": 1}, {"policy": "offload", "lanes": "threads"}, {"window": True}):
         windowed = settings.pop("window", False)
@@ -172,7 +172,7 @@ def test_policies_windows_and_slots_change_no_bit(precision: str):
         assert differences(other, results[0]) == []
 
 
-def test_a_saved_adapter_loads_in_stock_peft(tmp_path: Path):
+def test_a_saved_adapter_loads_in_plain_peft(tmp_path: Path):
     model = lora()
     base = zoo.build("llama")
     with engine_of(model) as engine:
@@ -182,15 +182,15 @@ def test_a_saved_adapter_loads_in_stock_peft(tmp_path: Path):
             expected = model.eval()(**zoo.batch("llama", 5)).logits
     written = {path.name for path in tmp_path.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= written
-    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 200_000, "the adapter alone, not the model"
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 200_000, "the file must hold only the adapter"
     again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(again(**zoo.batch("llama", 5)).logits, expected, rtol=1e-6, atol=1e-6)
         plain = zoo.build("llama").eval()(**zoo.batch("llama", 5)).logits
-    assert not torch.allclose(plain, expected, atol=1e-3), "the adapter does something"
+    assert not torch.allclose(plain, expected, atol=1e-3), "the adapter has no effect"
 
 
-def test_released_it_is_an_ordinary_peft_model():
+def test_release_returns_a_plain_peft_model():
     model = lora()
     with engine_of(model) as engine:
         train(model, engine.optimizer(lr=1e-2))
@@ -202,8 +202,8 @@ def test_released_it_is_an_ordinary_peft_model():
         torch.testing.assert_close(merged(**zoo.batch("llama", 5)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_switched_off():
-    """`disable_adapter`: the reference model of preference losses."""
+def test_disabled_adapters():
+    """`disable_adapter` gives the reference model of preference losses."""
     model = lora()
     with engine_of(model), torch.no_grad():
         with model.disable_adapter():
@@ -212,8 +212,8 @@ def test_adapters_switched_off():
         assert not torch.allclose(got, model(**zoo.batch("llama", 5)).logits, atol=1e-3)
 
 
-def test_the_head_is_chunked_under_adapters(monkeypatch: pytest.MonkeyPatch):
-    """The model that has the loss is inside peft's wrapper."""
+def test_the_head_is_chunked_with_adapters(monkeypatch: pytest.MonkeyPatch):
+    """The model with the loss is inside peft's wrapper."""
     calls: list[int] = []
     loss = Head.chunked
     monkeypatch.setattr(Head, "chunked", lambda self, *a: calls.append(self.tokens) or loss(self, *a))
@@ -225,8 +225,8 @@ def test_the_head_is_chunked_under_adapters(monkeypatch: pytest.MonkeyPatch):
     assert calls
 
 
-def test_through_a_trainer(tmp_path: Path):
-    """Accumulation, windows, a checkpoint that peft can read, and stock's numbers."""
+def test_training_with_a_trainer(tmp_path: Path):
+    """Runs with accumulation match transformers, and peft can read the checkpoint."""
     import transformers
     from tests import small
 

@@ -1,4 +1,4 @@
-"""Modules that are not from transformers: all the engine knows is a ModuleList of repeated layers."""
+"""Modules that are not from transformers. The engine finds only a ModuleList of repeated layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 class Layer(nn.Module):
-    """`extra` is used only when asked for, between two parameters that always are."""
+    """`extra` is used only if requested, and lies between two parameters that are always used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Repeated layers in a ModuleList, a raw parameter on the root."""
+    """Repeated layers in a ModuleList and a parameter on the root module."""
 
     def __init__(self, layer: type[nn.Module] = Layer) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Stack(nn.Module):
 
 
 class Twice(Stack):
-    """Every layer runs twice per forward, on one set of weights."""
+    """Every layer runs twice per forward with the same weights."""
 
     def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
         return super().through_layers(super().through_layers(hidden, with_extra), with_extra)
 
 
 class InPlace(Stack):
-    """The caller writes into what a layer returned."""
+    """The caller changes a layer's output in place."""
 
     def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
         for layer in self.layers:
@@ -77,7 +77,7 @@ class LayerWithDict(Layer):
 
 
 class Dicts(Stack):
-    """Layers return a dict whose scalar takes part in the loss."""
+    """Layers return a dict with a scalar that is used in the loss."""
 
     def __init__(self) -> None:
         super().__init__(LayerWithDict)
@@ -91,7 +91,7 @@ class Dicts(Stack):
 
 
 class LayerThatPasses(nn.Module):
-    """Returns its input twice; its only weight has no part in it."""
+    """Returns its input twice and does not use its only weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class PassedOn(Stack):
 
     def through_layers(self, hidden: Tensor, with_extra: bool) -> Tensor:
         for layer in self.layers:
-            once, again = layer(hidden, with_extra)
-            hidden = once + 0.5 * again
+            first, second = layer(hidden, with_extra)
+            hidden = first + 0.5 * second
         return hidden
 
 
 class LayerWithStatistics(Layer):
-    """Its buffers change in the forward: once per forward, not again when it is recomputed."""
+    """Its buffers change once per forward and not in the recompute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +153,9 @@ def test_training():
 
 @pytest.mark.parametrize("used", [(1, 0, 0, 1, 1), (0, 0, 1, 0, 1), (0, 0, 0, 0, 0)], ids=str)
 def test_parameter_without_gradient(used: tuple[int, ...]):
-    """A step without gradient leaves weight, moments and step count alone, as torch does: no decay, and the
-    next update's bias correction counts only the steps that happened. Neighbours in the same block are not shifted."""
+    """A step without a gradient changes neither weight, moments nor step count, as in torch.
+
+    No decay is applied, bias correction counts only steps with a gradient, and neighbours in the block stay correct."""
     windows = [[{**zoo.batch("llama", step), "with_extra": bool(with_extra)}] for step, with_extra in enumerate(used)]
     model = stack()
     before = weights_of(model)
@@ -166,7 +167,7 @@ def test_parameter_without_gradient(used: tuple[int, ...]):
         assert torch.equal(ours.weights["layers.1.extra"], before["layers.1.extra"])
 
 
-def test_weight_is_untouched_in_the_very_step_without_gradient():
+def test_a_weight_without_a_gradient_is_not_changed():
     model = stack()
     with adopted(model) as engine:
         optimizer = engine_adamw(engine, weight_decay=0.5)

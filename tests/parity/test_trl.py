@@ -1,4 +1,4 @@
-"""TRL's Trainers with `MegaMixin` in front do what they do without it: losses, generations, tokens, metrics."""
+"""TRL's Trainers behave with `MegaMixin` as without: same losses, generations, tokens and metrics."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ def data(kind: str) -> Dataset:
 
 
 def length_reward(completions: list[str], **_: Any) -> list[float]:
-    """Differs between completions, so that advantages are not zero."""
+    """A reward that differs between completions, so advantages are not zero."""
     return [float(len(text) + 3 * text.count("e")) for text in completions]
 
 
 def counting(kind: type) -> type:
-    """The same Trainer; every batch that its model generates for is counted, and the tokens that came."""
+    """A subclass that counts generated batches and tokens."""
 
     class Counting(kind):  # type: ignore[misc]
-        def __init__(self, **given: Any) -> None:
+        def __init__(self, **arguments: Any) -> None:
             self.generations, self.tokens = 0, 0
-            super().__init__(**given)
+            super().__init__(**arguments)
 
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-            found = super()._generate_single_turn(*args, **kwargs)
+            result = super()._generate_single_turn(*args, **kwargs)
             self.generations += 1
-            self.tokens += sum(len(ids) for ids in (found[0] if isinstance(found, tuple) else found))
-            return found
+            self.tokens += sum(len(ids) for ids in (result[0] if isinstance(result, tuple) else result))
+            return result
 
     return Counting
 
@@ -72,17 +72,17 @@ def train(kind: str, ours: bool, directory: Path, accumulation: int, **changes: 
     if kind in ("GRPO", "RLOO"):
         base = counting(base)
     cls = type("Ours", (mt.MegaMixin, base), {}) if ours else base
-    given: dict[str, Any] = {"model": model(), "processing_class": byte_tokenizer(), "train_dataset": data(kind)}
+    arguments: dict[str, Any] = {"model": model(), "processing_class": byte_tokenizer(), "train_dataset": data(kind)}
     if kind == "Reward":
         torch.manual_seed(0)
         config = model().config
         config.num_labels = 1
-        given["model"] = LlamaForSequenceClassification(config)
+        arguments["model"] = LlamaForSequenceClassification(config)
     if kind in ("DPO", "KTO"):
-        given["ref_model"] = model()
+        arguments["ref_model"] = model()
     if kind in ("GRPO", "RLOO"):
-        given["reward_funcs"] = length_reward
-    trainer = cls(args=getattr(trl, f"{kind}Config")(**(options(kind, directory, accumulation) | changes)), **given)
+        arguments["reward_funcs"] = length_reward
+    trainer = cls(args=getattr(trl, f"{kind}Config")(**(options(kind, directory, accumulation) | changes)), **arguments)
     trainer.train()
     return trainer
 
@@ -95,7 +95,7 @@ def assert_equal_runs(ours: Any, stock: Any) -> None:
     for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine.keys() - IGNORED:
-            # Sums over up to 16 tokens (logits, log-probabilities of a completion) round more than one loss does.
+            # Sums over up to 16 tokens (logits, log-probabilities of a completion) have more rounding than one loss.
             assert mine[name] == pytest.approx(float(theirs[name]), abs=16 * small.LOSSES), name
     assert small.drift(small.snapshot(ours.model), small.snapshot(stock.model)) < small.WEIGHTS
 

@@ -1,4 +1,4 @@
-"""Vision-language models, their vision layers streaming too: tiny towers, random pixels, the right image tokens.
+"""Tiny vision-language models with random pixels and matching image tokens. Their vision layers stream too.
 
 model = vision.build("qwen2_5_vl")
 batch = vision.batch("qwen2_5_vl")
@@ -17,10 +17,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 from . import generic, zoo
 
 IMAGE, START, END, VIDEO = 3, 4, 5, 6
-"""Token ids; ordinary tokens begin at 8."""
+"""Token ids. Ordinary tokens start at 8."""
 
 SIDE = 16
-"""Pixels; a patch has 4, so there are 4 × 4 patches, and 2 × 2 after merging."""
+"""Side of an image in pixels. A patch has a side of 4, so there are 4 × 4 patches, and 2 × 2 after merging."""
 
 TRAITS = {
     "tower": "a vision tower whose last hidden states are projected",
@@ -90,7 +90,7 @@ def _pixels(*shape: int) -> Tensor:
 
 
 def _tokens(images: int) -> dict[str, Tensor]:
-    """Two rows: two tokens, the image's, ten more. The image's own tokens are no targets."""
+    """Two rows of two tokens, the image tokens and ten more. Image tokens have no labels."""
     tokens = torch.randint(8, zoo.VOCAB, (2, 12 + images), generator=torch.Generator().manual_seed(0))
     tokens[:, 1] = START
     tokens[:, 2 : 2 + images] = IMAGE
@@ -104,13 +104,13 @@ def _plain(images: int, *shape: int, **more: Tensor) -> Callable[[], dict[str, T
 
 
 def _captioned() -> dict[str, Tensor]:
-    """The image's tokens are put before the text by the model itself."""
+    """Inputs of a model that itself puts the image tokens before the text."""
     tokens = torch.randint(8, zoo.VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     return {"input_ids": tokens, "labels": tokens.clone(), "pixel_values": _pixels(2, 3, SIDE, SIDE)}
 
 
 def _grid() -> dict[str, Tensor]:
-    """Patches of both images in one list, as the processors of the Qwen family hand them over."""
+    """Patches of both images in one list, as from the processors of the Qwen family."""
     tokens = _tokens(4)
     kinds = (tokens["input_ids"] == IMAGE).long()
     shape = torch.tensor([[1, 4, 4], [1, 4, 4]])
@@ -123,7 +123,7 @@ def _with_types(images: int) -> dict[str, Tensor]:
 
 
 def _answer_only() -> dict[str, Tensor]:
-    """Image and question attend to each other in both directions; what follows is causal."""
+    """Image and question attend to each other in both directions. The rest is causal."""
     inputs = _plain(16)()
     types = torch.zeros_like(inputs["input_ids"])
     types[:, 20:] = 1
@@ -138,11 +138,11 @@ class Sight:
     config: dict[str, Any]
     inputs: Callable[[], dict[str, Tensor]]
     tower: str
-    """What the names of vision layers begin with."""
+    """Prefix of the names of vision layers."""
 
     traits: tuple[str, ...]
     layers: int = 2
-    """Vision layers that must stream."""
+    """Number of vision layers that must stream."""
 
 
 VISION: dict[str, Sight] = {

@@ -1,7 +1,7 @@
-"""More architectures than the zoo: state-space and hybrid models, encoder-decoders, encoders, models of old builds.
+"""More architectures: state-space and hybrid models, encoder-decoders, encoders and older models.
 
-Sizes come from `generic.shrunken`; an entry adds only the fields that names do not tell. Each is trained for two
-steps (test_wider.py), where the zoo's are put through everything.
+Sizes come from `generic.shrunken`. An entry adds only fields whose value cannot be found by name. Each model is trained
+for two steps in test_wider.py. Models of the zoo are tested in more ways.
 
     model = wider.build("jamba")
     batches = wider.batches("jamba")
@@ -66,16 +66,16 @@ class Wide:
     kind: str
     traits: tuple[str, ...]
     fields: dict[str, Any] = field(default_factory=dict)
-    """On top of the shrunken default configuration."""
+    """Changes to the reduced default configuration."""
 
     model_type: str | None = None
-    """In `CONFIG_MAPPING`, if it is not the entry's name."""
+    """The key in `CONFIG_MAPPING`, if it is not the entry's name."""
 
     masked: bool = True
-    """Whether a padded batch makes sense: not where padding is ignored or lengths are fixed."""
+    """Whether a padded batch is tested. False if the model ignores padding or needs fixed lengths."""
 
     seeds_itself: bool = False
-    """Draws its own seeds from the clock, so that random states say nothing."""
+    """Whether the model takes seeds from the clock, so that random states cannot be compared."""
 
 
 def _hybrid(*kinds: str) -> list[str]:
@@ -101,7 +101,7 @@ _BLT_PART = {
 _BLT_LOCAL = {**_BLT_PART, "hidden_size_global": 64, "num_hidden_layers": 2, "cross_attn_k": 2}
 
 WIDER: dict[str, Wide] = {
-    # ---- causal, of the common build
+    # ---- causal, with the usual structure
     "gemma": Wide(kind=CAUSAL, traits=("tied",)),
     "gemma4_text": Wide(
         kind=CAUSAL,
@@ -203,7 +203,7 @@ WIDER: dict[str, Wide] = {
             "use_cache": False,
         },
     ),
-    # ---- causal, of older or odd builds
+    # ---- causal, older or unusual
     "ctrl": Wide(kind=CAUSAL, traits=("unmarked", "tied"), fields={"n_positions": 64, "dff": 48}),
     "openai-gpt": Wide(kind=CAUSAL, traits=("unmarked", "tied", "post_norm", "learned_positions")),
     "xlnet": Wide(kind=CAUSAL, traits=("unmarked", "relative_bias", "segments")),
@@ -212,7 +212,7 @@ WIDER: dict[str, Wide] = {
     "cpmant": Wide(kind=CAUSAL, traits=("unmarked", "position_bias"), masked=False),
     "reformer": Wide(
         kind=CAUSAL, traits=("unmarked", "reversible", "layers_differ"), masked=False, seeds_itself=True,
-        # Its dropout seeds itself from the clock: two plain runs differ. Off, there is something to compare with.
+        # Its dropout takes seeds from the clock, so two plain runs would differ. Dropout is off.
         fields={
             **_DROPOUTS_OFF,
             "axial_pos_shape": (4, 5),
@@ -237,7 +237,7 @@ WIDER: dict[str, Wide] = {
     "rwkv": Wide(kind=STATE_SPACE, traits=("recurrence",)),
     "xlstm": Wide(
         kind=STATE_SPACE, traits=("recurrence", "softcap"), masked=False,
-        # With a cache, its own backward fails on states that it changed in place.
+        # With a cache, its backward fails in plain PyTorch because states were changed in place.
         fields={"chunk_size": 4, "mode": "train", "use_cache": False},
     ),
     # ---- hybrids
@@ -326,7 +326,7 @@ PADDED = tuple(name for name, entry in WIDER.items() if entry.masked)
 
 
 def present(name: str) -> bool:
-    """Whether the installed transformers has it."""
+    """Whether the installed transformers has this architecture."""
     return (WIDER[name].model_type or name) in CONFIG_MAPPING
 
 
@@ -341,7 +341,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def batches(name: str, steps: int = 2, padded: bool = False) -> list[dict[str, Tensor]]:
-    """The same tokens in every step: one met late may have a gradient near Adam's eps; see `zoo.windows`."""
+    """The same tokens in every step. New tokens could have a gradient near Adam's eps; see `zoo.windows`."""
     return [_batch(WIDER[name], padded)] * steps
 
 

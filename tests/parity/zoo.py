@@ -1,7 +1,7 @@
-"""Tiny models of many architectures, each chosen for what is odd about it.
+"""Tiny models of many architectures, each chosen for a special property.
 
-One table, `ZOO`. An entry holds the configuration, the traits it puts to the test, and what the comparison
-has to know: where its dropouts sit and which parameters are key biases.
+An entry of the table `ZOO` has the configuration, the traits it tests, the settings that switch dropout on, and the
+parameters that are key biases.
 
     model = zoo.build("gemma2", attention_dropout=0.1)
     batch = zoo.batch("gemma2", seed=0, padded=True)
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 VOCAB = 97
 WINDOW = 8
-"""Every sliding window of the zoo. Sequences are longer, so that the window cuts."""
+"""The size of every sliding window in the zoo. Sequences are longer, so the window has an effect."""
 
 LENGTH = 20
 HEADS = 4
@@ -31,16 +31,17 @@ DROPOUT = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class KeyBias:
-    """A bias added to attention keys that are not rotated. A constant added to every key shifts all scores of
-    a query by the same amount, which softmax does not see: the true gradient is zero, and the computed one is
-    rounding noise, which Adam scales up to full steps. Rotated keys (qwen2, gpt_oss) are no such case: there
-    the shift depends on the position."""
+    """A bias added to attention keys that are not rotated.
+
+    A constant added to every key shifts all scores of a query equally, and softmax ignores the shift. The true gradient
+    is zero, and the computed one is rounding noise, which Adam scales up to full steps. Rotated keys (qwen2, gpt_oss)
+    are different, because there the shift depends on the position."""
 
     parameter: str
-    """A regular expression that matches the parameter's whole name."""
+    """A regular expression for the full name of the parameter."""
 
     part: Callable[[Tensor], Tensor]
-    """A mask of the elements that belong to unrotated keys, given the parameter."""
+    """Returns a mask of the elements of the parameter that belong to keys without rotation."""
 
 
 def _all_of_it(bias: Tensor) -> Tensor:
@@ -48,14 +49,14 @@ def _all_of_it(bias: Tensor) -> Tensor:
 
 
 def _middle_third(bias: Tensor) -> Tensor:
-    """Query, key and value biases one after the other."""
+    """The key biases, if query, key and value biases are concatenated."""
     mask = torch.zeros(3, bias.numel() // 3, dtype=torch.bool)
     mask[1] = True
     return mask.flatten()
 
 
 def _middle_third_of_each_head(bias: Tensor, rotated: int = 0) -> Tensor:
-    """Query, key and value biases of head 0, then of head 1, ...; a head may begin with rotated elements."""
+    """The key biases, if the three biases are concatenated per head. A head may start with rotated elements."""
     mask = torch.zeros(HEADS, 3, bias.numel() // (3 * HEADS), dtype=torch.bool)
     mask[:, 1, rotated:] = True
     return mask.flatten()
@@ -64,16 +65,16 @@ def _middle_third_of_each_head(bias: Tensor, rotated: int = 0) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     config: dict[str, Any]
-    """Arguments of the architecture's own config class; nothing is filtered, so a wrong name shows."""
+    """Arguments of the architecture's config class. They are not filtered, so a wrong name raises."""
 
     traits: frozenset[str]
-    """What this architecture has that others have not; see `TRAITS`."""
+    """Special properties of this architecture; see `TRAITS`."""
 
     required: bool = False
-    """One of the architectures that the first stage promises."""
+    """Whether the architecture must be supported."""
 
     dropout: dict[str, Any] = field(default_factory=dict)
-    """Config overrides that switch every dropout on."""
+    """Config changes that switch every dropout on."""
 
     key_bias: KeyBias | None = None
     """Parameters whose gradient is rounding noise, if the architecture has any."""
@@ -113,7 +114,7 @@ TRAITS = {
 
 
 def _llama_like(**more: Any) -> dict[str, Any]:
-    """The names that most configurations use."""
+    """Fields with the names that most configurations use."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -306,7 +307,7 @@ ZOO: dict[str, Entry] = {
             "pad_token_id": 0,
         },
         traits=_traits("tied", "fused_qkv", "alibi"),
-        # No dropout: the config's own validation accepts only 0 and 1 for the one that the model reads.
+        # No dropout, because the config accepts only 0 and 1 for the field that the model reads.
     ),
     "opt": Entry(
         config={
@@ -342,7 +343,7 @@ ZOO: dict[str, Entry] = {
         dropout={"hidden_dropout": DROPOUT, "attention_dropout": DROPOUT},
         key_bias=KeyBias(
             parameter=r"gpt_neox\.layers\.\d+\.attention\.query_key_value\.bias",
-            part=partial(_middle_third_of_each_head, rotated=2),  # a quarter of a head of 8
+            part=partial(_middle_third_of_each_head, rotated=2),  # a quarter of a head size of 8
         ),
     ),
     "bloom": Entry(
@@ -446,7 +447,7 @@ ZOO: dict[str, Entry] = {
             "d_ff": 48,
             "num_layers": 3,
             "num_heads": HEADS,
-            "initializer_factor": 0.5,  # its own weights, made larger below, are chaotic: rounding grows 1000-fold
+            "initializer_factor": 0.5,  # with the default of 1, rounding grows 1000 times after `stir`
             "relative_attention_num_buckets": 8,
             "relative_attention_max_distance": 16,
             "dropout_rate": 0.0,
@@ -498,7 +499,7 @@ def having(*traits: str) -> tuple[str, ...]:
 
 
 def build(name: str, *, seed: int = 0, attention: str | None = None, **overrides: Any) -> PreTrainedModel:
-    """A fresh FP32 model in train mode, the same for the same seed. `overrides` go into its config."""
+    """A new FP32 model in training mode, equal for equal seeds. `overrides` change its config."""
     entry = ZOO[name]
     config = AutoConfig.for_model(name, **{**entry.config, **overrides})
     auto = AutoModelForSeq2SeqLM if entry.encoder_decoder else AutoModelForCausalLM
@@ -510,8 +511,10 @@ def build(name: str, *, seed: int = 0, attention: str | None = None, **overrides
 
 
 def stir(model: nn.Module) -> None:
-    """Leave nothing at a value that hides mistakes: norms of one and biases of zero look alike in every
-    layer, and with weights as small as a real model's a tiny one is almost linear."""
+    """Change initial values that would hide errors.
+
+    Norms of one and biases of zero are equal in every layer, and with the usual small weights a tiny model is almost
+    linear."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1 or "bias" in parameter_name:
@@ -520,7 +523,7 @@ def stir(model: nn.Module) -> None:
                 parameter.mul_(3.0)
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                # Rows of zeros: gemma3n divides by their length and returns NaN gradients for padded batches.
+                # gemma3n divides by the norm of this row and would return NaN gradients for padded batches.
                 module.weight[module.padding_idx].normal_(std=0.05)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
@@ -530,7 +533,7 @@ def stir(model: nn.Module) -> None:
 def batch(
     name: str, seed: int, padded: bool = False, length: int = LENGTH, rows: int | None = None
 ) -> dict[str, Tensor]:
-    """Random tokens with labels. `padded`: the first row is padded on the left, the second on the right."""
+    """Random tokens with labels. With `padded`, row 0 is padded on the left and row 1 on the right."""
     generator = torch.Generator().manual_seed(1000 + seed)
     if rows is None:
         rows = 3 if padded else 2
@@ -554,15 +557,16 @@ def batch(
 
 
 def windows(name: str, steps: int, *, micro_batches: int = 1, padded: bool = False) -> list[list[dict[str, Tensor]]]:
-    """A batch for every micro-batch of every step. Later steps hold the tokens of the first in another order:
-    an embedding row met for the first time in a later step may have, by accident, a gradient near Adam's eps,
-    and then its first update is decided by rounding."""
+    """A batch for every micro-batch of every step.
+
+    Later steps have the tokens of the first step in another order. An embedding row that first occurs in a later step
+    could have a gradient near Adam's eps, and rounding would decide its first update."""
     first = [batch(name, seed, padded=padded) for seed in range(micro_batches)]
     return [[_reordered(one, step) for one in first] for step in range(steps)]
 
 
 def _reordered(tensors: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-    """Rotate columns that are padded in no row and last in none: the last token gets no gradient."""
+    """Rotate columns that are neither padded nor last in any row. The last token gets no gradient."""
     middle = slice(5, 12)
     reordered = {key: value.clone() for key, value in tensors.items()}
     for key in ("input_ids", "labels"):
