@@ -223,7 +223,7 @@ def test_version() -> None:
     assert result.output == f"megatrain {__version__}\n"
 
 
-def test_module_and_lean_help() -> None:
+def test_the_module_prints_help() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "megatrain", "--help"],
         capture_output=True,

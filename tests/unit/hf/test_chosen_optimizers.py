@@ -238,9 +238,9 @@ class ReadsGradients(TrainerCallback):
     def __init__(self, event: str, edits: bool) -> None:
         self.norms: list[float] = []
         self._edits = edits
-        setattr(self, event, self._watch)
+        setattr(self, event, self._read)
 
-    def _watch(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def _read(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self.norms.append(norm_of(model))
         if self._edits:
             edit_gradients(model)
