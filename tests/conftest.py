@@ -27,7 +27,7 @@ def defaults() -> Iterator[None]:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Captures MegaTrain's notices; `said.messages` lists them."""
+def announced(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Captures MegaTrain's notices; `announced.messages` lists them."""
     caplog.set_level("INFO", logger="megatrain")
     return caplog

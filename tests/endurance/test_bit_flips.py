@@ -64,20 +64,20 @@ def test_the_manifest_lists_every_file(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("flips", [20, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_a_flipped_bit_in_any_file_is_noticed(out: Path, flips: int, said: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_in_any_file_is_noticed(out: Path, flips: int, announced: pytest.LogCaptureFixture) -> None:
     checkpoint, draw = out / "checkpoint-4", random.Random(0)
     for path in files.regular_files(checkpoint):
         name, bits = path.relative_to(checkpoint).as_posix(), path.stat().st_size * 8
         for bit in {0, 7, bits - 8, bits - 1, *(draw.randrange(bits) for _ in range(flips))}:
             flip(path, bit)
-            said.clear()
+            announced.clear()
             found = last_complete(str(out))
             flip(path, bit)
             if name == FOREIGN:
                 assert Path(found).name == "checkpoint-4"
                 continue
             assert Path(found).name == "checkpoint-2", (name, bit)
-            assert any("checkpoint-4 was skipped" in line and name in line for line in said.messages), (name, bit)
+            assert any("checkpoint-4 was skipped" in line and name in line for line in announced.messages), (name, bit)
     assert Path(last_complete(str(out))).name == "checkpoint-4"
 
 

@@ -131,21 +131,21 @@ def interrupted(action: Callable[[], Any], delay: float) -> bool:
     return False
 
 
-def interrupt_at_random(lanes: str, policy: str, interrupts: int, seed: int, said: Any) -> None:
+def interrupt_at_random(lanes: str, policy: str, interrupts: int, seed: int, announced: Any) -> None:
     source = random.Random(seed)
     subject = Subject(lanes, policy)
     torn = hit = 0
     with subject.engine:
         while hit < interrupts:
             action = source.choice(ACTIONS)
-            said.clear()
+            announced.clear()
             if interrupted(subject.do(action), source.uniform(0, 1.1 * subject.seconds[action])):
                 hit += 1
             at = subject.classify()
             if at is None:
                 # Updates that started in the backward remain, and this is announced. Nothing else may split a step.
                 assert action == "final", (action, hit)
-                assert any("a step was abandoned after the updates of" in message for message in said.messages)
+                assert any("a step was abandoned after the updates of" in message for message in announced.messages)
                 torn += 1
                 subject.restart()
                 continue
@@ -167,15 +167,15 @@ def interrupt_at_random(lanes: str, policy: str, interrupts: int, seed: int, sai
 
 
 @pytest.mark.parametrize(("lanes", "policy"), [("sync", "recompute"), ("threads", "offload")])
-def test_state_after_an_interrupt_is_before_or_after_the_step(lanes: str, policy: str, said: Any) -> None:
-    interrupt_at_random(lanes, policy, 20, seed=1, said=said)
+def test_state_after_an_interrupt_is_before_or_after_the_step(lanes: str, policy: str, announced: Any) -> None:
+    interrupt_at_random(lanes, policy, 20, seed=1, announced=announced)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
 @pytest.mark.parametrize("policy", ["recompute", "store", "offload"])
-def test_state_after_many_interrupts_is_before_or_after_the_step(lanes: str, policy: str, said: Any) -> None:
-    interrupt_at_random(lanes, policy, 300, seed=2, said=said)
+def test_state_after_many_interrupts_is_before_or_after_the_step(lanes: str, policy: str, announced: Any) -> None:
+    interrupt_at_random(lanes, policy, 300, seed=2, announced=announced)
 
 
 # ---- every call of a step

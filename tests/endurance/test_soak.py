@@ -79,7 +79,7 @@ def test_memory_and_handles_do_not_grow(lanes: str):
     engine = engine_of(model, lanes=lanes, slots=2, policy=POLICY, head_chunk=16)
     optimizer = engine.optimizer(lr=1e-3, max_grad_norm=1.0)
     draw = random.Random(0)
-    looks: list[tuple[int, int, int, int]] = []
+    samples: list[tuple[int, int, int, int]] = []
     losses: list[float] = []
     started = time.monotonic()
     for number in range(STEPS):
@@ -87,19 +87,19 @@ def test_memory_and_handles_do_not_grow(lanes: str):
         if number % 100 == 0:
             gc.collect()
         if number % EVERY == 0:
-            looks.append(
+            samples.append(
                 (process.memory_info().rss, process.num_fds(), threading.active_count(), engine._memory.allocated_bytes)
             )
     took = time.monotonic() - started
     engine.synchronize()
 
-    third = len(looks) // 3
-    early, late = looks[third : 2 * third], looks[2 * third :]
-    growth = statistics.median(look[0] for look in late) - statistics.median(look[0] for look in early)
+    third = len(samples) // 3
+    early, late = samples[third : 2 * third], samples[2 * third :]
+    growth = statistics.median(sample[0] for sample in late) - statistics.median(sample[0] for sample in early)
     assert growth < LEAK, f"RSS grew by {growth / 2**20:.1f} MiB in {STEPS // 3} steps"
-    assert {look[1] for look in early + late} == {looks[third][1]}, "file descriptors"
-    assert {look[2] for look in early + late} == {looks[third][2]}, "threads"
-    held = [look[3] for look in early + late]
+    assert {sample[1] for sample in early + late} == {samples[third][1]}, "file descriptors"
+    assert {sample[2] for sample in early + late} == {samples[third][2]}, "threads"
+    held = [sample[3] for sample in early + late]
     assert max(held) == min(held), f"host memory grew by {max(held) - min(held)} bytes after {STEPS // 3} steps"
 
     counters = engine.counters

@@ -62,13 +62,13 @@ def limit_after_first_step(trainer, most):
     trainer.add_callback(Limit())
 
 
-def test_a_trainers_step_is_repeated_with_fewer_stored_graphs(tmp_path, deterministic, said):
+def test_a_trainers_step_is_repeated_with_fewer_stored_graphs(tmp_path, deterministic, announced):
     """A real out-of-memory error: after the first step the allocator gets less than the stored graphs need."""
     stored, most = trained(tmp_path / "a", policy="store")
     recomputed, least = trained(tmp_path / "b", policy="recompute", plan=None)
     assert most - least > GIB // 2
     limited, _ = trained(tmp_path / "c", policy="store", most=(2 * least + most) // 3 + GIB // 4)
-    assert any("the step was undone" in line for line in said.messages)
+    assert any("the step was undone" in line for line in announced.messages)
     stored_blocks = [b for b in limited.engine.blocks if limited.engine.memory_limit.policies[b.name] == "store"]
     assert len(stored_blocks) in (5, 2), "half of 11 blocks, or half of those if that was not enough"
     assert small.losses(limited) == small.losses(stored) == small.losses(recomputed)
@@ -125,12 +125,12 @@ def test_the_cap_is_on_what_the_driver_reports(cap):
     engine.close()
 
 
-def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, said):
+def test_a_trainer_plans_and_stays_within_its_plan(tmp_path, announced):
     # The plan does not count cuBLAS workspaces of earlier tests.
     others = torch.cuda.memory_allocated()
     trainer, _ = trained(tmp_path)
     plan = trainer.engine.settings.plan
-    assert any("blocks resident" in line for line in said.messages)
+    assert any("blocks resident" in line for line in announced.messages)
     planned = plan.total("vram") - plan.outside_allocator + others
     assert planned - GIB // 8 <= torch.cuda.max_memory_reserved() <= planned + (8 << 20)
     assert all(slab.on_device for slab in trainer.engine.slabs)

@@ -29,13 +29,13 @@ def test_losses_match_the_stock_trainer(tmp_path, deterministic, bf16):
 
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, deterministic, bf16):
-    whole = run(mt.Trainer, tmp_path / "whole", max_steps=6, bf16=bf16)
+    uninterrupted = run(mt.Trainer, tmp_path / "whole", max_steps=6, bf16=bf16)
     half = run(mt.Trainer, tmp_path / "half", max_steps=6, save_strategy="steps", save_steps=3, bf16=bf16)
     checkpoint = tmp_path / "half" / "checkpoint-3"
     resumed = run(mt.Trainer, tmp_path / "resumed", resume=str(checkpoint), max_steps=6, bf16=bf16)
-    assert small.losses(whole) == small.losses(half)
-    assert small.losses(whole)[3:] == small.losses(resumed)[3:]
-    assert small.same(small.snapshot(whole.model), small.snapshot(resumed.model))
+    assert small.losses(uninterrupted) == small.losses(half)
+    assert small.losses(uninterrupted)[3:] == small.losses(resumed)[3:]
+    assert small.same(small.snapshot(uninterrupted.model), small.snapshot(resumed.model))
 
 
 def test_saved_models_load_in_plain_transformers(tmp_path):

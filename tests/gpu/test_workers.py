@@ -96,7 +96,7 @@ def test_loader_workers_share_pinned_memory():
         )
         reports = torch.cat(list(loader)).tolist()
         print(
-            f"\nbytes of each worker's own: {[look[2] // MIB for look in reports]} MiB, of the store {STORE // MIB} MiB"
+            f"\nprivate bytes of each worker: {[report[2] // MIB for report in reports]} MiB, store: {STORE // MIB} MiB"
         )
         assert len(reports) == WORKERS
         for total, inside, everything, read in reports:

@@ -202,9 +202,9 @@ def test_a_checkpoint_loads_into_another_placement(tmp_path: Path) -> None:
     run(engine, optimizer, range(2))
     engine.save(tmp_path, optimizer)
     run(engine, optimizer, range(2, 4))
-    other, its = fresh(("*layers.0", "lm_head"), seed=5)
-    other.load(tmp_path, its)
-    run(other, its, range(2, 4))
+    other, other_optimizer = fresh(("*layers.0", "lm_head"), seed=5)
+    other.load(tmp_path, other_optimizer)
+    run(other, other_optimizer, range(2, 4))
     assert differences(roles(engine), roles(other)) == []
 
 

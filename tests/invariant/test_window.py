@@ -946,7 +946,7 @@ class Once(mt.Trainer):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [TwoForwards, TwoBackwards, TwoSteps, Once])
-def test_custom_losses_do_not_depend_on_the_window(kind, precision, tmp_path, said):
+def test_custom_losses_do_not_depend_on_the_window(kind, precision, tmp_path, announced):
     def run(window):
         mt.init(window=window, precision=precision)
         trainer = kind(
@@ -968,4 +968,4 @@ def test_custom_losses_do_not_depend_on_the_window(kind, precision, tmp_path, sa
         assert small.same(weights, other)
         looked = [1] * 4
         assert sizes == looked + ([window] * (8 // window) if kind is Once else [1] * 8)
-    assert any("run blocks more than once" in line for line in said.messages) == (kind is not Once)
+    assert any("run blocks more than once" in line for line in announced.messages) == (kind is not Once)

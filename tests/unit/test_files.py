@@ -106,12 +106,12 @@ def test_a_failed_sync_is_not_retried(tmp_path: Path) -> None:
     assert files.sync(tmp_path / "name") == 4
 
 
-def test_directories_that_cannot_be_synced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_directories_that_cannot_be_synced(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     with files.observing(failing("sync_directory", tmp_path.name, errno.EINVAL)):
         files.sync_directory(tmp_path)
         files.sync_directory(tmp_path)
-    assert [line for line in said.messages if "cannot sync directories" in line]
-    assert len(said.messages) == 1
+    assert [line for line in announced.messages if "cannot sync directories" in line]
+    assert len(announced.messages) == 1
     files._unable.clear()
     with files.observing(failing("sync_directory", tmp_path.name)), pytest.raises(OSError, match="while syncing"):
         files.sync_directory(tmp_path)
@@ -180,11 +180,11 @@ def test_a_tree_is_renamed_before_it_is_deleted(tmp_path: Path) -> None:
     (tmp_path / ".other.megatrain-deleted" / "half").mkdir(parents=True)
     seen: list[list[str]] = []
 
-    def look(operation: str, path: Path) -> None:
+    def list_folder(operation: str, path: Path) -> None:
         if operation == "sync_directory":
             seen.append(sorted(os.listdir(tmp_path)))
 
-    with files.observing(look):
+    with files.observing(list_folder):
         files.remove_tree(tmp_path / "tree")
         files.remove_tree(tmp_path / "absent")
     assert seen == [[".tree.megatrain-deleted"]]

@@ -26,7 +26,7 @@ CHOICES = {
 """Settings that a plan decides, with the defaults of `Settings` and `Debug`."""
 
 
-def asking(name: str) -> dict[str, Any]:
+def settings_with(name: str) -> dict[str, Any]:
     return {"debug": mt.Debug(**{name: CHOICES[name]})} if name in DEBUG else {name: CHOICES[name]}
 
 
@@ -75,10 +75,10 @@ def test_init_records_what_was_given() -> None:
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("by", ["init", "engine"])
 def test_an_explicit_default_overrides_a_plan(name: str, by: str) -> None:
-    plan, asked = decided(), asking(name)
+    plan, chosen = decided(), settings_with(name)
     if by == "init":
-        mt.init(**asked)
-    settings = engine_of(small.llama(), plan=plan, **(asked if by == "engine" else {})).settings
+        mt.init(**chosen)
+    settings = engine_of(small.llama(), plan=plan, **(chosen if by == "engine" else {})).settings
     for other, default in CHOICES.items():
         value = value_of(settings, other)
         assert (value == default) is (other == name), f"{other}={value!r}"
@@ -90,7 +90,7 @@ def made(directory: Path, **changes: Any) -> mt.Trainer:
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_trainer_plans_only_where_nothing_was_decided(name: str, tmp_path: Path) -> None:
-    mt.init(machine=MACHINE, **asking(name))
+    mt.init(machine=MACHINE, **settings_with(name))
     trainer = made(tmp_path)
     assert trainer.engine.settings.plan is None
     assert value_of(trainer.engine.settings, name) == CHOICES[name]
@@ -103,7 +103,7 @@ def test_an_explicit_default_overrides_a_trainers_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "arguments"),
+    ("chosen", "arguments"),
     [
         ({"optimizer_compression": False}, {"optim": "adamw_8bit"}),
         ({"compile": False}, {"torch_compile": True}),
@@ -112,10 +112,10 @@ def test_an_explicit_default_overrides_a_trainers_plan(tmp_path: Path) -> None:
     ids=["optimizer_compression", "compile", "precision"],
 )
 def test_arguments_that_contradict_init_are_refused(
-    asked: dict[str, Any], arguments: dict[str, Any], tmp_path: Path
+    chosen: dict[str, Any], arguments: dict[str, Any], tmp_path: Path
 ) -> None:
-    mt.init(**asked)
-    ((name, value),) = asked.items()
+    mt.init(**chosen)
+    ((name, value),) = chosen.items()
     with pytest.raises(SettingsError, match=rf"megatrain\.init asked for {name}={value!r}"):
         made(tmp_path, **arguments)
 
@@ -129,12 +129,12 @@ def test_arguments_decide_what_init_left_open(tmp_path: Path) -> None:
 # ---- settings without effect are named or refused
 
 
-def warned(said: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in said.records if r.name == "megatrain" and r.levelname == "WARNING"]
+def warned(announced: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in announced.records if r.name == "megatrain" and r.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("chosen", "named"),
     [
         ({"offload_dir": "/nowhere"}, "offload_dir='/nowhere' has no effect"),
         ({"max_vram_gb": 80}, "max_vram_gb=80 has no effect"),
@@ -145,46 +145,48 @@ def warned(said: pytest.LogCaptureFixture) -> list[str]:
     ],
     ids=lambda it: next(iter(it)) if isinstance(it, dict) else None,
 )
-def test_an_engine_names_what_it_cannot_use(asked: dict[str, Any], named: str, said: pytest.LogCaptureFixture) -> None:
-    engine_of(small.llama(), **asked)
-    assert [line for line in warned(said) if named in line]
-    said.clear()
+def test_an_engine_names_what_it_cannot_use(
+    chosen: dict[str, Any], named: str, announced: pytest.LogCaptureFixture
+) -> None:
+    engine_of(small.llama(), **chosen)
+    assert [line for line in warned(announced) if named in line]
+    announced.clear()
     engine_of(small.llama())
     engine_of(small.llama(), **dict.fromkeys(("offload_dir", "max_vram_gb", "length", "machine", "plan")))
-    assert warned(said) == []
+    assert warned(announced) == []
 
 
-def test_a_model_of_one_block_names_what_it_cannot_use(said: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_one_block_names_what_it_cannot_use(announced: pytest.LogCaptureFixture) -> None:
     engine_of(torch.nn.Linear(4, 4), compile=True, policy="store", window=2)
     for name in ("compile=True", "policy='store'", "window=2"):
-        assert [line for line in warned(said) if line.startswith(f"{name} has no effect")]
+        assert [line for line in warned(announced) if line.startswith(f"{name} has no effect")]
 
 
-def test_settings_against_a_plan_are_named(said: pytest.LogCaptureFixture) -> None:
+def test_settings_against_a_plan_are_named(announced: pytest.LogCaptureFixture) -> None:
     plan = decided()
     engine_of(small.llama(), plan=plan, policy="store", resident=["lm_head"], window=3)
-    assert warned(said) == [], "these settings equal the plan's"
+    assert warned(announced) == [], "these settings equal the plan's"
     engine_of(small.llama(), plan=plan, policy="offload", slots=3, length=9, machine="rtx4090-64gb")
-    lines = warned(said)
+    lines = warned(announced)
     assert "policy='offload', slots=3 overrides the plan: memory and time will differ from it" in lines
     assert "length=9, machine='rtx4090-64gb' has no effect: the plan is for something else" in lines
-    said.clear()
+    announced.clear()
     engine_of(small.llama(), plan=plan, length=8, machine=mt.Machine.load(MACHINE))
-    assert warned(said) == [], "the plan was made for these"
+    assert warned(announced) == [], "the plan was made for these"
 
 
-def test_a_trainer_uses_what_it_plans_with(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_uses_what_it_plans_with(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     mt.init(machine=MACHINE, length=100)
     plan = made(tmp_path).engine.settings.plan
     assert plan.run.length == 100
-    assert warned(said) == []
+    assert warned(announced) == []
     mt.init(length=100)
     assert made(tmp_path).engine.settings.plan is None
-    assert [line for line in warned(said) if "length=100 has no effect: no plan is made here" in line]
+    assert [line for line in warned(announced) if "length=100 has no effect: no plan is made here" in line]
 
 
 def test_a_trainer_on_an_attached_model_uses_the_engine_that_is_there(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+    tmp_path: Path, announced: pytest.LogCaptureFixture
 ) -> None:
     mt.init(compile=True)
     engine = mt.Engine(small.llama(), device="cpu", compile=False)
@@ -195,66 +197,68 @@ def test_a_trainer_on_an_attached_model_uses_the_engine_that_is_there(
     assert trainer().engine is engine, "the engine was made under these settings, and its own override them"
     with pytest.raises(SettingsError, match="torch_compile=True, but the model already belongs"):
         trainer(torch_compile=True)
-    for asked in ({"compile": True}, {"precision": "bf16"}, {"optimizer_compression": "8bit"}, {"head_chunk": 7}):
-        mt.init(**asked)
-        ((name, value),) = asked.items()
+    for chosen in ({"compile": True}, {"precision": "bf16"}, {"optimizer_compression": "8bit"}, {"head_chunk": 7}):
+        mt.init(**chosen)
+        ((name, value),) = chosen.items()
         with pytest.raises(SettingsError, match=rf"megatrain\.init asked for {name}={value!r} after"):
             trainer()
     mt.init(precision="fp32", device="cpu", compile=False, optimizer_compression=False, window=2)
-    said.clear()
+    announced.clear()
     assert trainer().engine is engine
-    assert warned(said) == ["window=2 of megatrain.init has no effect: the model already belongs to an engine"]
+    assert warned(announced) == ["window=2 of megatrain.init has no effect: the model already belongs to an engine"]
 
 
-def test_options_of_torch_compile_that_have_no_effect_are_named(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_options_of_torch_compile_that_have_no_effect_are_named(
+    tmp_path: Path, announced: pytest.LogCaptureFixture
+) -> None:
     made(tmp_path, torch_compile=True, torch_compile_backend="eager", torch_compile_mode="max-autotune")
-    lines = " ".join(warned(said))
+    lines = " ".join(warned(announced))
     assert "torch_compile_backend='eager' has no effect" in lines
     assert "torch_compile_mode='max-autotune' has no effect" in lines
-    said.clear()
+    announced.clear()
     made(tmp_path, torch_compile=True)
-    assert warned(said) == []
+    assert warned(announced) == []
 
 
-def test_planning_uses_the_settings_of_init(said: pytest.LogCaptureFixture) -> None:
+def test_planning_uses_the_settings_of_init(announced: pytest.LogCaptureFixture) -> None:
     model = small.llama()
-    asked = {"max_vram_gb": 9, "max_ram_gb": 20, "optimizer_compression": "8bit", "precision": "bf16", "compile": True}
-    expected = mt.plan(model, machine=MACHINE, length=64, head_chunk=0, **asked)
-    mt.init(machine=MACHINE, length=64, head_chunk=0, **asked)
+    chosen = {"max_vram_gb": 9, "max_ram_gb": 20, "optimizer_compression": "8bit", "precision": "bf16", "compile": True}
+    expected = mt.plan(model, machine=MACHINE, length=64, head_chunk=0, **chosen)
+    mt.init(machine=MACHINE, length=64, head_chunk=0, **chosen)
     assert mt.plan(model) == expected
     assert mt.plan(model, machine="rtx4090-64gb", length=8, max_vram_gb=None).machine == "rtx4090-64gb"
     assert mt.largest_batch(model).plan.run.length == 64
     assert mt.largest_context(model).value > 64
     assert mt.largest_model(run=mt.Run()).plan.run == mt.Run(), "an explicit run is not changed"
     assert mt.largest_model(run=mt.Run()).plan.capacity["ram"] == expected.capacity["ram"], "the limits still apply"
-    assert warned(said) == []
+    assert warned(announced) == []
 
 
-def test_planning_names_settings_without_effect(said: pytest.LogCaptureFixture) -> None:
+def test_planning_names_settings_without_effect(announced: pytest.LogCaptureFixture) -> None:
     mt.init(offload_dir="/nowhere", resident=(), policy="store", device="cpu", plan=None)
     mt.plan(small.llama(), machine=MACHINE)
-    assert warned(said) == ["a plan ignores offload_dir='/nowhere', policy='store', resident=() of megatrain.init"]
+    assert warned(announced) == ["a plan ignores offload_dir='/nowhere', policy='store', resident=() of megatrain.init"]
     mt.init()
-    said.clear()
+    announced.clear()
     assert mt.largest_batch(small.llama(), MACHINE, batch=3) == mt.largest_batch(small.llama(), MACHINE)
-    assert warned(said) == ["batch=3 has no effect: it is what this call searches for"]
+    assert warned(announced) == ["batch=3 has no effect: it is what this call searches for"]
     with pytest.raises(UnknownSetting, match="unknown option policy; a plan takes batch, length"):
         mt.plan(small.llama(), machine=MACHINE, policy="store")
 
 
-def test_a_head_chunk_and_a_window_without_effect_are_named(said: pytest.LogCaptureFixture) -> None:
+def test_a_head_chunk_and_a_window_without_effect_are_named(announced: pytest.LogCaptureFixture) -> None:
     engine = engine_of(Stack(), head_chunk=64, window=2)
-    assert warned(said) == ["head_chunk=64 has no effect: logits of Stack are computed whole"]
-    said.clear()
+    assert warned(announced) == ["head_chunk=64 has no effect: logits of Stack are computed whole"]
+    announced.clear()
 
     def task() -> None:
         backward(engine.model, 0)
 
     engine.window([task, task])
-    assert warned(said) == []
+    assert warned(announced) == []
     for _ in range(2):
         engine.window([task, task, task])
-    assert warned(said) == ["window=2 has no effect on engine.window(), which runs all 3 tasks together"]
+    assert warned(announced) == ["window=2 has no effect on engine.window(), which runs all 3 tasks together"]
 
 
 # ---- debug settings

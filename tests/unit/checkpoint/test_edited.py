@@ -324,7 +324,7 @@ def test_a_failed_sync_does_not_complete_a_checkpoint(tmp_path: Path) -> None:
         states.seal(model, optimizer, tmp_path / "one", files.regular_files(tmp_path / "one"))
 
 
-def test_the_time_of_a_save_is_announced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_the_time_of_a_save_is_announced(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     engine = mt.Engine(small.llama(), device="cpu")
     engine.save(tmp_path / "one")
-    assert any(line.startswith("one written to disk: ") and "s of it syncing" in line for line in said.messages)
+    assert any(line.startswith("one written to disk: ") and "s of it syncing" in line for line in announced.messages)

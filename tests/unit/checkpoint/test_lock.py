@@ -77,14 +77,14 @@ def test_a_lock_file_deleted_during_acquire_is_created_again(tmp_path: Path, mon
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_gives_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: pytest.LogCaptureFixture, code: int
 ) -> None:
     def unable(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", unable)
     lock.acquire(tmp_path)()
-    assert any("cannot be locked" in line for line in said.messages)
+    assert any("cannot be locked" in line for line in announced.messages)
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:

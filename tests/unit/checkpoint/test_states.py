@@ -275,7 +275,7 @@ def test_damage_is_detected_before_anything_changes(saved: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_damaged_checkpoint_is_skipped(
-    saved: Path, tmp_path: Path, case: str, said: pytest.LogCaptureFixture
+    saved: Path, tmp_path: Path, case: str, announced: pytest.LogCaptureFixture
 ) -> None:
     name, damage, _ = DAMAGE[case]
     shutil.copytree(saved, tmp_path / "out")
@@ -283,14 +283,14 @@ def test_a_damaged_checkpoint_is_skipped(
     args = small.arguments(tmp_path / "out", max_steps=4)
     trainer = mt.Trainer(model=small.llama(1), args=args, train_dataset=small.rows())
     trainer.train(resume_from_checkpoint=True)
-    assert any("checkpoint-4" in line and "skipped" in line for line in said.messages)
+    assert any("checkpoint-4" in line and "skipped" in line for line in announced.messages)
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
     stored = AutoModelForCausalLM.from_pretrained(saved / "checkpoint-4")
     assert small.same(small.snapshot(trainer.model), small.snapshot(stored))
 
 
 @pytest.mark.parametrize("where", ["_save_rng_state", "_save_optimizer_and_scheduler", "_save"])
-def test_interrupted_while_saving(tmp_path: Path, where: str, said: pytest.LogCaptureFixture) -> None:
+def test_interrupted_while_saving(tmp_path: Path, where: str, announced: pytest.LogCaptureFixture) -> None:
     """The run resumes from the previous checkpoint, whichever part was being written."""
 
     class Dies(mt.Trainer):
@@ -397,7 +397,7 @@ def test_fp32_states_load_into_bf16_exactly(tmp_path: Path) -> None:
         assert torch.equal(join(named[name].host(), residual), value), name
 
 
-def test_a_checkpoint_of_transformers_is_adopted(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_transformers_is_adopted(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "weight_decay": 0.1}
     stock = transformers.Trainer(
         model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows()
@@ -407,8 +407,8 @@ def test_a_checkpoint_of_transformers_is_adopted(tmp_path: Path, said: pytest.Lo
     for resume in (str(tmp_path / "checkpoint-3"), True):
         ours = mt.Trainer(model=small.llama(1), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
         ours.train(resume_from_checkpoint=resume)
-        assert any("taking over" in line for line in said.messages)
-        said.clear()
+        assert any("taking over" in line for line in announced.messages)
+        announced.clear()
         assert small.losses(ours) == pytest.approx(small.losses(stock), abs=2e-6)
         assert small.furthest(small.snapshot(ours.model), small.snapshot(stock.model)) < 2e-6
         shutil.rmtree(tmp_path / "checkpoint-6")

@@ -42,12 +42,14 @@ def fresh():
     torch._dynamo.utils.counters.clear()
 
 
-def test_layers_share_a_graph_and_policies_agree(said):
+def test_layers_share_a_graph_and_policies_agree(announced):
     """Four layers compile once, and all policies give bitwise equal losses and weights."""
     eager, _ = train(llama(), [16, 16])
     losses, weights = train(llama(), [16, 16], compile=True)
     assert Compiled.graphs() == 1
-    assert [m for m in said.messages if m.startswith("compiled")] == ["compiled LlamaDecoderLayer (1 graphs so far)"]
+    assert [m for m in announced.messages if m.startswith("compiled")] == [
+        "compiled LlamaDecoderLayer (1 graphs so far)"
+    ]
     assert losses == pytest.approx(eager, rel=1e-5)
     for policy in ("store", "offload"):
         other = train(llama(), [16, 16], compile=True, policy=policy, debug=mt.Debug(slots=2))
@@ -62,7 +64,7 @@ def test_varying_lengths_compile_a_bounded_number_of_graphs():
     assert losses == pytest.approx(train(llama(), lengths)[0], rel=1e-4)
 
 
-def test_a_layer_that_cannot_be_compiled_runs_eagerly_with_a_notice(said, monkeypatch):
+def test_a_layer_that_cannot_be_compiled_runs_eagerly_with_a_notice(announced, monkeypatch):
     def fail(*args, **kwargs):
         raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("no C compiler found"), None)
 
@@ -70,7 +72,7 @@ def test_a_layer_that_cannot_be_compiled_runs_eagerly_with_a_notice(said, monkey
     plain = copy.deepcopy(model)
     monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: fail)
     assert train(model, [16, 16], compile=True)[0] == train(plain, [16, 16])[0]
-    assert sum("cannot be compiled here and run eagerly" in message for message in said.messages) == 1
+    assert sum("cannot be compiled here and run eagerly" in message for message in announced.messages) == 1
 
 
 def test_too_many_shapes_raise_instead_of_falling_back(monkeypatch):
@@ -133,15 +135,15 @@ def mixed_gradients(policy, between=lambda model: None):
         return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def test_a_structure_that_cannot_be_compiled_leaves_the_others_compiled(no_erfinv, said):
+def test_a_structure_that_cannot_be_compiled_leaves_the_others_compiled(no_erfinv, announced):
     """`store` keeps the forward's dropout masks. A recompute in eager code would draw other masks."""
     stored = mixed_gradients("store")
-    assert len([m for m in said.messages if "run eagerly" in m]) == 1
+    assert len([m for m in announced.messages if "run eagerly" in m]) == 1
     for ours, theirs in zip(mixed_gradients("recompute"), stored, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_compilation_failing_between_forward_and_backward(monkeypatch, said):
+def test_compilation_failing_between_forward_and_backward(monkeypatch, announced):
     """The next forward of the structure runs eagerly. Blocks that ran compiled are still recomputed compiled."""
     failing = []
     plain = torch.compile
@@ -164,7 +166,7 @@ def test_compilation_failing_between_forward_and_backward(monkeypatch, said):
 
     stored = mixed_gradients("recompute")
     actual = mixed_gradients("recompute", another_shape)
-    assert len([m for m in said.messages if "run eagerly" in m]) == 2, "expected one notice per structure"
+    assert len([m for m in announced.messages if "run eagerly" in m]) == 2, "expected one notice per structure"
     assert all(torch.equal(a, b) for a, b in zip(actual, stored, strict=True))
 
 

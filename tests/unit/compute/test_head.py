@@ -687,16 +687,16 @@ def test_a_window_computes_one_chunk_per_micro_batch():
 # ---- the check of the first batch, and models whose head is not chunked
 
 
-def test_a_mismatch_is_announced_and_the_models_own_loss_is_used(monkeypatch: pytest.MonkeyPatch, said: Any):
+def test_a_mismatch_is_announced_and_the_models_own_loss_is_used(monkeypatch: pytest.MonkeyPatch, announced: Any):
     expected = loss_and_grads("llama", UNCHUNKED)
     loss = Head.chunked
     monkeypatch.setattr(Head, "chunked", lambda self, *args: loss(self, *args) * 1.01)
     got = loss_and_grads("llama", 7)
     assert differences(list(got), list(expected)) == []
-    assert sum("differs from the model's own loss" in line for line in said.messages) == 1
+    assert sum("differs from the model's own loss" in line for line in announced.messages) == 1
 
 
-def test_the_check_waits_for_labels(monkeypatch: pytest.MonkeyPatch, said: Any):
+def test_the_check_waits_for_labels(monkeypatch: pytest.MonkeyPatch, announced: Any):
     """A row without labels cannot be compared, because both losses are NaN. The first batch with labels is compared."""
     loss = Head.chunked
     monkeypatch.setattr(Head, "chunked", lambda self, *args: loss(self, *args) * 1.01)
@@ -707,14 +707,14 @@ def test_the_check_waits_for_labels(monkeypatch: pytest.MonkeyPatch, said: Any):
         model(**unlabelled)
         data = batch(padded=False)
         got = model(**data).loss
-        assert sum("differs from the model's own loss" in line for line in said.messages) == 1
+        assert sum("differs from the model's own loss" in line for line in announced.messages) == 1
     plain = build("llama")
     torch.testing.assert_close(got.detach(), plain(**data).loss.detach(), rtol=ROUNDING, atol=0)
 
 
-def test_a_match_is_silent(said: Any):
+def test_a_match_is_silent(announced: Any):
     loss_and_grads("gemma2", 7)
-    assert not [line for line in said.messages if "chunk" in line]
+    assert not [line for line in announced.messages if "chunk" in line]
 
 
 def test_the_check_runs_once(monkeypatch: pytest.MonkeyPatch):

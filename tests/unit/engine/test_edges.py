@@ -16,7 +16,7 @@ from megatrain.store.ram import HostMemory
 from megatrain.stream.lanes import ThreadLanes
 
 
-def test_max_grad_norm_of_the_trainer_applies_to_a_user_made_optimizer(tmp_path: Any, said: Any) -> None:
+def test_max_grad_norm_of_the_trainer_applies_to_a_user_made_optimizer(tmp_path: Any, announced: Any) -> None:
 
     def run(own: bool) -> Any:
         model = small.llama()
@@ -31,9 +31,9 @@ def test_max_grad_norm_of_the_trainer_applies_to_a_user_made_optimizer(tmp_path:
         return small.furthest(before, small.snapshot(model))
 
     assert run(False) < 1e-5
-    said.clear()
+    announced.clear()
     assert run(True) < 1e-5
-    assert any("max_grad_norm" in line for line in said.messages)
+    assert any("max_grad_norm" in line for line in announced.messages)
 
 
 def test_a_second_engine_attaches_after_an_error_closed_the_first() -> None:
@@ -97,7 +97,7 @@ def test_a_second_optimizer_drops_the_state_of_the_first() -> None:
     assert set(optimizer.state_dict()["state"][0]) <= {"step", "exp_avg", "exp_avg_sq", "residual"}
 
 
-def test_rounding_a_loaded_state_dict_is_announced(said: Any) -> None:
+def test_rounding_a_loaded_state_dict_is_announced(announced: Any) -> None:
     model = small.llama(hidden_size=64, intermediate_size=128)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(**small.batch(2)).loss.backward()
@@ -105,9 +105,9 @@ def test_rounding_a_loaded_state_dict_is_announced(said: Any) -> None:
     theirs.zero_grad()
     engine = engine_of(model, optimizer_compression="8bit")
     optimizer = engine.optimizer(lr=1e-2)
-    said.clear()
+    announced.clear()
     optimizer.load_state_dict(theirs.state_dict())
-    assert any("rounded to 8bit" in line for line in said.messages), said.messages
+    assert any("rounded to 8bit" in line for line in announced.messages), announced.messages
 
 
 # ---- direct calls of parts of a model

@@ -27,7 +27,7 @@ def test_plans_from_a_model_and_its_config_agree() -> None:
     assert mt.Plan.from_json(plans[0].to_json()) == plans[0]
 
 
-def test_an_engine_follows_and_announces_its_plan(said: pytest.LogCaptureFixture) -> None:
+def test_an_engine_follows_and_announces_its_plan(announced: pytest.LogCaptureFixture) -> None:
     plan = dataclasses.replace(
         planned(accumulation=6),
         resident=("model.layers.0", "lm_head"),
@@ -46,7 +46,7 @@ def test_an_engine_follows_and_announces_its_plan(said: pytest.LogCaptureFixture
     assert [engine.memory_limit.policies[b.name] for b in engine.blocks if b.name.startswith("model.layers")] == [
         "recompute", "store", "recompute",
     ]  # fmt: skip
-    assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
+    assert any("blocks resident" in line and "tokens/s" in line for line in announced.messages)
 
 
 def test_user_settings_override_the_plan() -> None:
@@ -93,9 +93,9 @@ def test_a_refusal_has_the_shortfall_and_suggestions() -> None:
     assert refusal.value.suggestions
 
 
-def test_an_optimizer_that_differs_from_the_plan_is_announced(said: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_differs_from_the_plan_is_announced(announced: pytest.LogCaptureFixture) -> None:
     engine = engine_of(small.llama(), plan=planned())
     engine.optimizer(lr=0.1)
-    assert not any("the plan is for" in line for line in said.messages)
+    assert not any("the plan is for" in line for line in announced.messages)
     engine.optimizer(kind="sgd", lr=0.1)
-    assert any("kind='sgd', but the plan is for 'adamw'" in line for line in said.messages)
+    assert any("kind='sgd', but the plan is for 'adamw'" in line for line in announced.messages)

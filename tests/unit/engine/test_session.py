@@ -48,11 +48,11 @@ def master(parameter: Any) -> torch.Tensor:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_announcements_on_the_cpu(said: pytest.LogCaptureFixture) -> None:
+def test_announcements_on_the_cpu(announced: pytest.LogCaptureFixture) -> None:
     mt.init(offload_dir=["/a", "/b"], max_vram_gb=80, optimizer_compression="8bit")
-    said.clear()
+    announced.clear()
     mt.Engine(small.llama())
-    lines = said.messages
+    lines = announced.messages
     assert any("training on the CPU" in line for line in lines)
     assert any("max_vram_gb=80 has no effect" in line for line in lines)
     assert any("offload_dir" in line and "/b" in line and "RAM" in line for line in lines)
@@ -60,13 +60,13 @@ def test_announcements_on_the_cpu(said: pytest.LogCaptureFixture) -> None:
     assert len(lines) == len(set(lines)), "each notice must be printed once"
 
 
-def test_defaults_announce_the_summary_only(said: pytest.LogCaptureFixture) -> None:
+def test_defaults_announce_the_summary_only(announced: pytest.LogCaptureFixture) -> None:
     mt.Engine(small.llama(), device="cpu")
-    (summary,) = said.messages
+    (summary,) = announced.messages
     assert summary.startswith("LlamaForCausalLM on cpu\n  parameters  ")
 
 
-def test_engine_arguments_override_init(said: pytest.LogCaptureFixture) -> None:
+def test_engine_arguments_override_init(announced: pytest.LogCaptureFixture) -> None:
     settings = mt.init(debug=mt.Debug(slots=5), precision="bf16", device="cpu")
     assert settings.debug.slots == 5
     engine = mt.Engine(small.llama(), precision="fp32")
@@ -97,16 +97,16 @@ def test_the_master_is_exact(requested: str, loaded: torch.dtype) -> None:
     train_a_step(model, engine.optimizer())
 
 
-def test_an_fp16_model_is_trained_in_bf16(said: pytest.LogCaptureFixture) -> None:
+def test_an_fp16_model_is_trained_in_bf16(announced: pytest.LogCaptureFixture) -> None:
     model = small.llama().half()
     engine = mt.Engine(model, device="cpu")
     assert engine.precision == "bf16"
-    assert any("FP16" in line and "BF16" in line for line in said.messages)
+    assert any("FP16" in line and "BF16" in line for line in announced.messages)
 
 
-def test_training_a_bf16_model_in_fp32_is_announced(said: pytest.LogCaptureFixture) -> None:
+def test_training_a_bf16_model_in_fp32_is_announced(announced: pytest.LogCaptureFixture) -> None:
     mt.Engine(small.llama().bfloat16(), device="cpu", precision="fp32")
-    assert any("twice the memory" in line for line in said.messages)
+    assert any("twice the memory" in line for line in announced.messages)
 
 
 def test_fp32_parts_of_a_bf16_model_stay_in_fp32() -> None:

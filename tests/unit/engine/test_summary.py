@@ -14,8 +14,8 @@ import megatrain as mt
 from megatrain.optim.rules import AdamW
 
 
-def printed(said: pytest.LogCaptureFixture) -> list[str]:
-    (text,) = [line for line in said.messages if "\n  parameters  " in line]
+def printed(announced: pytest.LogCaptureFixture) -> list[str]:
+    (text,) = [line for line in announced.messages if "\n  parameters  " in line]
     return text.splitlines()
 
 
@@ -27,7 +27,7 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
-def test_the_summary_says_where_everything_is(said: pytest.LogCaptureFixture) -> None:
+def test_the_summary_says_where_everything_is(announced: pytest.LogCaptureFixture) -> None:
     engine = engine_of(
         small.llama(hidden_size=64, vocab_size=2048),
         precision="bf16",
@@ -38,7 +38,7 @@ def test_the_summary_says_where_everything_is(said: pytest.LogCaptureFixture) ->
         policy={"model.layers.0": "store", "*": "recompute"},
         window=4,
     )
-    title, *lines = printed(said)
+    title, *lines = printed(announced)
     assert title == "LlamaForCausalLM on cpu"
     summary = rows(lines)
     assert summary["parameters"] == "0.3M, all trained"
@@ -62,20 +62,20 @@ def test_the_summary_says_where_everything_is(said: pytest.LogCaptureFixture) ->
     assert summary["states"] == f"RAM {mib(states[False])}, VRAM {mib(states[True])}"
 
 
-def test_frozen_parameters_have_no_gradients_or_states(said: pytest.LogCaptureFixture) -> None:
+def test_frozen_parameters_have_no_gradients_or_states(announced: pytest.LogCaptureFixture) -> None:
     model = small.llama().requires_grad_(False)
     engine_of(model)
-    summary = rows(printed(said))
+    summary = rows(printed(announced))
     assert summary["parameters"].endswith(", none trained")
     assert summary["weights"].startswith("RAM ")
     assert summary["gradients"] == summary["states"] == "none"
 
 
-def test_trained_parameters_are_counted(said: pytest.LogCaptureFixture) -> None:
+def test_trained_parameters_are_counted(announced: pytest.LogCaptureFixture) -> None:
     model = small.llama(vocab_size=4096).requires_grad_(False)
     model.lm_head.requires_grad_(True)
     engine_of(model)
-    assert rows(printed(said))["parameters"] == "0.3M, 0.1M trained"
+    assert rows(printed(announced))["parameters"] == "0.3M, 0.1M trained"
 
 
 @pytest.mark.parametrize(
@@ -89,33 +89,33 @@ def test_trained_parameters_are_counted(said: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_weights_are_saved_in_the_announced_precision(
-    loaded: torch.dtype, precision: str, expected: str, said: pytest.LogCaptureFixture, tmp_path: Path
+    loaded: torch.dtype, precision: str, expected: str, announced: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     engine = engine_of(small.llama().to(loaded), precision=precision)
-    assert rows(printed(said))["precision"] == expected
+    assert rows(printed(announced))["precision"] == expected
     engine.save(tmp_path)
     dtypes = {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()}
     assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16}[engine.saved_precision]}
 
 
-def test_a_model_of_one_block_is_announced(said: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_one_block_is_announced(announced: pytest.LogCaptureFixture) -> None:
     engine_of(torch.nn.Linear(4, 4))
-    title, *lines = printed(said)
+    title, *lines = printed(announced)
     assert title == "Linear on cpu"
     assert rows(lines)["parameters"] == "20, all trained"
     assert rows(lines)["blocks"] == "1, the whole model"
     assert [*rows(lines)][-3:] == ["weights", "gradients", "states"]
 
 
-def test_a_plan_is_printed_and_differences_from_it_are_announced(said: pytest.LogCaptureFixture) -> None:
+def test_a_plan_is_printed_and_differences_from_it_are_announced(announced: pytest.LogCaptureFixture) -> None:
     plan = mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, precision="bf16", optimizer_compression=True)
     engine_of(small.llama(), plan=plan, precision="bf16", optimizer_compression="4bit")
-    assert not [record for record in said.records if record.levelname == "WARNING"]
-    text = "\n".join(printed(said))
+    assert not [record for record in announced.records if record.levelname == "WARNING"]
+    text = "\n".join(printed(announced))
     assert text.endswith(f"\n\nThe plan:\n{plan.table()}")
-    assert rows(printed(said))["optimizer"] == "AdamW, moments in 4bit"
+    assert rows(printed(announced))["optimizer"] == "AdamW, moments in 4bit"
     engine_of(small.llama(), plan=plan, optimizer_compression="8bit", compile=True)
-    lines = " ".join(record.getMessage() for record in said.records if record.levelname == "WARNING")
+    lines = " ".join(record.getMessage() for record in announced.records if record.levelname == "WARNING")
     for contradiction in (
         "the plan is for precision bf16, this engine has fp32",
         "the plan is for moments in 4bit, this engine has 8bit",

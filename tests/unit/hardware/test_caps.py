@@ -107,11 +107,11 @@ def test_plans_add_up_and_do_not_limit_engines_without_one(share: list[float]) -
     assert allowed(share) == pytest.approx(22 * GIB)
 
 
-def test_vram_limit(share: list[float], said: pytest.LogCaptureFixture) -> None:
+def test_vram_limit(share: list[float], announced: pytest.LogCaptureFixture) -> None:
     assert inventory.vram_limit(GPU, None) is None
     assert inventory.vram_limit(GPU, 24) == 24 * GIB
     assert inventory.vram_limit(GPU, 200) == TOTAL
-    assert any("clamped" in line for line in said.messages)
+    assert any("clamped" in line for line in announced.messages)
     with pytest.raises(NotEnoughMemory, match="leaves nothing beside"):
         inventory.vram_limit(GPU, 0.5)
 

@@ -138,7 +138,7 @@ def counted(monkeypatch):
 EVERYTHING = ["rate", "matmul", "matmul", "attention"]
 
 
-def test_second_probe_measures_nothing(counted, own_cache, said):
+def test_second_probe_measures_nothing(counted, own_cache, announced):
     first = probe.probe(device="cpu")
     assert counted.taken() == EVERYTHING
     assert probe.probe(device="cpu") == first
@@ -146,7 +146,7 @@ def test_second_probe_measures_nothing(counted, own_cache, said):
     assert probe.probe(device="cpu", refresh=True) == first
     assert counted.taken() == EVERYTHING
     assert len(list(own_cache.iterdir())) == 1
-    start, done, known, *again = said.messages
+    start, done, known, *again = announced.messages
     assert start.startswith("measuring this machine")
     assert "(measured in" in done
     assert "(measured before)" in known
@@ -209,24 +209,24 @@ def test_ram_is_read_at_every_probe(counted, monkeypatch):
     assert probe.probe(device="cpu").ram_bytes == 3 * GIB
 
 
-def test_an_unwritable_cache_is_announced_and_tolerated(counted, own_cache, said):
+def test_an_unwritable_cache_is_announced_and_tolerated(counted, own_cache, announced):
     own_cache.parent.write_text("a file where a folder should be")
     machine = probe.probe(device="cpu")
     assert machine.cores >= 1
-    assert any("could not be kept" in message for message in said.messages)
+    assert any("could not be kept" in message for message in announced.messages)
 
 
-def test_a_folder_in_place_of_an_entry_leaves_no_temporary_files(counted, own_cache, said):
+def test_a_folder_in_place_of_an_entry_leaves_no_temporary_files(counted, own_cache, announced):
     probe.probe(device="cpu")
     (entry,) = own_cache.iterdir()
     entry.unlink()
     (entry / "sub").mkdir(parents=True)
     assert probe.probe(device="cpu").cores >= 1
-    assert any("could not be kept" in message for message in said.messages)
+    assert any("could not be kept" in message for message in announced.messages)
     assert [*own_cache.iterdir()] == [entry]
 
 
-def test_a_user_without_a_home(counted, monkeypatch, said):
+def test_a_user_without_a_home(counted, monkeypatch, announced):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
 
@@ -237,7 +237,7 @@ def test_a_user_without_a_home(counted, monkeypatch, said):
     for _ in range(2):
         assert probe.probe(device="cpu").cores >= 1
         assert counted.taken() == EVERYTHING
-    assert all("no home directory" in message for message in said.messages[1::3])
+    assert all("no home directory" in message for message in announced.messages[1::3])
 
 
 def test_disks_are_measured_once_each(counted, tmp_path):
@@ -281,18 +281,18 @@ def test_an_offload_dir_that_is_no_path(counted, wrong):
 
 def test_update_rates_replace_estimates_and_are_kept(counted):
     estimated = probe.probe(device="cpu")
-    asked = []
+    requests = []
 
     def rates(device):
-        asked.append(device.type)
+        requests.append(device.type)
         return {"fp32": 5e9, "8bit": 8e9}
 
     machine = probe.probe(device="cpu", update_rates=rates)
-    assert asked == ["cpu"]
+    assert requests == ["cpu"]
     assert machine.update == estimated.update | {"fp32": 5e9, "8bit": 8e9}
     assert "estimated" not in machine.source
     assert probe.probe(device="cpu", update_rates=rates) == machine == probe.probe(device="cpu")
-    assert asked == ["cpu"]
+    assert requests == ["cpu"]
 
 
 def test_the_best_launch_rate_counts(monkeypatch):
@@ -332,7 +332,7 @@ def test_disk_stops_early_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_disk_without_direct_io(tmp_path, monkeypatch, said):
+def test_disk_without_direct_io(tmp_path, monkeypatch, announced):
     really = os.open
 
     def refuse(path, flags, *mode):
@@ -344,7 +344,7 @@ def test_disk_without_direct_io(tmp_path, monkeypatch, said):
     monkeypatch.setattr(os, "open", refuse)
     assert measure.disk(tmp_path, 4 * measure.CHUNK, 5.0) > (1e6, 1e6)
     assert list(tmp_path.iterdir()) == []
-    assert "does not support direct I/O" in said.messages[0]
+    assert "does not support direct I/O" in announced.messages[0]
 
 
 def test_a_directory_that_cannot_be_used(counted, tmp_path):
@@ -395,7 +395,7 @@ def test_rate_is_amount_over_time():
     assert len(calls) == 2
 
 
-def test_a_real_probe_on_this_cpu(tmp_path, monkeypatch, said):
+def test_a_real_probe_on_this_cpu(tmp_path, monkeypatch, announced):
     monkeypatch.setattr(probe, "SECONDS", dict.fromkeys(probe.SECONDS, 0.2))
     monkeypatch.setattr(probe, "DISK_FILE", 128 << 20)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -404,7 +404,7 @@ def test_a_real_probe_on_this_cpu(tmp_path, monkeypatch, said):
     assert time.perf_counter() - start < 10
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-    assert len(said.messages) == 2
+    assert len(announced.messages) == 2
     assert machine.gpu is None
     assert 1e9 < machine.dram < 2e12
     assert 1e8 < machine.matmul["fp32"] < 1e15

@@ -27,23 +27,23 @@ def monitor_of(left: list[int], limit: int = 100 * GIB, trimmed: list[int] | Non
     )
 
 
-def test_low_ram_is_announced_once_until_it_recovers(said: pytest.LogCaptureFixture) -> None:
+def test_low_ram_is_announced_once_until_it_recovers(announced: pytest.LogCaptureFixture) -> None:
     left, trimmed = [10 * GIB], []
     monitor = monitor_of(left, trimmed=trimmed)
     monitor.check()
-    assert not said.messages
+    assert not announced.messages
     assert not trimmed
     left[0] = GIB * 3 // 4
     monitor.check()
     monitor.check()
-    assert len(said.messages) == 1
-    assert "0.75 GiB are left of 100.0 (MegaTrain's state 7.0" in said.messages[0]
+    assert len(announced.messages) == 1
+    assert "0.75 GiB are left of 100.0 (MegaTrain's state 7.0" in announced.messages[0]
     assert len(trimmed) == 2
     left[0] = 10 * GIB
     monitor.check()
     left[0] = GIB * 3 // 4
     monitor.check()
-    assert len(said.messages) == 2
+    assert len(announced.messages) == 2
 
 
 def test_critical_ram_is_an_error_unless_trimming_helps() -> None:

@@ -69,9 +69,9 @@ def test_an_optimizer_class_equals_transformers(tmp_path: Path, given: Any, chan
     assert given[1] == before
 
 
-def test_a_weight_decay_without_effect_is_announced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_weight_decay_without_effect_is_announced(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     trainer_of(mt.Trainer, tmp_path, optimizer_cls_and_kwargs=(AdamW, {"weight_decay": 0.5}), weight_decay=0.1)
-    assert any("weight_decay=0.5 has no effect" in line for line in said.messages)
+    assert any("weight_decay=0.5 has no effect" in line for line in announced.messages)
 
 
 class Tuned(AdamW):

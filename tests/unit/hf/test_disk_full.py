@@ -52,7 +52,7 @@ def failing(steps: set[int], failing_operation: str, code: int) -> Callable[[str
     ],
 )  # fmt: skip
 def test_the_run_continues_and_the_next_save_is_complete(
-    tmp_path: Path, said: pytest.LogCaptureFixture, failing_operation: str, code: int
+    tmp_path: Path, announced: pytest.LogCaptureFixture, failing_operation: str, code: int
 ) -> None:
     trainer = new_trainer(tmp_path, max_steps=4, save_total_limit=1)
     saves: list[int] = []
@@ -72,7 +72,7 @@ def test_the_run_continues_and_the_next_save_is_complete(
     with files.observing(failing({2, 3}, failing_operation, code)):
         trainer.train()
     assert saves == [1, 4]
-    failed = [line for line in said.messages if "could not be saved" in line]
+    failed = [line for line in announced.messages if "could not be saved" in line]
     assert len(failed) == 2
     assert all(
         os.strerror(code) in line and "training goes on, and the next save tries again" in line for line in failed
@@ -133,7 +133,7 @@ def test_the_best_model_is_one_that_was_saved(tmp_path: Path) -> None:
 
 
 def test_too_little_disk_space_is_detected_before_writing(
-    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = new_trainer(tmp_path, max_steps=2)
     free = [1 << 40]
@@ -148,7 +148,7 @@ def test_too_little_disk_space_is_detected_before_writing(
     with files.observing(lambda operation, path: written.append(path) if "checkpoint-1" in path.parts else None):
         trainer.train()
     assert written == []
-    [line] = [line for line in said.messages if "could not be saved" in line]
+    [line] = [line for line in announced.messages if "could not be saved" in line]
     assert "it needs about 0.00" in line
     assert "but 5e-06 GB are free" in line
     assert names(tmp_path) == ["checkpoint-2"]
@@ -218,7 +218,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.mark.parametrize("free", range(8, 200, 48))
 def test_the_disk_fills_up_during_a_save(
-    small_disk: Callable[[str], Path], said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, free: int
+    small_disk: Callable[[str], Path], announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     """The check before the save passes, and then a file of another program fills the disk."""
     disk = small_disk("2m")
@@ -235,7 +235,7 @@ def test_the_disk_fills_up_during_a_save(
 
     trainer.add_callback(Fills())
     trainer.train()
-    assert [line for line in said.messages if "checkpoint-2 could not be saved" in line]
+    assert [line for line in announced.messages if "checkpoint-2 could not be saved" in line]
     assert names(disk) == ["checkpoint-1", "checkpoint-3"]
     manifest.verify(disk / "checkpoint-3")
 
@@ -257,7 +257,7 @@ def test_engine_save_on_a_full_disk(
     engine.load(disk / "kept", optimizer)
 
 
-def test_a_disk_that_stays_full(small_disk: Callable[[str], Path], said: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_stays_full(small_disk: Callable[[str], Path], announced: pytest.LogCaptureFixture) -> None:
     disk = small_disk("1m")
     trainer = new_trainer(disk, max_steps=2)
     filler = disk / "filler"

@@ -43,19 +43,19 @@ class Stream(IterableDataset[Any]):
         return iter(self.rows)
 
 
-def test_some_rows_without_labels_are_counted(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_some_rows_without_labels_are_counted(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     data = small.rows(3) + unlabelled(small.rows(1, seed=1)) + small.rows(2, seed=2) + unlabelled(small.rows(2, seed=3))
     stock = trained(data, tmp_path, transformers.Trainer, max_steps=4, gradient_accumulation_steps=2)
     ours = trained(data, tmp_path, max_steps=4, gradient_accumulation_steps=2)
     assert small.losses(ours) == pytest.approx(small.losses(stock), abs=small.LOSSES)
-    lines = [line for line in said.messages if NOTHING in line]
+    lines = [line for line in announced.messages if NOTHING in line]
     assert [line.split(" rows")[0] for line in lines] == ["1 of the first 4", "6 of all 16"]
 
 
-def test_rows_with_labels_give_no_notice(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_rows_with_labels_give_no_notice(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     trained(small.rows(), tmp_path)
     trained([{"input_ids": row["input_ids"]} for row in small.rows()], tmp_path)
-    assert not any(NOTHING in line for line in said.messages)
+    assert not any(NOTHING in line for line in announced.messages)
 
 
 @pytest.mark.parametrize("collator", [None, transformers.default_data_collator], ids=["ours", "theirs"])
@@ -71,11 +71,11 @@ def test_a_dataset_without_labels_is_refused_before_the_first_step(tmp_path: Pat
         assert small.same(before, small.snapshot(model))
 
 
-def test_a_dataset_that_starts_with_rows_without_labels(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_that_starts_with_rows_without_labels(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     """It starts with more rows without labels than are checked, but later rows with labels are in the check."""
     data = unlabelled(small.rows(LOOKED_AT + 8)) + small.rows(8)
     trained(data, tmp_path, per_device_train_batch_size=8, max_steps=10)
-    lines = [line.split(" rows")[0] for line in said.messages if NOTHING in line]
+    lines = [line.split(" rows")[0] for line in announced.messages if NOTHING in line]
     assert lines == ["8 of the first 8", f"{LOOKED_AT + 8} of all {LOOKED_AT + 16}"]
 
 
@@ -86,7 +86,7 @@ def test_a_stream_without_labels_is_refused(tmp_path: Path) -> None:
         trained(Stream(unlabelled(small.rows(8))), tmp_path, max_steps=4)
 
 
-def test_prompts_that_leave_no_room_for_the_completion(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_leave_no_room_for_the_completion(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     def run(prompts: list[str]) -> Any:
         return trained(
             [{"prompt": prompt, "completion": "yes"} for prompt in prompts],
@@ -95,25 +95,25 @@ def test_prompts_that_leave_no_room_for_the_completion(tmp_path: Path, said: pyt
         )  # fmt: skip
 
     run(["short", "x" * 40, "short", "short"])
-    assert any(line.startswith("1 of the first 2 rows") for line in said.messages)
+    assert any(line.startswith("1 of the first 2 rows") for line in announced.messages)
     with pytest.raises(DataError, match=r"none of the first 4 rows"):
         run(["x" * 40] * 4)
 
 
-def test_a_row_of_one_token_has_no_label(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_row_of_one_token_has_no_label(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     """No position predicts the first token."""
     data = [{"input_ids": row["input_ids"][: 1 if i == 1 else 4]} for i, row in enumerate(small.rows(4))]
     trained(data, tmp_path, max_steps=1)
-    assert any(line.startswith("1 of the first 2 rows") for line in said.messages)
+    assert any(line.startswith("1 of the first 2 rows") for line in announced.messages)
 
 
-def test_a_custom_loss_is_not_checked(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_custom_loss_is_not_checked(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     class Own(mt.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(input_ids=inputs["input_ids"]).logits.square().mean()
 
     trained(unlabelled(small.rows()), tmp_path, Own)
-    assert not any(NOTHING in line for line in said.messages)
+    assert not any(NOTHING in line for line in announced.messages)
 
 
 def test_checking_rows_draws_no_random_numbers(tmp_path: Path) -> None:

@@ -91,18 +91,18 @@ def counting_class(base: type, counted_method: str) -> type:
 
 @pytest.mark.parametrize("counted_method", ["training_step", "_prepare_inputs", "compute_loss"])
 def test_a_counting_subclass_counts_as_in_transformers(
-    tmp_path: Path, counted_method: str, said: pytest.LogCaptureFixture
+    tmp_path: Path, counted_method: str, announced: pytest.LogCaptureFixture
 ) -> None:
     behind = counting_class(transformers.Trainer, counted_method)
     stock = trained(behind, tmp_path)
     first = counted_method == "_prepare_inputs"
     assert stock.seen == list(range(first, 3 * ACCUMULATION + first))
     for kind in (type("Mixed", (mt.MegaMixin, behind), {}), counting_class(mt.Trainer, counted_method)):
-        said.clear()
+        announced.clear()
         ours = trained(kind, tmp_path)
         assert ours.seen == stock.seen
         assert_equal_runs(ours, stock)
-        lines = [line for line in said.messages if "micro_batches_are_independent = True" in line]
+        lines = [line for line in announced.messages if "micro_batches_are_independent = True" in line]
         assert len(lines) == 1
         assert "Counted overrides" in lines[0]
 
@@ -139,7 +139,7 @@ def test_random_numbers_of_a_subclass_match_transformers(tmp_path: Path) -> None
 # ---- classes whose micro-batches are independent
 
 
-def test_unchanged_trainers_use_the_window(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_unchanged_trainers_use_the_window(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     sequences = type("Sequences", (mt.MegaMixin, transformers.Seq2SeqTrainer), {})
     trainer = trainer_of(mt.Trainer, tmp_path)
     sizes = window_sizes(trainer)
@@ -153,7 +153,7 @@ def test_unchanged_trainers_use_the_window(tmp_path: Path, said: pytest.LogCaptu
     sizes = window_sizes(trainer)
     trainer.train()
     assert sizes == [4]
-    assert not any("one after the other" in line for line in said.messages)
+    assert not any("one after the other" in line for line in announced.messages)
 
 
 def loss_of(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ def test_the_notice_is_printed_once(
     tmp_path: Path,
     planned: float | None,
     lines: int,
-    said: pytest.LogCaptureFixture,
+    announced: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mt.init(machine="h200-128gb")
@@ -48,4 +48,4 @@ def test_the_notice_is_printed_once(
     )
     trainer.train()
     assert trainer.engine.settings.plan is not None
-    assert sum("steps take 1.00 s" in line for line in said.messages) == lines
+    assert sum("steps take 1.00 s" in line for line in announced.messages) == lines

@@ -41,12 +41,12 @@ def shape(trainer: Any) -> tuple[int, int, int]:
     return run.micro_batch, run.length, run.accumulation
 
 
-def test_the_plan_describes_the_run_and_is_printed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_the_plan_describes_the_run_and_is_printed(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     trainer = new_trainer(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.0, optim="lion_8bit", bf16=True)
     run = trainer.engine.settings.plan.run
     assert shape(trainer) == (2, small.LENGTH, 3)
     assert (run.kind, run.moment_width, run.precision, run.clipping) == ("lion", "8bit", "bf16", False)
-    assert any("blocks resident" in line and "tokens/s" in line for line in said.messages)
+    assert any("blocks resident" in line and "tokens/s" in line for line in announced.messages)
     assert all(slab.on_device for slab in trainer.engine.slabs), "this small model fits in the memory of an H200"
 
 
@@ -119,7 +119,7 @@ def test_flattened_documents_are_planned_as_one_row(tmp_path: Path, length: int 
     assert run.padded
 
 
-def test_losses_that_read_logits_are_planned(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_losses_that_read_logits_are_planned(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     def chunk(**changes: Any) -> int | None:
         planned: int | None = new_trainer(tmp_path, **changes).engine.settings.plan.run.head_chunk
         return planned
@@ -130,11 +130,11 @@ def test_losses_that_read_logits_are_planned(tmp_path: Path, said: pytest.LogCap
     assert chunk(label_smoothing_factor=0.1) == 0
     assert chunk(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean()) == 0
     assert chunk(kind=OwnLoss) == 0
-    assert not any("does not read logits" in line for line in said.messages)
+    assert not any("does not read logits" in line for line in announced.messages)
     # The logits would take 2 GiB in FP32, but this loss does not read them, so the run must not be refused.
     wide = small.llama(vocab_size=1 << 14, max_position_embeddings=1 << 14)
     assert chunk(kind=OwnLoss, model=wide, settings={"length": 1 << 14, "max_vram_gb": 6.0}) is None
-    assert any("does not read logits" in line for line in said.messages)
+    assert any("does not read logits" in line for line in announced.messages)
 
 
 def test_a_sample_of_a_large_dataset_is_read(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ class Stream(IterableDataset):  # type: ignore[misc]
         yield from small.rows(16)
 
 
-def test_a_stream_is_not_started_and_needs_a_length(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_stream_is_not_started_and_needs_a_length(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     data = Stream()
     assert new_trainer(tmp_path, data).engine.settings.plan is None
-    assert any("megatrain.init(length=...)" in line for line in said.messages)
+    assert any("megatrain.init(length=...)" in line for line in announced.messages)
     assert shape(new_trainer(tmp_path, data, settings={"length": 128})) == (2, 128, 1)
     assert data.started == 0
 
@@ -287,13 +287,14 @@ def test_a_second_trainer_on_a_closed_engines_model(tmp_path: Path) -> None:
     assert second.engine._step.head is not None
 
 
-def test_data_that_cannot_be_collated_is_not_planned(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_data_that_cannot_be_collated_is_not_planned(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     def broken(rows: Any) -> Any:
         raise KeyError("pixel_values")
 
     assert new_trainer(tmp_path, data_collator=broken).engine.settings.plan is None
     assert any(
-        "the first batch of the dataset could not be built" in line and "pixel_values" in line for line in said.messages
+        "the first batch of the dataset could not be built" in line and "pixel_values" in line
+        for line in announced.messages
     )
 
 

@@ -67,7 +67,12 @@ def trained(
 @pytest.mark.parametrize("policy", ["store", "recompute"])
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_a_step_that_ran_out_of_memory_is_repeated_bitwise(
-    tmp_path: Path, said: pytest.LogCaptureFixture, where: str, accumulation: int, policy: str, max_grad_norm: float
+    tmp_path: Path,
+    announced: pytest.LogCaptureFixture,
+    where: str,
+    accumulation: int,
+    policy: str,
+    max_grad_norm: float,
 ) -> None:
     """GPT-2 with dropout, so random number generators that are not restored are detected."""
     changes = {"gradient_accumulation_steps": accumulation, "max_grad_norm": max_grad_norm, "policy": policy}
@@ -79,7 +84,7 @@ def test_a_step_that_ran_out_of_memory_is_repeated_bitwise(
         tmp_path / "b", lambda model: failing.append(OomInBlock(model, {call}, where)) or failing[0], **changes
     )
     assert failing[0].seen > call
-    assert any("the step was undone" in line for line in said.messages)
+    assert any("the step was undone" in line for line in announced.messages)
     assert small.losses(repeated) == small.losses(expected)
     assert small.same(small.snapshot(repeated.model), small.snapshot(expected.model))
 
@@ -205,7 +210,7 @@ def test_a_new_size_does_not_update_in_its_backward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_a_norm_that_ran_out_of_memory_is_computed_again(
     tmp_path: Path,
-    said: pytest.LogCaptureFixture,
+    announced: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     accumulation: int,
     max_grad_norm: float,
@@ -225,7 +230,7 @@ def test_a_norm_that_ran_out_of_memory_is_computed_again(
     monkeypatch.setattr(mt.Engine, "grad_norm", failing)
     repeated = trained(tmp_path / "b", **changes)
     assert len(calls) == 3 + 1
-    assert any("the gradient norm is computed again" in line for line in said.messages)
+    assert any("the gradient norm is computed again" in line for line in announced.messages)
     assert small.losses(repeated) == small.losses(expected)
     assert small.same(small.snapshot(repeated.model), small.snapshot(expected.model))
 

@@ -93,13 +93,13 @@ def test_incomplete_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) 
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-notes"]
 
 
-def test_checkpoints_of_transformers_count_as_older(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_of_transformers_count_as_older(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     new_trainer(tmp_path, transformers.Trainer, max_steps=4, save_steps=2).train()
     for name in names(tmp_path):
         set_times(tmp_path / name, FUTURE)
     new_trainer(tmp_path, max_steps=6, save_steps=2, save_total_limit=2).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
-    assert [line for line in said.messages if "which a stock Trainer wrote, was deleted" in line]
+    assert [line for line in announced.messages if "which a stock Trainer wrote, was deleted" in line]
     assert last_complete(str(tmp_path)).endswith("checkpoint-6")
     # transformers' Trainer continues from our checkpoint, and its own checkpoint is then the newest.
     new_trainer(tmp_path, transformers.Trainer, max_steps=8, save_steps=2).train(resume_from_checkpoint=True)
@@ -139,7 +139,7 @@ def spoil(trainer: Any, at: int, role: str, value: float) -> None:
 @pytest.mark.parametrize("role", ["weight", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_a_checkpoint_that_is_not_finite_is_marked_and_skipped(
-    tmp_path: Path, said: pytest.LogCaptureFixture, role: str, value: float, bf16: bool
+    tmp_path: Path, announced: pytest.LogCaptureFixture, role: str, value: float, bf16: bool
 ) -> None:
     trainer = new_trainer(tmp_path, bf16=bf16, save_total_limit=1, max_steps=3)
     spoil(trainer, 3, role, value)
@@ -147,14 +147,14 @@ def test_a_checkpoint_that_is_not_finite_is_marked_and_skipped(
     name = "model.layers.0.mlp.up_proj.weight" + ("" if role == "weight" else f"/{role}")
     assert manifest.read(tmp_path / "checkpoint-3")["nonfinite"] == [name]
     assert "nonfinite" not in manifest.read(tmp_path / "checkpoint-2")
-    assert sum(f"NaN or infinite values in {name}" in line for line in said.messages) == 1
+    assert sum(f"NaN or infinite values in {name}" in line for line in announced.messages) == 1
     assert last_complete(str(tmp_path)).endswith("checkpoint-2"), "a marked checkpoint must not replace a finite one"
-    assert any(f"checkpoint-3 was skipped: it holds NaN or infinite values in {name}" in x for x in said.messages)
-    said.clear()
+    assert any(f"checkpoint-3 was skipped: it holds NaN or infinite values in {name}" in x for x in announced.messages)
+    announced.clear()
     # A checkpoint requested by name is loaded with a warning.
     again = new_trainer(tmp_path, bf16=bf16, seed=1)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert any("as requested" in line for line in said.messages)
+    assert any("as requested" in line for line in announced.messages)
 
 
 @pytest.mark.parametrize("width", ["bf16", "8bit", "4bit"])
@@ -172,12 +172,14 @@ def test_moments_of_every_width_are_checked(tmp_path: Path, width: str, role: st
     assert manifest.read(tmp_path / "checkpoint-2")["nonfinite"] == [f"model.layers.0.mlp.up_proj.weight/{role}"]
 
 
-def test_marked_checkpoints_have_their_own_limit(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_marked_checkpoints_have_their_own_limit(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     trainer = new_trainer(tmp_path, max_steps=6, save_total_limit=2)
     spoil(trainer, 3, "exp_avg_sq", float("inf"))
     trainer.train()
     assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 2, 5, 6)]
-    assert sum("NaN or infinite values in" in line for line in said.messages) == 1, "the notice must be printed once"
+    assert sum("NaN or infinite values in" in line for line in announced.messages) == 1, (
+        "the notice must be printed once"
+    )
 
 
 def test_infinite_buffers_and_frozen_weights_are_allowed(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_a_nan_learning_rate_marks_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_engine_save_marks_and_announces_values_that_are_not_finite(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+    tmp_path: Path, announced: pytest.LogCaptureFixture
 ) -> None:
     model = small.llama(num_hidden_layers=1)
     engine = mt.Engine(model, device="cpu")
@@ -219,9 +221,9 @@ def test_engine_save_marks_and_announces_values_that_are_not_finite(
         model.lm_head.weight[0, 0] = float("nan")
     engine.save(tmp_path, optimizer)
     assert manifest.read(tmp_path)["nonfinite"] == ["lm_head.weight"]
-    said.clear()
+    announced.clear()
     engine.load(tmp_path, optimizer)
-    assert any("NaN or infinite values in lm_head.weight" in line for line in said.messages)
+    assert any("NaN or infinite values in lm_head.weight" in line for line in announced.messages)
 
 
 # ---- directories that cannot be resumed
@@ -260,7 +262,7 @@ def test_a_weights_only_checkpoint_of_transformers(tmp_path: Path) -> None:
         new_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_a_deleted_best_model_is_announced(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_best_model_is_announced(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     options = {
         "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True,
         "load_best_model_at_end": True,
@@ -274,7 +276,7 @@ def test_a_deleted_best_model_is_announced(tmp_path: Path, said: pytest.LogCaptu
 
     trainer.add_callback(Deletes())
     trainer.train()
-    assert any("which no longer exists" in line for line in said.messages)
+    assert any("which no longer exists" in line for line in announced.messages)
 
 
 def test_optimizer_files_of_another_run_are_removed(tmp_path: Path) -> None:

@@ -148,20 +148,20 @@ def test_a_nan_loss_of_a_subclass(tmp_path: Path) -> None:
     assert steps[1]["skipped"] is True
 
 
-def test_an_unwritable_record_does_not_stop_the_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_record_does_not_stop_the_run(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.jsonl").mkdir()
     (tmp_path / "run.jsonl" / "run.jsonl").symlink_to("/dev/full")
     trainer = new_trainer(tmp_path)
     assert trainer.train().global_step == 4
-    assert sum("cannot be written" in line for line in said.messages) == 1
+    assert sum("cannot be written" in line for line in announced.messages) == 1
 
 
-def test_a_directory_that_vanishes(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_vanishes(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
     trainer = new_trainer(out, callbacks=[At(2, lambda: shutil.rmtree(out))], save_strategy="steps", save_steps=3)
     assert trainer.train().global_step == 4
     assert (out / "checkpoint-4" / "model.safetensors").exists()
-    assert sum("run.jsonl cannot be written (it was deleted)" in line for line in said.messages) == 1
+    assert sum("run.jsonl cannot be written (it was deleted)" in line for line in announced.messages) == 1
 
 
 def test_the_record_keeps_no_graph(tmp_path: Path) -> None:

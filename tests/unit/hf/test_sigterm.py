@@ -221,7 +221,7 @@ def test_a_trainer_inside_a_trainer(tmp_path: Path) -> None:
     assert last_complete(str(tmp_path / "outer")).endswith("checkpoint-2")
 
 
-def test_sigterm_on_a_full_disk(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_sigterm_on_a_full_disk(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     def raise_disk_full(operation: str, path: Path) -> None:
         if operation == "sync" and "checkpoint-2" in path.parts:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -231,7 +231,7 @@ def test_sigterm_on_a_full_disk(tmp_path: Path, said: pytest.LogCaptureFixture) 
     with files.observing(raise_disk_full), pytest.raises(SystemExit) as exit_info:
         trainer.train()
     assert exit_info.value.code == EXIT
-    assert sum("checkpoint-2 could not be saved: No space left" in line for line in said.messages) == 1
+    assert sum("checkpoint-2 could not be saved: No space left" in line for line in announced.messages) == 1
     with pytest.raises(CheckpointError, match="No valid checkpoint"):
         last_complete(str(tmp_path))
 

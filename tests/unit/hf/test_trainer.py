@@ -48,7 +48,7 @@ def assert_equal_runs(ours: Any, stock: Any) -> None:
 # ---- the example
 
 
-def test_the_introductory_example(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_the_introductory_example(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     tiny.llama().save_pretrained(tmp_path / "company")
     ds = tiny.rows(12)
 
@@ -66,11 +66,11 @@ def test_the_introductory_example(tmp_path: Path, said: pytest.LogCaptureFixture
     assert result.global_step == 9  # three epochs of twelve rows, four rows per step
     assert trainer.args.logging_steps == 500
     assert math.isfinite(result.training_loss)
-    lines = [line for line in said.messages if line.startswith("step ")]
+    lines = [line for line in announced.messages if line.startswith("step ")]
     assert len(lines) == 9, "every step must have a line, although transformers logs every 500 steps"
     assert not tiny.same(tiny.snapshot(model), tiny.snapshot(tiny.llama()))
-    assert any("offload_dir" in line for line in said.messages)
-    assert any("optimizer_compression" in line for line in said.messages)
+    assert any("offload_dir" in line for line in announced.messages)
+    assert any("optimizer_compression" in line for line in announced.messages)
 
 
 # ---- the same numbers as transformers.Trainer
@@ -174,26 +174,26 @@ def test_the_mixin_in_front_of_another_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("logging_steps", [10, 3])
-def test_every_step_has_a_line(tmp_path: Path, said: pytest.LogCaptureFixture, logging_steps: int) -> None:
+def test_every_step_has_a_line(tmp_path: Path, announced: pytest.LogCaptureFixture, logging_steps: int) -> None:
     trainer = run(mt.Trainer, tmp_path, max_steps=6, logging_steps=logging_steps)
     logged = {entry["step"] for entry in trainer.state.log_history if "loss" in entry}
-    announced = {int(line.split("/")[0].split()[1]) for line in said.messages if line.startswith("step ")}
-    assert logged | announced == set(range(1, 7))
-    assert not logged & announced, "a step that the Trainer logs must not get a second line"
-    assert all("grad norm" in line and " s" in line for line in said.messages if line.startswith("step "))
+    printed = {int(line.split("/")[0].split()[1]) for line in announced.messages if line.startswith("step ")}
+    assert logged | printed == set(range(1, 7))
+    assert not logged & printed, "a step that the Trainer logs must not get a second line"
+    assert all("grad norm" in line and " s" in line for line in announced.messages if line.startswith("step "))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_a_step_line_shows_values_of_its_step_without_waiting(
-    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, max_grad_norm: float
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, max_grad_norm: float
 ) -> None:
     options = {"max_steps": 4, "lr_scheduler_type": "linear", "max_grad_norm": max_grad_norm}
     logged = [entry for entry in run(mt.Trainer, tmp_path, **options).state.log_history if "loss" in entry]
     waited: list[Any] = []
     monkeypatch.setattr(Optimizer, "_finished", waited.append)
-    said.clear()
+    announced.clear()
     run(mt.Trainer, tmp_path, logging_steps=500, **options)
-    shown = [line.split(", ") for line in said.messages if line.startswith("step ")]
+    shown = [line.split(", ") for line in announced.messages if line.startswith("step ")]
     assert [line[0].split(": ")[1] for line in shown] == [f"loss {entry['loss']:.4g}" for entry in logged]
     assert all(line[1].endswith(" tokens/s") for line in shown)
     assert [line[2] for line in shown] == [f"grad norm {entry['grad_norm']:.4g}" for entry in logged]
@@ -567,20 +567,22 @@ def test_an_optimizer_of_the_engine_is_used(tmp_path: Path) -> None:
     assert tiny.losses(trainer) == pytest.approx(tiny.losses(run(transformers.Trainer, tmp_path)), abs=tiny.LOSSES)
 
 
-def test_gradient_checkpointing_is_not_needed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_gradient_checkpointing_is_not_needed(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     plain = run(mt.Trainer, tmp_path)
-    said.clear()
+    announced.clear()
     requested = run(mt.Trainer, tmp_path, gradient_checkpointing=True)
-    assert any("gradient_checkpointing=True is not needed" in line for line in said.messages)
+    assert any("gradient_checkpointing=True is not needed" in line for line in announced.messages)
     assert not requested.model.is_gradient_checkpointing
     assert tiny.losses(plain) == tiny.losses(requested)
 
 
-def test_gradient_checkpointing_of_the_model_is_switched_off(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_gradient_checkpointing_of_the_model_is_switched_off(
+    tmp_path: Path, announced: pytest.LogCaptureFixture
+) -> None:
     model = tiny.llama()
     model.gradient_checkpointing_enable()
     assert tiny.losses(run(mt.Trainer, tmp_path, model=model)) == tiny.losses(run(mt.Trainer, tmp_path))
-    assert any("gradient checkpointing is off" in line for line in said.messages)
+    assert any("gradient checkpointing is off" in line for line in announced.messages)
 
 
 # ---- resuming with other arguments

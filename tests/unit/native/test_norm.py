@@ -95,11 +95,11 @@ def test_every_chunk_is_summed_in_the_reference_order(chunk, kind, isa):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan, LARGEST, -0.0, 1e-45, 1.00390625, 1.01171875])
-@pytest.mark.parametrize("place", [0, 7, 65535, 65536, 100_000])
-def test_special_values(special, place, kind):
+@pytest.mark.parametrize("position", [0, 7, 65535, 65536, 100_000])
+def test_special_values(special, position, kind):
     stored, counted = KINDS[kind]
     for others in (torch.zeros(100_001), normal(100_001)):
-        others[place] = special
+        others[position] = special
         values = others.to(stored)
         assert same(native_sum(values, kind == "rounded", 2), reference_square_sum(values.to(counted)))
 

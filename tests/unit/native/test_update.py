@@ -61,9 +61,9 @@ class State:
         moments = []
         for piece in self.moments:
             kind = piece.format
-            whole = -(-(end - start) // kind.block) * kind.block if kind.block else end - start
-            payload = piece.payload[kind.payload_bytes(start) :][: kind.payload_bytes(whole)]
-            scales = None if piece.scales is None else piece.scales[start // kind.block :][: whole // kind.block]
+            full = -(-(end - start) // kind.block) * kind.block if kind.block else end - start
+            payload = piece.payload[kind.payload_bytes(start) :][: kind.payload_bytes(full)]
+            scales = None if piece.scales is None else piece.scales[start // kind.block :][: full // kind.block]
             moments.append(Piece(kind, payload, scales))
         return Operands(
             rule=type(self.rule),
@@ -121,9 +121,9 @@ def state_of(rule: Rule, weight: str, width: str, count: int, seed: int = 0) -> 
     moments = []
     for signed in rule.moments.values():
         kind = FORMATS[width][0 if signed else 1]
-        whole = -(-count // kind.block) * kind.block if kind.block else count
-        scales = torch.zeros(whole // kind.block) if kind.block else None
-        moments.append(Piece(kind, torch.zeros(kind.payload_bytes(whole), dtype=torch.uint8), scales))
+        full = -(-count // kind.block) * kind.block if kind.block else count
+        scales = torch.zeros(full // kind.block) if kind.block else None
+        moments.append(Piece(kind, torch.zeros(kind.payload_bytes(full), dtype=torch.uint8), scales))
     return State(rule, values if weight == "fp32" else values.bfloat16(), residual, tuple(moments))
 
 
@@ -182,12 +182,12 @@ def test_every_size_on_every_instruction_set(rule, weight, width):
         runs = {name: [s.operands(values, rounded, 1, *piece) for piece in starts] for name, s in found.items()}
         for step in (1, 2, 3):
             values.copy_(extreme(gradient, starts, count, step)).masked_fill_(~real, 0.0)
-            whole = expected.operands(values, rounded, step)
-            reference_kernel(whole)
+            full = expected.operands(values, rounded, step)
+            reference_kernel(full)
             for name, state in found.items():
                 library.use_isa(name)
                 for run in runs[name]:
-                    kernel(replace(run, scalars=whole.scalars, seed=whole.seed))
+                    kernel(replace(run, scalars=full.scalars, seed=full.seed))
                 wrong = state.differs(expected, real)
                 assert not wrong, f"{name}, {gradient} gradient, step {step}: {wrong}"
 

@@ -142,7 +142,7 @@ def test_a_bad_gradient_raises_and_names_updated_blocks(lanes: Any) -> None:
     model(inputs(2))
 
 
-def test_an_abandoned_step_is_announced(said: pytest.LogCaptureFixture) -> None:
+def test_an_abandoned_step_is_announced(announced: pytest.LogCaptureFixture) -> None:
     model, _engine, optimizer = started()
 
     def explode(gradient: torch.Tensor) -> None:
@@ -151,4 +151,6 @@ def test_an_abandoned_step_is_announced(said: pytest.LogCaptureFixture) -> None:
     model.layers[0].scale.register_hook(explode)
     with pytest.raises(RuntimeError, match="in the middle"), optimizer.final_backward():
         backward(model, 1)
-    assert any("abandoned after the updates of 2 of" in line and "layers.2, layers.1" in line for line in said.messages)
+    assert any(
+        "abandoned after the updates of 2 of" in line and "layers.2, layers.1" in line for line in announced.messages
+    )

@@ -148,7 +148,7 @@ class SlowGpuUpdate(ThreadLanes):
         self["gpu_update"].submit = submit  # type: ignore[method-assign]
 
 
-def test_a_bad_gradient_names_updated_resident_blocks(said: pytest.LogCaptureFixture) -> None:
+def test_a_bad_gradient_names_updated_resident_blocks(announced: pytest.LogCaptureFixture) -> None:
     """layers.2 is resident and updated in the backward. The norm runs on another lane and does not wait for it."""
     lanes = SlowGpuUpdate(0.3)
     model = Stack()
@@ -174,4 +174,4 @@ def test_a_bad_gradient_names_updated_resident_blocks(said: pytest.LogCaptureFix
         raised = True
     engine.synchronize()
     changed = differences(before, roles(engine))
-    assert raised or not changed, (changed, said.messages)
+    assert raised or not changed, (changed, announced.messages)

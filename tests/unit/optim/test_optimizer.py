@@ -372,10 +372,10 @@ def test_state_dict_into_a_fresh_engine(precision, lanes):
     assert differences(roles(other), roles(engine)) == []
     assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     for seed in range(5, 8):
-        for each, its in ((model, optimizer), (fresh, restored)):
-            its.zero_grad()
+        for each, each_optimizer in ((model, optimizer), (fresh, restored)):
+            each_optimizer.zero_grad()
             each(inputs(seed)).square().mean().backward()
-            its.step()
+            each_optimizer.step()
     assert differences(roles(other), roles(engine)) == []
     engine.close()
 

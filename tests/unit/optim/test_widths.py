@@ -62,39 +62,39 @@ def test_native_equals_reference_and_resumes_bitwise(tmp_path: Path, kind: str, 
     train(engine, optimizer, range(3))
     engine.save(tmp_path, optimizer)
     losses = train(engine, optimizer, range(3, 5))
-    whole = roles(engine)
+    reference = roles(engine)
 
-    slow, its = fresh(kernels="reference", lanes=ThreadLanes(seed=1, max_delay=2e-4))
-    train(slow, its, range(5))
-    assert differences(whole, roles(slow)) == []
+    slow, other_optimizer = fresh(kernels="reference", lanes=ThreadLanes(seed=1, max_delay=2e-4))
+    train(slow, other_optimizer, range(5))
+    assert differences(reference, roles(slow)) == []
 
     resumed, continued = fresh()
     resumed.load(tmp_path, continued)
     assert train(resumed, continued, range(3, 5)) == losses
-    assert differences(whole, roles(resumed)) == []
+    assert differences(reference, roles(resumed)) == []
 
 
 @pytest.mark.parametrize("width", ["bf16", "8bit", "4bit"])
 def test_a_state_dict_is_exact(width: str) -> None:
     engine, other = (engine_of(model_of(), optimizer_compression=width) for _ in range(2))
-    optimizer, its = engine.optimizer(lr=1e-2), other.optimizer(lr=1e-2)
+    optimizer, other_optimizer = engine.optimizer(lr=1e-2), other.optimizer(lr=1e-2)
     train(engine, optimizer, range(2))
-    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for left, right in zip(engine.slabs, other.slabs, strict=True):
         for role in left.moments:
             assert torch.equal(left.moments[role].bytes, right.moments[role].bytes)
 
 
-def test_a_checkpoint_loads_into_another_width(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_loads_into_another_width(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     engine = engine_of(model_of(), optimizer_compression="8bit")
     optimizer = engine.optimizer(lr=1e-2)
     train(engine, optimizer, range(3))
     engine.save(tmp_path, optimizer)
     exact = engine_of(model_of())
     engine_optimizer = exact.optimizer(lr=1e-2)
-    said.clear()
+    announced.clear()
     exact.load(tmp_path, engine_optimizer)
-    assert not any("rounded" in line for line in said.messages), "FP32 represents every 8-bit value"
+    assert not any("rounded" in line for line in announced.messages), "FP32 represents every 8-bit value"
     for mine, theirs in zip(exact.slabs, engine.slabs, strict=True):
         for role, moment in mine.moments.items():
             for index in range(len(mine.layout.segments)):
@@ -102,11 +102,11 @@ def test_a_checkpoint_loads_into_another_width(tmp_path: Path, said: pytest.LogC
     coarse = engine_of(model_of(), optimizer_compression="4bit")
     coarse_optimizer = coarse.optimizer(lr=1e-2)
     coarse.load(tmp_path, coarse_optimizer)
-    assert any("rounded to 4bit on loading" in line for line in said.messages)
+    assert any("rounded to 4bit on loading" in line for line in announced.messages)
     train(coarse, coarse_optimizer, range(3, 5))
 
 
-def test_a_lossless_checkpoint_is_smaller_and_exact(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_lossless_checkpoint_is_smaller_and_exact(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     engines = [engine_of(model_of(), optimizer_compression=choice) for choice in ("lossless", False)]
     optimizers = [engine.optimizer(lr=1e-2) for engine in engines]
     for engine, optimizer in zip(engines, optimizers, strict=True):
@@ -114,7 +114,7 @@ def test_a_lossless_checkpoint_is_smaller_and_exact(tmp_path: Path, said: pytest
     assert differences(roles(engines[0]), roles(engines[1])) == [], "compression does not change the state in memory"
     for name, engine, optimizer in zip(("coded", "plain"), engines, optimizers, strict=True):
         engine.save(tmp_path / name, optimizer)
-    report = next(line for line in said.messages if "lossless" in line and "ratio" in line)
+    report = next(line for line in announced.messages if "lossless" in line and "ratio" in line)
     assert "GB/s" in report
     sizes = {
         name: sum(file.stat().st_size for file in (tmp_path / name / "megatrain").glob("*.safetensors"))
@@ -124,8 +124,8 @@ def test_a_lossless_checkpoint_is_smaller_and_exact(tmp_path: Path, said: pytest
     # Both kinds of engine read both kinds of checkpoint.
     for choice in ("lossless", False):
         other = engine_of(model_of(seed=1), optimizer_compression=choice)
-        its = other.optimizer(lr=1e-2)
-        other.load(tmp_path / "coded", its)
+        other_optimizer = other.optimizer(lr=1e-2)
+        other.load(tmp_path / "coded", other_optimizer)
         assert differences(roles(engines[1]), roles(other)) == []
 
 

@@ -233,8 +233,8 @@ def test_layers_without_attention_have_no_masks_and_no_scores():
     ],
 )
 def test_logits_of_models_with_their_own_loss_are_not_chunked(family, logits):
-    asked = {"bert": "BertForMaskedLM"}.get(family)
-    config = AutoConfig.for_model(family, **({"architectures": [asked]} if asked else {}))
+    architecture = {"bert": "BertForMaskedLM"}.get(family)
+    config = AutoConfig.for_model(family, **({"architectures": [architecture]} if architecture else {}))
     shape, run = shapes.describe(config), Run(length=512)
     assert shape.logits == logits
     assert (activations.logits_bytes(shape, run) > 0) == (logits == "whole")

@@ -22,43 +22,43 @@ H200 = Machine.load("h200-128gb")
 
 
 def test_the_table_has_every_row():
-    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24, optimizer_compression="8bit")
-    text = found.table(tokens=5e9)
+    result = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24, optimizer_compression="8bit")
+    text = result.table(tokens=5e9)
     for word in ("weights", "residuals", "moments", "gradients", "activations", "workspace", "vram", "ram", "24.0",
                  "bound by", "tokens/s", "days for 5B tokens", "moments of matrices in 8bit"):  # fmt: skip
         assert word in text
     rows = [line for line in text.splitlines() if line.startswith(("GiB", "vram", "ram"))]
     assert len({len(row) for row in rows}) == 1
-    assert str(found) == found.table()
+    assert str(result) == result.table()
 
 
 def test_the_table_says_where_blocks_are():
-    found = plan(
+    result = plan(
         shape_of("qwen2.5-14b"), machine=H200, batch=2, accumulation=16, compile=True, optimizer_compression="8bit"
     )
-    others, states = found.blocks - len(found.resident), len(found.streamed_states)
-    assert 0 < states < others == len(found.held_weights) == len(found.held_gradients)
-    rows = {name: rest for name, _, rest in (line.partition("  ") for line in found.table().splitlines())}
-    assert rows["placement"].startswith(f"{len(found.resident)} of {found.blocks} blocks resident")
+    others, states = result.blocks - len(result.resident), len(result.streamed_states)
+    assert 0 < states < others == len(result.held_weights) == len(result.held_gradients)
+    rows = {name: rest for name, _, rest in (line.partition("  ") for line in result.table().splitlines())}
+    assert rows["placement"].startswith(f"{len(result.resident)} of {result.blocks} blocks resident")
     assert rows["weights"].strip() == f"of the other {others}: all held in VRAM"
-    assert f"{states} on the GPU with streamed states, the rest on {found.threads} CPU threads" in rows["updates"]
-    assert found.placement.endswith(f"{states} with streamed states")
+    assert f"{states} on the GPU with streamed states, the rest on {result.threads} CPU threads" in rows["updates"]
+    assert result.placement.endswith(f"{states} with streamed states")
     alone = plan(dense_shape(8, 8), machine=cpu_only()).table()
     assert "all blocks in RAM: there is no GPU" in alone
     assert "VRAM" not in alone
 
 
 def test_days_for_tokens():
-    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4)
-    assert found.days_for(found.tokens_per_second * 86400) == pytest.approx(1)
-    assert found.tflops == pytest.approx(6 * found.matmul_parameters * found.tokens_per_second / 1e12)
+    result = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4)
+    assert result.days_for(result.tokens_per_second * 86400) == pytest.approx(1)
+    assert result.tflops == pytest.approx(6 * result.matmul_parameters * result.tokens_per_second / 1e12)
 
 
 def test_a_plan_gives_settings_for_an_engine():
-    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=40)
-    settings = Settings(**found.settings())
-    assert settings.resident == found.resident != ()
-    assert settings.window == found.window
+    result = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=40)
+    settings = Settings(**result.settings())
+    assert settings.resident == result.resident != ()
+    assert settings.window == result.window
 
 
 def test_plans_with_micro_batches_one_by_one():
@@ -70,44 +70,44 @@ def test_plans_with_micro_batches_one_by_one():
     assert in_turn.step.seconds > together.step.seconds
     # Sums held in VRAM are copied once.
     assert in_turn.held_gradients
-    gradients = [found.memory["ram"]["gradients"] for found in (together, in_turn)]
+    gradients = [result.memory["ram"]["gradients"] for result in (together, in_turn)]
     assert gradients[1] > 2.5 * gradients[0]
 
 
 def test_a_plan_is_frozen_and_serialises():
-    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
+    result = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.windows = (2,)
-    assert Plan.from_json(found.to_json()) == found
-    for broken in ("", "{}", "[]", found.to_json().replace('"windows"', '"window"')):
+        result.windows = (2,)
+    assert Plan.from_json(result.to_json()) == result
+    for broken in ("", "{}", "[]", result.to_json().replace('"windows"', '"window"')):
         with pytest.raises(SettingsError):
             Plan.from_json(broken)
 
 
 @pytest.mark.parametrize(("old", "new"), [("hold", "refresh"), ("leave", "sums_out"), ("vram", "gpu_update")])
 def test_lanes_under_their_old_names_are_read(old, new):
-    found = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
-    step = dataclasses.replace(found.step, busy={**found.step.busy, new: 0.25}, bottleneck=new)
-    found = dataclasses.replace(found, step=step)
-    data = json.loads(found.to_json())
+    result = plan(shape_of("qwen2.5-7b"), machine=H200, batch=4, max_vram_gb=24)
+    step = dataclasses.replace(result.step, busy={**result.step.busy, new: 0.25}, bottleneck=new)
+    result = dataclasses.replace(result, step=step)
+    data = json.loads(result.to_json())
     for spent in (data["step"]["busy"], data["step"]["waited"]):
         spent[old] = spent.pop(new)
     data["step"]["bottleneck"] = old
-    assert Plan.from_json(json.dumps(data)) == found
+    assert Plan.from_json(json.dumps(data)) == result
 
 
 def test_a_plan_is_deeply_frozen():
-    found = plan(dense_shape(8, 8), machine=H200, max_vram_gb=8)
-    for mapping in (found.policy, found.memory, found.memory["vram"], found.capacity, found.step.busy):
+    result = plan(dense_shape(8, 8), machine=H200, max_vram_gb=8)
+    for mapping in (result.policy, result.memory, result.memory["vram"], result.capacity, result.step.busy):
         with pytest.raises(TypeError, match="frozen"):
             mapping[next(iter(mapping))] = 0
-    copies = [copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found)), dataclasses.replace(found)]
-    assert {found, Plan.from_json(found.to_json()), *copies} == {found}
-    assert {found, dataclasses.replace(found, slots=found.slots + 1)} != {found}
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["memory"] == found.memory
-    settings = found.settings()
+    copies = [copy.copy(result), copy.deepcopy(result), pickle.loads(pickle.dumps(result)), dataclasses.replace(result)]
+    assert {result, Plan.from_json(result.to_json()), *copies} == {result}
+    assert {result, dataclasses.replace(result, slots=result.slots + 1)} != {result}
+    assert json.loads(json.dumps(dataclasses.asdict(result)))["memory"] == result.memory
+    settings = result.settings()
     settings["policy"]["*"] = "store"
-    assert found.policy["*"] != "store"
+    assert result.policy["*"] != "store"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,6 @@ def test_a_length_beyond_the_models_positions_is_noted(kind):
     config = AutoConfig.for_model(kind)
     longest = config.max_position_embeddings
     assert not any("positions" in note for note in plan(config, machine=H200, length=longest).notes)
-    told = [note for note in plan(config, machine=H200, length=longest + 1).notes if "positions" in note]
-    assert len(told) == 1
-    assert f"{longest:,}" in told[0]
+    notes = [note for note in plan(config, machine=H200, length=longest + 1).notes if "positions" in note]
+    assert len(notes) == 1
+    assert f"{longest:,}" in notes[0]

@@ -34,18 +34,18 @@ def solved(*args, **kwargs):
 @settings(max_examples=60, deadline=None)
 @given(shapes(), any_machines(), runs(), st.sampled_from([None, 6.0, 20.0]), st.sampled_from([None, "/disk"]))
 def test_plans_fit_and_are_deterministic(shape, machine, run, cap, disk):
-    found = solved(shape, machine, run, max_vram_gb=cap, offload_dir=disk)
-    if found is None:
+    result = solved(shape, machine, run, max_vram_gb=cap, offload_dir=disk)
+    if result is None:
         return
-    assert found == Search(shape, machine, run, max_vram_gb=cap, offload_dir=disk).plan()
-    assert found.total("vram") <= min(machine.vram_bytes, (cap or 1e9) * 2**30)
-    assert hash(Plan.from_json(found.to_json())) == hash(found)
-    assert found.total("ram") <= machine.ram_bytes
-    assert set(found.resident).isdisjoint(found.on_disk)
-    assert set(found.resident).isdisjoint({*found.held_weights, *found.held_gradients})
-    assert sum(found.windows) == run.accumulation
-    assert Plan.from_json(found.to_json()) == found
-    assert all(value >= 0 for roles in found.memory.values() for value in roles.values())
+    assert result == Search(shape, machine, run, max_vram_gb=cap, offload_dir=disk).plan()
+    assert result.total("vram") <= min(machine.vram_bytes, (cap or 1e9) * 2**30)
+    assert hash(Plan.from_json(result.to_json())) == hash(result)
+    assert result.total("ram") <= machine.ram_bytes
+    assert set(result.resident).isdisjoint(result.on_disk)
+    assert set(result.resident).isdisjoint({*result.held_weights, *result.held_gradients})
+    assert sum(result.windows) == run.accumulation
+    assert Plan.from_json(result.to_json()) == result
+    assert all(value >= 0 for roles in result.memory.values() for value in roles.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,8 +72,8 @@ def test_a_plan_uses_only_available_memory():
         / GIB
         for cap, vram, held in ((None, 30, 0), (24, 30, 10), (24, 12, 0), (24, 140, 0))
     ]
-    for found, most in zip(taken, (30, 14, 12, 24), strict=True):
-        assert most - 3 < found <= most
+    for result, most in zip(taken, (30, 14, 12, 24), strict=True):
+        assert most - 3 < result <= most
 
 
 @pytest.mark.parametrize("accumulation", [1, 128])
@@ -96,25 +96,25 @@ def test_planning_leaves_cuda_alone():
 
 
 def test_weights_of_a_model_that_fits_stay_in_vram():
-    found = plan(shape_of("qwen2.5-1.5b"), machine="h200-128gb", batch=4, accumulation=4)
+    result = plan(shape_of("qwen2.5-1.5b"), machine="h200-128gb", batch=4, accumulation=4)
     # The head has no weights of its own.
-    assert len(found.resident) + len(found.held_weights) >= found.blocks - 1
-    assert found.windows == (1, 1, 1, 1)
-    assert found.step.busy["h2d"] == 0
+    assert len(result.resident) + len(result.held_weights) >= result.blocks - 1
+    assert result.windows == (1, 1, 1, 1)
+    assert result.step.busy["h2d"] == 0
 
 
 def test_a_disk_takes_what_ram_does_not_hold():
     with pytest.raises(Refusal, match="ram"):
         plan(dense_shape(64, 64), machine="h100-512gb")
-    found = plan(dense_shape(64, 64), machine="h100-512gb", offload_dir="/mnt/nvme")
-    assert found.on_disk
-    assert found.memory["disk"]["moments"] > 0
-    assert found.step.bottleneck == "disk"
-    assert any("assumed" in note for note in found.notes)
+    result = plan(dense_shape(64, 64), machine="h100-512gb", offload_dir="/mnt/nvme")
+    assert result.on_disk
+    assert result.memory["disk"]["moments"] > 0
+    assert result.step.bottleneck == "disk"
+    assert any("assumed" in note for note in result.notes)
     machine = Machine.load("h100-512gb")
     fast = Disk(path="/mnt/nvme", free_bytes=4000 * GB, read=3e10, write=2e10)
     quick = plan(dense_shape(64, 64), machine=dataclasses.replace(machine, disks=(fast,)), offload_dir="/mnt/nvme")
-    assert quick.step.seconds < found.step.seconds
+    assert quick.step.seconds < result.step.seconds
     small = dataclasses.replace(fast, free_bytes=10 * GB)
     with pytest.raises(Refusal):
         plan(dense_shape(64, 64), machine=dataclasses.replace(machine, disks=(small,)), offload_dir="/mnt/nvme")
@@ -122,10 +122,10 @@ def test_a_disk_takes_what_ram_does_not_hold():
 
 def test_without_a_gpu():
     machine = cpu_only()
-    found = plan(dense_shape(8, 8), machine=machine)
-    assert found.total("vram") == 0
-    assert found.resident == ()
-    assert found.total("ram") <= 64 * GB * USABLE_SHARE
+    result = plan(dense_shape(8, 8), machine=machine)
+    assert result.total("vram") == 0
+    assert result.resident == ()
+    assert result.total("ram") <= 64 * GB * USABLE_SHARE
 
 
 def test_one_layer_that_keeps_its_graph_may_take_less():
@@ -173,9 +173,9 @@ def test_disks_are_known_by_their_paths(tmp_path):
 
 
 def test_experts_stream():
-    found = plan(moe(), machine="h200-1.5tb", batch=1, accumulation=16)
-    assert found.total("vram") <= found.capacity["vram"]
-    assert len(found.resident) < found.blocks
+    result = plan(moe(), machine="h200-1.5tb", batch=1, accumulation=16)
+    assert result.total("vram") <= result.capacity["vram"]
+    assert len(result.resident) < result.blocks
 
 
 @settings(max_examples=15, deadline=None)
@@ -188,10 +188,10 @@ def test_experts_stream():
 def test_nothing_that_fits_is_faster(shape, machine, run, disk):
     run = dataclasses.replace(run, accumulation=min(run.accumulation, 4))
     search = Search(shape, machine, run, offload_dir=disk if machine.gpu else None)
-    found, every = search.best(), decisions(search)
-    assert (found is None) == (len(every) == 0) == (not search.fits())
-    if found is not None:
-        assert found[1].seconds == pytest.approx(search.simulator.seconds(every).min(), rel=1e-9)
+    result, every = search.best(), decisions(search)
+    assert (result is None) == (len(every) == 0) == (not search.fits())
+    if result is not None:
+        assert result[1].seconds == pytest.approx(search.simulator.seconds(every).min(), rel=1e-9)
 
 
 def decisions(search):
@@ -260,13 +260,13 @@ def test_arguments_are_checked():
 
 def test_windows_of_one_if_weights_and_sums_stay_in_vram():
     """7B on an H200: graphs are kept, sums are not copied between micro-batches, and the first layers are resident."""
-    found = plan(shape_of("qwen2.5-7b"), machine="h200-128gb", batch=4, accumulation=16, compile=True)
-    assert found.windows == (1,) * 16
-    assert found.policies["store"] == 28
-    assert {*found.resident, *found.held_gradients} >= {f"model.layers.{i}" for i in range(28)}
-    layers = [name for name in found.resident if "layers" in name]
+    result = plan(shape_of("qwen2.5-7b"), machine="h200-128gb", batch=4, accumulation=16, compile=True)
+    assert result.windows == (1,) * 16
+    assert result.policies["store"] == 28
+    assert {*result.resident, *result.held_gradients} >= {f"model.layers.{i}" for i in range(28)}
+    layers = [name for name in result.resident if "layers" in name]
     assert layers == [f"model.layers.{i}" for i in range(len(layers))]
-    assert found.step.busy["d2h"] == 0 < found.step.busy["sums_out"]
+    assert result.step.busy["d2h"] == 0 < result.step.busy["sums_out"]
 
 
 def test_a_large_model_fits_with_few_bytes_per_parameter():

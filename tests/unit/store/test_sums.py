@@ -23,8 +23,8 @@ def test_pieces_do_not_change_bits(dtype, piece, monkeypatch):
     expected = total.clone()
     for index, known in ((0, True), (1, False), (2, True)):
         segment = layout.segments[index]
-        here = slice(segment.offset, segment.end)
-        expected[here] = expected[here] + flat[here].float() if known else flat[here].float()
+        own = slice(segment.offset, segment.end)
+        expected[own] = expected[own] + flat[own].float() if known else flat[own].float()
     gradient.add_segments(layout, total, flat, frozenset({0, 1, 2}), {0, 2})
     for segment in layout.segments:
         assert torch.equal(total[segment.offset : segment.end], expected[segment.offset : segment.end])

@@ -198,7 +198,7 @@ def test_a_dead_lane_is_named(threads, monkeypatch):
         ticket.wait()
 
 
-def test_a_stalled_lane_is_named_and_then_abandoned(threads, monkeypatch, said):
+def test_a_stalled_lane_is_named_and_then_abandoned(threads, monkeypatch, announced):
     monkeypatch.setattr(lanes_module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(lanes_module, "WARN_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(lanes_module, "FAIL_AFTER_SECONDS", 0.3)
@@ -207,7 +207,7 @@ def test_a_stalled_lane_is_named_and_then_abandoned(threads, monkeypatch, said):
     behind = threads["h2d"].submit(lambda: None, after=(Wait("it", stuck),), label="layers.8")
     with pytest.raises(LaneFailed, match=r"update lane is stalled: it has been running 'layers.7' for"):
         behind.wait()
-    warnings = [line for line in said.messages if "makes no progress" in line]
+    warnings = [line for line in announced.messages if "makes no progress" in line]
     assert len(warnings) == 1
     assert "update lane" in warnings[0]
     assert "layers.7" in warnings[0]
@@ -222,14 +222,16 @@ def test_a_slow_lane_is_waited_for(threads, monkeypatch):
     assert done == [1]
 
 
-def test_close_abandons_a_stalled_lane(monkeypatch, said):
+def test_close_abandons_a_stalled_lane(monkeypatch, announced):
     made = ThreadLanes()
     release = threading.Event()
     made["update"].submit(release.wait, label="layers.2")
     start = time.monotonic()
     made.close(patience=0.2)
     assert time.monotonic() - start < 2
-    assert any("update lane did not stop and was abandoned" in line and "layers.2" in line for line in said.messages)
+    assert any(
+        "update lane did not stop and was abandoned" in line and "layers.2" in line for line in announced.messages
+    )
     release.set()
 
 

@@ -71,10 +71,10 @@ def test_huge_values_do_not_overflow():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("place", [0, 77, 199_999])
-def test_non_finite_values_make_the_sum_non_finite(bad, place):
+@pytest.mark.parametrize("position", [0, 77, 199_999])
+def test_non_finite_values_make_the_sum_non_finite(bad, position):
     flat = torch.zeros(200_000)
-    flat[place] = bad
+    flat[position] = bad
     assert not math.isfinite(global_norm([1.0, square_sum(flat).item()]))
 
 

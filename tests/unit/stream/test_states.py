@@ -109,9 +109,9 @@ def test_a_weight_in_use_is_updated_on_the_cpu() -> None:
     assert {lane for lane, job, label in seen if job == "update" and label == engine.slabs[1].name} == {"update"}
     fetcher.release(lease)
     other = engine_of(expected, precision="bf16")
-    its = other.optimizer(lr=0.1)
+    other_optimizer = other.optimizer(lr=0.1)
     backward(expected, 0)
-    its.step()
+    other_optimizer.step()
     assert differences(roles(engine), roles(other)) == []
 
 

@@ -94,7 +94,7 @@ def test_missing_directories_are_created(tmp_path: Path) -> None:
     assert [line["event"] for line in lines(tmp_path / "new" / "other.jsonl")] == ["start", "end"]
 
 
-def test_logged_values(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_logged_values(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     engine = engine_of(small.llama())
     optimizer = engine.optimizer()
     with engine.record(tmp_path) as record:
@@ -225,7 +225,9 @@ def test_an_incomplete_last_line_is_ended_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["full", "directory", "no directory"])
-def test_an_unwritable_file_does_not_stop_the_run(tmp_path: Path, fault: str, said: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_file_does_not_stop_the_run(
+    tmp_path: Path, fault: str, announced: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "run.jsonl"
     if fault == "full":
         path.symlink_to("/dev/full")
@@ -237,7 +239,7 @@ def test_an_unwritable_file_does_not_stop_the_run(tmp_path: Path, fault: str, sa
         path = tmp_path / "file" / "run.jsonl"
     engine, _ = training_loop(path, steps=2)
     engine.close()
-    assert sum("cannot be written" in line and "goes on" in line for line in said.messages) == 1
+    assert sum("cannot be written" in line and "goes on" in line for line in announced.messages) == 1
 
 
 def test_a_line_that_does_not_fit_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +263,7 @@ def test_a_line_that_does_not_fit_is_removed(tmp_path: Path, monkeypatch: pytest
     assert len(calls) == 2, "nothing must be written after the first error"
 
 
-def test_a_deleted_file_is_noticed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_file_is_noticed(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     file = LineFile(tmp_path / "run.jsonl")
     file.append("one")
     (tmp_path / "run.jsonl").rename(tmp_path / "moved.jsonl")
@@ -270,17 +272,17 @@ def test_a_deleted_file_is_noticed(tmp_path: Path, said: pytest.LogCaptureFixtur
     (tmp_path / "moved.jsonl").unlink()
     file.append("three")
     file.append("four")
-    assert sum("it was deleted" in line for line in said.messages) == 1
+    assert sum("it was deleted" in line for line in announced.messages) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_two_runs_do_not_record_into_one_file(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_two_runs_do_not_record_into_one_file(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     first = LineFile(tmp_path / "run.jsonl")
     second = LineFile(tmp_path / "run.jsonl")
     second.append("mine")
     first.append("kept")
     assert (tmp_path / "run.jsonl").read_text() == "kept\n"
-    assert any("another run is recorded in it" in line for line in said.messages)
+    assert any("another run is recorded in it" in line for line in announced.messages)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
