@@ -52,7 +52,7 @@ def test_example(example: str, tmp_path: Path) -> None:
 
 
 def check_record(record: Path, printed: str) -> None:
-    """Its losses are those that the Trainer logs: the means of five steps, printed with three decimals."""
+    """The recorded losses match those that the Trainer logs: means of five steps, with three decimals."""
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     steps = [line for line in lines if line["event"] == "step"]
     assert [step["step"] for step in steps] == list(range(1, 21))

@@ -60,7 +60,9 @@ class Parity:
         assert self.gradient <= compare.GRADIENT, f"‖Δg‖/‖g‖ of {self.worst} is {self.gradient:.1e}"
         assert self.weight <= compare.WEIGHT, f"|Δw| after the last step is {self.weight:.1e}"
         assert self.rng or not rng, "the runs drew random numbers a different number of times"
-        assert all("bias" in name for name in self.noise), f"gradients of noise that are no biases: {self.noise}"
+        assert all("bias" in name for name in self.noise), (
+            f"parameters with rounding noise that are not biases: {self.noise}"
+        )
 
 
 def measure(model: nn.Module, batches: Sequence[Batch], **settings: Any) -> Parity:

@@ -80,7 +80,7 @@ def test_router_auxiliary_loss(name: str):
     reference, ours = train_both(model, windows(name, padded=True))
     assert_runs_match(name, reference, ours)
 
-    # The auxiliary loss changes the router's gradient, so the comparison above would detect its loss.
+    # The auxiliary loss changes the router's gradient, so the comparison above fails without it.
     without_aux = compare.train(without, compare.torch_adamw(without), windows(name, padded=True)[:1])
     for parameter_name, gradient in reference.gradients[0].items():
         if parameter_name.endswith("mlp.gate.weight"):

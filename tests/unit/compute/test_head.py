@@ -643,7 +643,7 @@ def test_no_more_than_a_chunk_of_logits_exists(family: str):
     for chunk in (7, UNCHUNKED):
         model = build(family)
         with engine_of(model, head_chunk=chunk):
-            model(**batch()).loss.backward()  # the check of the first batch reads at up to 64 tokens of one row
+            model(**batch()).loss.backward()  # the check of the first batch reads up to 64 tokens of one row
             with LargestLogits(zoo.VOCAB, zoo.HIDDEN) as seen:
                 model(**batch(1)).loss.backward()
             rows[chunk] = seen.rows

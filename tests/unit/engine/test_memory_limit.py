@@ -26,7 +26,7 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = TOTAL) -> None:
         self.share, self.free = 1.0, free
-        self.reserved = self.held = self.peak = self.asked = self.quieted = 0
+        self.reserved = self.held = self.peak = self.requests = self.quieted = 0
         monkeypatch.setattr(process, "_vram_fractions", {})
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         for name, stand_in in {
@@ -54,7 +54,7 @@ class Allocator:
         self.reserved = self.held
 
     def empty(self, nbytes: int) -> Any:
-        self.asked += 1
+        self.requests += 1
         extra = max(0, self.held + nbytes - self.reserved)
         if self.reserved + extra > min(self.share * TOTAL, self.free):
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -123,7 +123,7 @@ def test_without_expandable_segments_only_compute_memory_is_reserved(monkeypatch
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
     memory_limit, planned = memory_limit_of()
     memory_limit.reserve(allocator.quiet)
-    assert allocator.asked == 1
+    assert allocator.requests == 1
     roles = memory_limit._plan.memory["vram"]  # type: ignore[union-attr]
     assert allocator.reserved == min(
         planned - GRANULARITY,
@@ -131,7 +131,7 @@ def test_without_expandable_segments_only_compute_memory_is_reserved(monkeypatch
     )
     allocator.empty_cache()
     memory_limit.after_step(WARMUP_STEPS, allocator.quiet)
-    assert allocator.asked == 1
+    assert allocator.requests == 1
 
 
 def test_a_cap_frees_memory_cached_earlier(monkeypatch: pytest.MonkeyPatch) -> None:

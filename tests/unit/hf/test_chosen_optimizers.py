@@ -141,10 +141,10 @@ def make_optimizer(self: Any, model: Any = None) -> Any:
 
 
 def halve_learning_rates(self: Any, model: Any = None) -> Any:
-    found = transformers.Trainer.create_optimizer(self)
-    for group in found.param_groups:
+    result = transformers.Trainer.create_optimizer(self)
+    for group in result.param_groups:
         group["lr"] /= 2
-    return found
+    return result
 
 
 @pytest.mark.parametrize("method", [make_optimizer, halve_learning_rates])
@@ -155,10 +155,10 @@ def test_create_optimizer_of_a_subclass(tmp_path: Path, method: Any, front: bool
     if front and method is halve_learning_rates:
 
         def method(self: Any) -> Any:
-            found = mt.Trainer.create_optimizer(self)
-            for group in found.param_groups:
+            result = mt.Trainer.create_optimizer(self)
+            for group in result.param_groups:
                 group["lr"] /= 2
-            return found
+            return result
 
     ours = (
         type("Front", (mt.Trainer,), {"create_optimizer": method}) if front else type("B", (mt.MegaMixin, behind), {})
@@ -343,7 +343,7 @@ def test_gradients_added_dropped_or_replaced_after_clipping(tmp_path: Path, call
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_scaled_gradients_of_an_engine(precision: str) -> None:
     """Gradients, norm and update are those of multiplied gradients, without rounding before the update."""
-    found = []
+    result = []
     for factor in (1.0, 0.25):
         model = small.llama()
         engine = mt.Engine(model, device="cpu", precision=precision)
@@ -356,9 +356,9 @@ def test_scaled_gradients_of_an_engine(precision: str) -> None:
         assert optimizer.grad_norm == pytest.approx(norm * factor, rel=1e-12)
         assert {name: p.grad.clone() / factor for name, p in model.named_parameters()}.keys() == seen.keys()
         optimizer.zero_grad()
-        found.append((seen, norm, small.snapshot(model)))
+        result.append((seen, norm, small.snapshot(model)))
         engine.close()
     # The factors are powers of two, so nothing is rounded.
-    assert small.same(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-    assert small.same(found[0][2], found[1][2])
+    assert small.same(result[0][0], result[1][0])
+    assert result[0][1] == result[1][1]
+    assert small.same(result[0][2], result[1][2])

@@ -72,7 +72,7 @@ def test_a_dataset_without_labels_is_refused_before_the_first_step(tmp_path: Pat
 
 
 def test_a_dataset_that_starts_with_rows_without_labels(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
-    """It starts with more rows without labels than are checked, but later rows with labels are in the check."""
+    """The dataset starts with more rows without labels than are checked, but the check samples the whole dataset."""
     data = unlabelled(small.rows(LOOKED_AT + 8)) + small.rows(8)
     trained(data, tmp_path, per_device_train_batch_size=8, max_steps=10)
     lines = [line.split(" rows")[0] for line in announced.messages if NOTHING in line]

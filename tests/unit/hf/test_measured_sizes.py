@@ -73,7 +73,7 @@ def test_a_larger_window_may_not_fit() -> None:
 
 def test_the_order_of_micro_batches_does_not_matter() -> None:
     assert covers([batch(1, 4), batch(1, 8)], [batch(1, 7), batch(1, 3)])
-    assert not covers([batch(1, 4), batch(1, 8)], [batch(1, 8), batch(1, 8)]), "two long rows exceed one"
+    assert not covers([batch(1, 4), batch(1, 8)], [batch(1, 8), batch(1, 8)]), "two long batches exceed one"
 
 
 def test_redundant_sizes_are_dropped_and_the_number_is_bounded() -> None:

@@ -101,7 +101,7 @@ def test_logged_values(tmp_path: Path, announced: pytest.LogCaptureFixture) -> N
         loss = engine.model(**small.batch()).loss
         table = {"a": [1, torch.tensor(2), numpy.longdouble(3)]}
         record.log(loss=loss, name="first", table=table)
-        table["a"].clear()  # what was logged stays
+        table["a"].clear()  # must not change the logged value
         record.log(name="second", tensor=torch.tensor(0.5, dtype=torch.bfloat16))
         loss.backward()
         optimizer.step()
