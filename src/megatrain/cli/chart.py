@@ -60,23 +60,23 @@ def curves(
 
 
 def _sampled(values: Sequence[float], steps: int, columns: int) -> list[tuple[int, float]]:
-    """The mean of the values in each column, as far as there are any; with fewer steps than columns, values repeat."""
-    found = []
+    """The mean of the values in each column that has any. With fewer steps than columns, values repeat."""
+    points = []
     for x in range(columns):
         first = x * steps // columns
         part = [value for value in values[first : max(first + 1, (x + 1) * steps // columns)] if math.isfinite(value)]
         if part:
-            found.append((x, sum(part) / len(part)))
-    return found
+            points.append((x, sum(part) / len(part)))
+    return points
 
 
 def _draw_braille(cells: list[list[str]], points: list[tuple[int, int]]) -> None:
-    """Set a dot per point, and those between it and the point before, so that the line has no holes."""
+    """Set the dots of all points and between neighbours, so that the line has no holes."""
     bits: dict[tuple[int, int], int] = {}
     before = None
     for x, y in points:
-        near = y if before is None or before[0] != x - 1 else before[1] + (y > before[1]) - (y < before[1])
-        for dot in range(min(near, y), max(near, y) + 1):
+        start = y if before is None or before[0] != x - 1 else before[1] + (y > before[1]) - (y < before[1])
+        for dot in range(min(start, y), max(start, y) + 1):
             cell = dot // 4, x // 2
             bits[cell] = bits.get(cell, 0) | DOTS[dot % 4][x % 2]
         before = x, y

@@ -75,24 +75,21 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
     plain = copy.deepcopy(model)
 
     engine = Engine(model, device=device, precision=precision, debug=Debug(slots=SLOTS))
-    where = torch.device(engine.device)
-    batches = text_batches(tokenizer, steps, where)
-    console.print(f"A small random Llama learns English on {where}: in plain PyTorch, then streamed.", **PLAIN)
-    plain_optimizer = torch.optim.AdamW(plain.to(where).parameters(), **ADAMW)
+    batches = text_batches(tokenizer, steps, engine.device)
+    console.print(f"A small random Llama learns English on {engine.device}: in plain PyTorch, then streamed.", **PLAIN)
+    plain_optimizer = torch.optim.AdamW(plain.to(engine.device).parameters(), **ADAMW)
     optimizer = engine.optimizer(**ADAMW, max_grad_norm=MAX_GRAD_NORM)
     runs = Runs(console, steps)
     with Live(runs.picture(), console=console, auto_refresh=False) as live:
-        autocast = precision == "bf16"
-        plain_seconds = runs.follow(
-            live, runs.plain, train(plain, plain_optimizer, batches, plain=True, autocast=autocast)
-        )
+        plain_run = train(plain, plain_optimizer, batches, plain=True, autocast=precision == "bf16")
+        plain_seconds = runs.follow(live, runs.plain, plain_run)
         seconds = runs.follow(live, runs.streamed, train(model, optimizer, batches))
     console.line(1 if console.is_terminal else 2)  # elsewhere Live leaves its last line open
     console.print(runs.table(), width=WIDTH, crop=False, no_wrap=True)
-    apart = (torch.tensor(runs.streamed) - torch.tensor(runs.plain)).abs().max().item()
+    difference = (torch.tensor(runs.streamed) - torch.tensor(runs.plain)).abs().max().item()
     counters = engine.counters
     console.print(
-        f"\nLosses are at most {apart:.1e} apart in {steps} steps ({TOLERANCE[precision]:g} is allowed).\n"
+        f"\nLosses are at most {difference:.1e} apart in {steps} steps ({TOLERANCE[precision]:g} is allowed).\n"
         f"{plain.num_parameters() / 1e6:.1f}M parameters in {len(engine.blocks)} blocks, {precision}: "
         f"{counters.bytes_h2d / 1e6:,.0f} MB of weights in through {SLOTS} slots,\n"
         f"{counters.bytes_d2h / 1e6:,.0f} MB of gradients out; "
@@ -103,15 +100,15 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         engine.close()
-        kept = "" if out is None else f" from {printable(str(out), console.encoding)}"
-        console.print(f"Saved, reloaded with transformers{kept}, it writes:", **PLAIN)
-        for written in samples(directory):
-            shown = printable(written, console.encoding)
-            console.print(Text("  " + shown, "green", no_wrap=True, overflow="crop"), width=min(WIDTH, console.width))
-    wrong = verdict(runs.streamed, apart, precision)
-    if wrong is None:
+        source = "" if out is None else f" from {printable(str(out), console.encoding)}"
+        console.print(f"Saved, reloaded with transformers{source}, it writes:", **PLAIN)
+        for text in samples(directory):
+            line = Text("  " + printable(text, console.encoding), "green", no_wrap=True, overflow="crop")
+            console.print(line, width=runs.width)
+    problem = verdict(runs.streamed, difference, precision)
+    if problem is None:
         show_next(console)
-    return wrong
+    return problem
 
 
 def _make_directory(out: Path) -> None:
@@ -161,28 +158,28 @@ class Runs:
 
 def printable(text: str, encoding: str) -> str:
     """One line that this encoding has and that does not command the terminal: "?" for anything else a model writes."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text.replace("\n", " "))
-    return shown.encode(encoding, "replace").decode(encoding)
+    line = "".join(letter if letter.isprintable() else "?" for letter in text.replace("\n", " "))
+    return line.encode(encoding, "replace").decode(encoding)
 
 
 def show_next(console: Console) -> None:
     """The commands to try next, written so that they can be pasted into the shell that this one was started from."""
-    beside = Path(sys.executable).with_name("megatrain")
-    python = "python" if shutil.which("python") == sys.executable else _short(sys.executable)
-    if shutil.which("megatrain") == str(beside):
+    script = Path(sys.executable).with_name("megatrain")
+    python = "python" if shutil.which("python") == sys.executable else _shortest(sys.executable)
+    if shutil.which("megatrain") == str(script):
         megatrain = "megatrain"
     else:
-        megatrain = _short(str(beside)) if beside.exists() else f"{python} -m megatrain"
+        megatrain = _shortest(str(script)) if script.exists() else f"{python} -m megatrain"
     console.print("\nTry next, in MegaTrain's source tree:\n")
     for command, what in NEXT:
         console.print(f"  # {what}", style="dim", **PLAIN)
         console.print("  " + command.format(megatrain=megatrain, python=python), **PLAIN)
 
 
-def _short(path: str) -> str:
-    """A path as it is shortest from here."""
-    here = os.path.relpath(path)
-    return path if here.startswith("..") else here
+def _shortest(path: str) -> str:
+    """A path, relative to the working directory if it lies in it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
 
 def small_llama() -> Any:
@@ -286,12 +283,12 @@ def samples(directory: str) -> Iterator[str]:
         yield str(tokenizer.decode(model.generate(**inputs, min_length=length, max_length=length, **SAMPLING)[0]))
 
 
-def verdict(losses: list[float], apart: float, precision: str) -> str | None:
+def verdict(losses: list[float], difference: float, precision: str) -> str | None:
     """What is wrong with the run, if anything. Comparisons are written so that NaN is wrong."""
     part = max(1, len(losses) // 4)
     first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
     if not last < first:
         return f"the loss did not fall: {first:.4f} on average at the start, {last:.4f} at the end."
-    if not apart <= TOLERANCE[precision]:
-        return f"the losses are {apart:.1e} apart from plain PyTorch's; {TOLERANCE[precision]:g} is allowed."
+    if not difference <= TOLERANCE[precision]:
+        return f"the losses are {difference:.1e} apart from plain PyTorch's; {TOLERANCE[precision]:g} is allowed."
     return None

@@ -43,8 +43,8 @@ for command in (plan, probe, doctor, trace):
     app.command()(command)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"megatrain {__version__}")
         raise typer.Exit
 

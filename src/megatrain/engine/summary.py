@@ -29,13 +29,13 @@ def announce_plan(engine: Engine, blocks: int) -> None:
     if plan is None:
         return
     announce(f"{_laid_out(engine, plan.run.kind, blocks)}\n\nThe plan:\n{plan.table()}")
-    for name, has, planned in (
+    for name, actual, planned in (
         ("precision", engine.precision, plan.run.precision),
         ("moments in", engine.settings.moment_width, plan.run.moment_width),
         ("compile", engine.settings.compile, plan.run.compile),
     ):
-        if has != planned:
-            warn(f"the plan is for {name} {planned}, this engine has {has}: memory and time will differ from it")
+        if actual != planned:
+            warn(f"the plan is for {name} {planned}, this engine has {actual}: memory and time will differ from it")
 
 
 def announce_attached(engine: Engine, kind: str) -> None:
@@ -78,11 +78,11 @@ def saved_precision(model: torch.nn.Module, precision: str, saved: Mapping[str, 
 
 def _laid_out(engine: Engine, kind: str, blocks: int, more: Mapping[str, str] | None = None) -> str:
     size = counted(engine.model)
-    whole, trained = size["parameters"], size["trainable"]
-    learn = "all" if trained == whole else format_parameters(trained) if trained else "none"
+    total, trained = size["parameters"], size["trainable"]
+    share = "all" if trained == total else format_parameters(trained) if trained else "none"
     gpu = f" ({torch.cuda.get_device_name(engine.device)})" if engine.device.type == "cuda" else ""
     rows = {
-        "parameters": f"{format_parameters(whole)}, {learn} trained",
+        "parameters": f"{format_parameters(total)}, {share} trained",
         "blocks": (f"{blocks}" + (", compiled" if engine.settings.compile else "")) if blocks else "1, the whole model",
         "precision": f"{COMPUTES[engine.precision]}, saved in {engine.saved_precision}",
         "optimizer": f"{RULES[kind].__name__}, moments in {engine.settings.moment_width}",

@@ -134,8 +134,8 @@ class Pace(TrainerCallback):
             # Of the norm what the Trainer has taken already: asking the optimizer would wait for every update.
             norm = self._trainer.step_norm
             normed = "" if norm is None else f"grad norm {norm:.4g}, "
-            said = f"{self._losses(state.global_step, seconds)}{normed}lr {self._lr:.3g}, {seconds:.2f} s"
-            announce(f"step {state.global_step}/{state.max_steps}: {said}", recorded=False)
+            values = f"{self._losses(state.global_step, seconds)}{normed}lr {self._lr:.3g}, {seconds:.2f} s"
+            announce(f"step {state.global_step}/{state.max_steps}: {values}", recorded=False)
         if len(self._seconds) == FIRST + LOOKED_AT and self.planned is not None:
             taken = statistics.median(self._seconds[FIRST:])
             if line := compared(taken, self.planned, self._trainer.engine.settings.plan.run.padded):
@@ -143,20 +143,21 @@ class Pace(TrainerCallback):
 
     def _losses(self, step: int, seconds: float) -> str:
         """Loss and speed of this step, or the loss of the last one if the GPU has not come to it."""
-        known = self._trainer.run_record.newest()
-        loss, tokens = known.get("loss"), known.get("tokens")
+        newest = self._trainer.run_record.newest()
+        loss, tokens = newest.get("loss"), newest.get("tokens")
         if loss is None:
             return ""
-        if known["step"] != step:
-            return f"loss {loss:.4g} (of step {known['step']}), "
+        if newest["step"] != step:
+            return f"loss {loss:.4g} (of step {newest['step']}), "
         return f"loss {loss:.4g}, " + (f"{tokens / seconds:,.0f} tokens/s, " if tokens else "")
 
     @property
     def planned(self) -> float | None:
         """Seconds of a step, if they were planned for the machine that runs."""
         engine = self._trainer.engine
-        here = engine.device.type == "cuda" and engine.settings.machine is None
-        return engine.settings.plan.step.seconds if here and engine.settings.plan is not None else None
+        for_this_machine = engine.device.type == "cuda" and engine.settings.machine is None
+        plan = engine.settings.plan
+        return plan.step.seconds if for_this_machine and plan is not None else None
 
 
 def compared(taken: float, planned: float, padded: bool) -> str | None:

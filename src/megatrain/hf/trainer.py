@@ -60,8 +60,8 @@ class MegaMixin(MicroBatches, Checkpoints):
         self._label_count = LabelCount(self)
         self._termination = Termination(lambda: self.is_in_train)
         self.run_record = RunRecord(self)
-        own = (self.run_record, Pace(self), self._label_count, self._ram_stop, self._termination)
-        self.callback_handler = Handler(self.callback_handler, own)
+        internal = (self.run_record, Pace(self), self._label_count, self._ram_stop, self._termination)
+        self.callback_handler = Handler(self.callback_handler, internal)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator without what the engine does itself, or does not support."""
@@ -70,8 +70,8 @@ class MegaMixin(MicroBatches, Checkpoints):
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
         _ = args.device  # settles the number of GPUs, which is then overridden
         args._n_gpu = min(args._n_gpu, 1)
-        asked = settings_module.current()
-        if args.torch_compile and "compile" in asked.given and not asked.compile:
+        defaults = settings_module.current()
+        if args.torch_compile and "compile" in defaults.given and not defaults.compile:
             raise SettingsError(
                 "torch_compile=True in TrainingArguments, but megatrain.init asked for compile=False; leave one of "
                 "them out."
@@ -146,34 +146,34 @@ class MegaMixin(MicroBatches, Checkpoints):
             if self.args.bf16 and present.precision == "fp32" and present.blocks:
                 warn(f"bf16=True has no effect: the model already belongs to an engine in {present.precision}")
             return
-        asked = settings_module.current()
+        defaults = settings_module.current()
         device = self.args.device
-        if asked.device is not None and torch.device(asked.device).type != device.type:
+        if defaults.device is not None and torch.device(defaults.device).type != device.type:
             raise SettingsError(
-                f"megatrain.init asked for device={asked.device!r}, but TrainingArguments is on {device}; "
+                f"megatrain.init asked for device={defaults.device!r}, but TrainingArguments is on {device}; "
                 "set use_cpu=True there, or leave device out."
             )
         # bf16-sr, which only megatrain.init can select, computes in BF16 too.
         streams = self.args.bf16 and bool(layered_blocks(self.model, transformers_api.load()))
-        if streams and asked.precision == "fp32":
+        if streams and defaults.precision == "fp32":
             raise SettingsError(
                 "megatrain.init asked for precision='fp32', but TrainingArguments has bf16=True; set bf16=False there, "
                 "or leave precision out."
             )
-        width, decided = choice.moment_width, "optimizer_compression" in asked.given
-        if width is not None and decided and asked.moment_width != width:
+        width, decided = choice.moment_width, "optimizer_compression" in defaults.given
+        if width is not None and decided and defaults.moment_width != width:
             raise SettingsError(
                 f"optim={self._optim!r} keeps moments in {width}, megatrain.init asked for "
-                f"optimizer_compression={asked.optimizer_compression!r}; leave one of them out."
+                f"optimizer_compression={defaults.optimizer_compression!r}; leave one of them out."
             )
-        settings = asked.override(
+        settings = defaults.override(
             device=str(device),
-            precision="bf16" if streams and asked.precision is None else asked.precision,
-            compile=self._compile or asked.compile,
-            optimizer_compression=asked.optimizer_compression if decided else width or False,
+            precision="bf16" if streams and defaults.precision is None else defaults.precision,
+            compile=self._compile or defaults.compile,
+            optimizer_compression=defaults.optimizer_compression if decided else width or False,
         )
         plan = plan_of(self, settings, choice.kind, device)
-        if plan is not None and plan is not asked.plan:
+        if plan is not None and plan is not defaults.plan:
             settings = settings.override(length=None)  # it went into the plan that was made here
         self.engine = Engine(self.model, _kind=choice.kind, **settings.override(plan=plan).chosen())
 
@@ -222,7 +222,7 @@ class MegaMixin(MicroBatches, Checkpoints):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.memory_limit.apply(False)
         try:
-            found = super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(*args, **kwargs)
         finally:
             if self.is_in_train:
                 self.engine.memory_limit.apply()
@@ -231,7 +231,7 @@ class MegaMixin(MicroBatches, Checkpoints):
                 self.engine.memory_limit.reserve(self.engine.quiesce)
             except NotEnoughMemory as less:
                 warn(f"after the evaluation: {less}")
-        return found
+        return output
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """If only the loss is needed, compute logits chunk by chunk."""
@@ -250,16 +250,16 @@ class MegaMixin(MicroBatches, Checkpoints):
             "(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))."
         )
         try:
-            found = super().compute_loss(model, inputs, *args, **kwargs)
+            result = super().compute_loss(model, inputs, *args, **kwargs)
         except ValueError as error:
             if not str(error).startswith("The model did not return a loss"):
                 raise
             raise missing from error
-        loss = found[0] if isinstance(found, tuple) else found
+        loss = result[0] if isinstance(result, tuple) else result
         if loss.requires_grad and loss.numel() > 1:
             # Without labels, the first element of a tuple is not the loss.
             raise missing
-        return found
+        return result
 
 
 class Trainer(MegaMixin, transformers.Trainer):
@@ -297,29 +297,29 @@ class Trainer(MegaMixin, transformers.Trainer):
 class Handler(CallbackHandler):
     """Calls the Trainer's callbacks, then MegaTrain's, which are not in the user's list."""
 
-    def __init__(self, handler: CallbackHandler, own: Sequence[TrainerCallback]) -> None:
+    def __init__(self, handler: CallbackHandler, internal: Sequence[TrainerCallback]) -> None:
         self.__dict__.update(vars(handler))
-        self._own = own
+        self._internal = internal
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         control = super().call_event(event, args, state, control, **kwargs)
-        for callback in self._own:
+        for callback in self._internal:
             control = getattr(callback, event)(args, state, control, **kwargs) or control
         return control
 
 
-def _check_attached(engine: Engine, asked: Settings) -> None:
+def _check_attached(engine: Engine, defaults: Settings) -> None:
     """Refuse or warn about settings of `megatrain.init` that came after the model's engine was created."""
-    if asked is engine.defaults:
+    if defaults is engine.defaults:
         return  # what the engine has otherwise, it was given itself
     has = vars(engine.settings) | {"device": str(engine.device), "precision": engine.precision}
     # Whether a run is recorded is asked when it begins.
-    other = {name: value for name, value in asked.chosen().items() if has[name] != value and name != "record"}
+    other = {name: value for name, value in defaults.chosen().items() if has[name] != value and name != "record"}
     # None and "cuda" match any GPU.
-    device = torch.device(asked.device or engine.device)
+    device = torch.device(defaults.device or engine.device)
     if device.type == engine.device.type and device.index in (None, engine.device.index):
         other.pop("device", None)
-    if asked.precision is None:
+    if defaults.precision is None:
         other.pop("precision", None)
     for name, value in other.items():
         if name in CHANGE_RESULTS:

@@ -28,7 +28,7 @@ class Answer:
 
     def __str__(self) -> str:
         plan, run = self.plan, self.plan.run
-        found = {
+        answer = {
             "batch": f"{self.value:,} sequences of {run.length:,} tokens",
             "context": f"{self.value:,} tokens per sequence, {run.micro_batch} per micro-batch",
             "model": f"{plan.model}, {format_parameters(self.value)} parameters",
@@ -36,7 +36,7 @@ class Answer:
         tier = "vram" if plan.total("vram") else "ram"
         of = f" of {plan.capacity[tier] / GIB:.1f}" if plan.capacity[tier] < 1 << 60 else ""
         held = f"{plan.total(tier) / GIB:.1f}{of} GiB {tier.upper()}"
-        return f"largest {self.sought}: {found} (plan: {plan.step.seconds:.2f} s per step, {held})"
+        return f"largest {self.sought}: {answer} (plan: {plan.step.seconds:.2f} s per step, {held})"
 
     __repr__ = __str__
 

@@ -78,12 +78,12 @@ class _Page:
         busy = {lane: _length(_union(self.spans, lane)) for lane in sorted({span.lane for span in self.spans})}
         waited = {lane: 0.0 for lane in busy if lane != "compute"}
         for lane in sorted({wait.label for wait in self.waits if wait.lane == "compute"}):
-            own = _union(wait for wait in self.waits if wait.lane == "compute" and wait.label == lane)
+            waits = _union(wait for wait in self.waits if wait.lane == "compute" and wait.label == lane)
             behind = [wait for wait in self.waits if wait.lane == lane]
             for cause in sorted({wait.label for wait in behind}):
                 blocked = _union(wait for wait in behind if wait.label == cause)
-                waited[cause] = waited.get(cause, 0.0) + _overlap(own, blocked)
-            waited[lane] = waited.get(lane, 0.0) + _length(own) - _overlap(own, _union(behind))
+                waited[cause] = waited.get(cause, 0.0) + _overlap(waits, blocked)
+            waited[lane] = waited.get(lane, 0.0) + _length(waits) - _overlap(waits, _union(behind))
         return StepTimes(self.step, self.end - self.begin, busy, waited, self.ended)
 
 
