@@ -15,6 +15,8 @@ Text = str | None
 Number = int | None
 Switch = bool | None
 Gigabytes = float | None
+OTHERS = ("model", "machine", "device", "largest", "tokens", "as_json")
+"""Parameters of the command that are not options of `megatrain.plan`."""
 MODEL_HELP = "A directory with a config.json, a config.json, or a model's name."
 MACHINE_HELP = "A name such as rtx4090-64gb, or a file of `megatrain probe --json`; else this machine."
 
@@ -57,10 +59,6 @@ def plan(
             typer.echo(json.dumps({"refused": _described(refusal)}, indent=2))
         raise
     typer.echo(made.to_json() if as_json else made.table(tokens), nl=not as_json)
-
-
-OTHERS = ("model", "machine", "device", "largest", "tokens", "as_json")
-"""What is not passed on to `megatrain.plan` as an option."""
 
 
 def _plan(model: str, machine: str | None, device: str | None, largest: str | None, options: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ Event = dict[str, Any]
 Span = tuple[str, str, float, float]
 """Lane, label, start and end in seconds."""
 STEPS = "steps"
+LONGEST_LINE = 1 << 24
+"""Bytes that are read at once: a file of another kind may have no lines."""
 MEMORY = {"vram": "VRAM (GiB)", "ram": "RAM (GiB)"}
 
 
@@ -60,7 +63,7 @@ def read(path: Path) -> Iterator[Event]:
     """The lines of a record. What a killed process left incomplete is passed over."""
     known = False
     with path.open("rb") as file:
-        for line in file:
+        for line in iter(partial(file.readline, LONGEST_LINE), b""):
             try:
                 event = json.loads(line)
                 _seconds(event)

@@ -156,6 +156,11 @@ def test_an_unwritable_record_does_not_stop_the_run(tmp_path: Path, announced: p
     assert sum("cannot be written" in line for line in announced.messages) == 1
 
 
+def test_a_read_only_directory(announced: pytest.LogCaptureFixture) -> None:
+    assert new_trainer(Path("/proc")).train().global_step == 4
+    assert sum("/proc/run.jsonl cannot be written" in line for line in announced.messages) == 1
+
+
 def test_a_directory_that_vanishes(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
     trainer = new_trainer(out, callbacks=[At(2, lambda: shutil.rmtree(out))], save_strategy="steps", save_steps=3)

@@ -95,3 +95,8 @@ def test_the_record_is_not_overwritten(tmp_path: Path) -> None:
     done = run_trace(str(tmp_path), "--out", str(tmp_path / "run.jsonl"))
     assert (done.exit_code, "is the record itself" in done.stderr) == (2, True)
     assert (tmp_path / "run.jsonl").read_bytes() == before
+
+
+def test_a_file_without_lines_is_not_read_to_its_end(tmp_path: Path) -> None:
+    done = run_trace("/dev/zero", "--out", str(tmp_path / "trace.json"))
+    assert (done.exit_code, "is not the record of a run" in done.stderr) == (1, True)
