@@ -50,18 +50,22 @@ class Recording:
                 files.make_directory(file.parent)
         record = Record(file, start, step=step, settle=self.timeline.settle)
         self.timeline.restart_step()
-        self._records = [*[other for other in self._records if not other.closed], record]
+        self._records = [*self._open, record]
         self.timeline.listeners[:] = [other.timed for other in self._records]
         return record
 
+    @property
+    def _open(self) -> list[Record]:
+        return [record for record in self._records if not record.closed]
+
     def begun(self, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
         """The model is called with these inputs."""
-        if not self._records or not torch.is_grad_enabled():
+        if not self._open or not torch.is_grad_enabled():
             return
         if (tokens := tokens_of(*inputs)) is not None:
             with self._lock:
                 self._tokens.append(tokens)
-        for record in self._records:
+        for record in self._open:
             record.begun()
 
     def dropped(self) -> None:
@@ -71,7 +75,7 @@ class Recording:
 
     def stepped(self, page: int, rules: RuleTable, outcome: Outcome) -> None:
         """A step was submitted; `page` is its number in the timeline."""
-        if not self._records:
+        if not self._open:
             return
         with self._lock:
             counts, self._tokens = self._tokens, []
@@ -79,23 +83,23 @@ class Recording:
         device = self.timeline.device
         memory = {"vram": 0 if device is None else torch.cuda.memory_reserved(device), "ram": self._ram()}
         rate = next((rule.lr for of_slab in rules.values() for rule in of_slab.values()), None)  # type: ignore[attr-defined]
-        for record in self._records:
+        for record in self._open:
             record.stepped(page, outcome, learning_rate=rate, tokens=tokens, memory=memory)
         if device is None:
             # On a GPU the events of this step have not happened yet, and are read while the next one runs.
             self.timeline.settle(wait=False)
 
     def event(self, name: str, **values: Any) -> None:
-        for record in self._records:
+        for record in self._open:
             record.write(name, **values)
 
     def resumed(self, step: int, path: object) -> None:
-        for record in self._records:
+        for record in self._open:
             record.step = step
             record.write("load", path=path, step=step)
 
     def close(self, error: BaseException | None = None) -> None:
-        for record in self._records:
+        for record in self._open:
             record.close(**ending(error))
         self._records = []
 

@@ -208,8 +208,10 @@ def test_a_device_that_failed_does_not_hide_the_error(tmp_path: Path) -> None:
     assert lines(tmp_path / "run.jsonl", "end")[0]["error"] == "ValueError: the first error"
 
 
-def test_forwards_without_a_record_are_not_counted() -> None:
+def test_forwards_without_an_open_record_are_not_counted(tmp_path: Path) -> None:
     engine = engine_of(small.llama())
+    engine.model(**small.batch())
+    engine.record(tmp_path).close()
     engine.model(**small.batch())
     assert engine._step.recording._tokens == []
 
