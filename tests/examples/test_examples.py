@@ -19,7 +19,7 @@ PRINTS = {
     "lora": (r"loss: 5\.\d+ at the start, 4\.\d+ at the end", r"PEFT reloads PeftModelForCausalLM"),
     "trl_sft": (r"loss: 4\.\d+ at the start, [23]\.\d+ at the end", r"stock transformers reloads 382,176 "),
     "plan_a_machine": (
-        r"does not fit on rtx4090-64gb: of ram", r"makes it fit: .*'bf16-sr'", r"13\.02B parameters on rtx4090",
+        r"does not fit on rtx4090-64gb: .* of ram", r"makes it fit: .*'bf16-sr'", r"13\.02B parameters on rtx4090",
         r"batch of 1024 tokens: \d+", r"context: [\d,]+ tokens", r"largest model with an exact FP32 master: \d\.\dB",
     ),
     "resume": (r"stopped with exit status 143, saved \['checkpoint-4'\]", r"30 weights, 0 differ"),

@@ -113,7 +113,9 @@ def dynamo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(process, "DYNAMO_CONFIG_PER_THREAD", request.param)
     plain = torch.compile
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: plain(function, backend="eager", dynamic=False))
+    monkeypatch.setattr(
+        compiled.torch, "compile", lambda function, **_: plain(function, backend="eager", dynamic=False)
+    )
     with torch._dynamo.config.patch(recompile_limit=LIMIT):
         yield lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch._dynamo.reset()

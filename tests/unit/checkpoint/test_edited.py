@@ -288,7 +288,7 @@ def test_files_are_synced_before_the_manifest_and_old_checkpoints_are_deleted_la
     trainer = mt.Trainer(model=small.llama(), args=small.arguments(tmp_path, **options), train_dataset=small.rows())
     with files.observing(record):
         trainer.train()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "run.jsonl"]
     sealing = [entry for entry in operations if entry[1].startswith("checkpoint-4") or entry[1] == "."]
     order = [operation for operation, _ in sealing]
     listed = json.loads((tmp_path / "checkpoint-4" / manifest.FILE).read_text())["files"]
