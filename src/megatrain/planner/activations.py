@@ -116,6 +116,8 @@ def graph_bytes(block: BlockShape, run: Run, attention: str) -> int:
     if block.experts:
         per_token += ROUTER_BYTES * block.experts + EXPERT_ROWS * block.experts_per_token * block.hidden_size
         per_token += CLAMPED_MLP * block.intermediate_size if block.expert_biases else 0
+        # Compiled in several graphs, experts save the product too: it is the result of one of them.
+        per_token += 2 * block.intermediate_size if run.compile else 0
     return int(per_token * run.micro_tokens * run.itemsize / 2) + run.micro_tokens * more
 
 
