@@ -97,8 +97,7 @@ def _check(
         which = "the model has and it lacks" if odd[0] in targets else "it has and the model lacks"
         raise CheckpointError(
             f"the adapter {name!r} in {folder} does not match the model's, {which} {odd[0]}; create the adapter with "
-            "the "
-            "configuration that was saved."
+            "the configuration that was saved."
         )
     for key, target in targets.items():
         if target is not None and values[key].shape != target.shape:

@@ -63,8 +63,7 @@ def warn_once(owner: object, marked: Iterable[str]) -> None:
     if fresh:
         warn(
             f"this checkpoint has NaN or infinite values in {_listed(fresh)}: resume_from_checkpoint=True will skip it "
-            "and "
-            "save_total_limit will not count it; go back to an earlier one with a lower learning rate or other data"
+            "and save_total_limit will not count it; go back to an earlier one with a lower learning rate or other data"
         )
 
 

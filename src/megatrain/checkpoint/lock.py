@@ -17,11 +17,11 @@ from pathlib import Path
 from megatrain import files
 from megatrain.errors import DirectoryInUse
 from megatrain.files import AnyPath
+from megatrain.telemetry.lines import CANNOT_LOCK
 from megatrain.telemetry.notices import warn
 
 FILE = "_megatrain.lock"
 """Trainers do not upload files whose names start with an underscore."""
-UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
@@ -62,13 +62,12 @@ def _locked(path: Path) -> int | None:
             who = f" (pid {holder})" if holder else ""
             raise DirectoryInUse(
                 f"another process{who} is training in {path.parent}, and each would delete the other's checkpoints; "
-                "use "
-                "another output_dir, or stop that process first. Nothing was changed."
+                "use another output_dir, or stop that process first. Nothing was changed."
             ) from None
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            if error.errno not in UNSUPPORTED | FORBIDDEN:
+            if error.errno not in CANNOT_LOCK | FORBIDDEN:
                 raise
             warn(
                 f"{path.parent} cannot be locked ({error.strerror}); make sure that no other process uses this "

@@ -42,8 +42,7 @@ def check(
                 if name not in parameters:
                     raise CheckpointError(
                         f"{path} has the state of {name!r}, a parameter that this optimizer does not train; use the "
-                        "same "
-                        "model and the same frozen parameters."
+                        "same model and the same frozen parameters."
                     )
                 if name in where:
                     raise CheckpointError(

@@ -142,8 +142,7 @@ def check_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: Any
     if kind != optimizer.kind:
         raise CheckpointError(
             f"the optimizer state in {directory} was saved by {kind}, but this optimizer is {optimizer.kind}; continue "
-            "with "
-            f"{kind}, or load the weights alone."
+            f"with {kind}, or load the weights alone."
         )
     parameters = _parameters(model, optimizer)
     groups = [[*own] for own in _named(model, optimizer)]

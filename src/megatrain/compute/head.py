@@ -86,8 +86,7 @@ class Head:
             if versions != [slab.version for slab in self.block.slabs]:
                 raise UnsupportedCall(
                     "these logits are computed on first use, and the weights have changed since the forward; read them "
-                    "before "
-                    "optimizer.step(), or set head_chunk=0 to compute them in the forward."
+                    "before optimizer.step(), or set head_chunk=0 to compute them in the forward."
                 )
             with ambient.autocasting(), nullcontext() if graph else torch.no_grad():
                 return materialize()

@@ -86,8 +86,7 @@ class RamMonitor:
         if self._measure() < wanted and (left := self._measure_after_trimming()) < wanted:
             raise OutOfRam(
                 f"{self._account(left)}, and {what} takes about {nbytes / GIB:.2f}; stopped before starting it. "
-                "Weights "
-                f"and optimizer states are intact: save them, then {_ADVICE}, or use fewer tokens at a time."
+                f"Weights and optimizer states are intact: save them, then {_ADVICE}, or use fewer tokens at a time."
             )
 
     def after_step(self) -> None:

@@ -121,8 +121,7 @@ class MicroBatches(Optimizing):
         if in_order and self.engine.revisits and not self._looked:
             announce(
                 "training steps run blocks more than once (two forwards or backwards), so micro-batches run one after "
-                "the "
-                "other and gradients are added in order"
+                "the other and gradients are added in order"
             )
         self._looked = True
         return losses

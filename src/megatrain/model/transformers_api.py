@@ -50,8 +50,7 @@ class TransformersApi:
         if in_use or (kwargs.get("use_cache") and not training):
             raise UnsupportedCall(
                 "a key/value cache was requested while gradients are enabled, but streamed blocks are recomputed in "
-                "the "
-                "backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
+                "the backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
             )
 
 

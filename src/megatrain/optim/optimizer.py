@@ -222,8 +222,7 @@ class Optimizer(torch.optim.Optimizer):
         if roles and (missing := sorted(set(self.rule.moments) - roles)):
             raise CheckpointError(
                 f"the state of parameter {number} has no {missing[0]}, which {self.kind} needs; use the optimizer that "
-                "it "
-                "was saved from."
+                "it was saved from."
             )
 
     def __repr__(self) -> str:

@@ -88,8 +88,7 @@ class HostMemory:
             self.pinning = False
             warn(
                 f"the driver refused to pin {nbytes / (1 << 20):.0f} MiB of host memory, so transfers use a pinned "
-                "staging "
-                "ring and are slower; raise the locked-memory limit (ulimit -l) to avoid this"
+                "staging ring and are slower; raise the locked-memory limit (ulimit -l) to avoid this"
             )
         self.allocated_bytes += nbytes
         self._buffers.append(buffer)

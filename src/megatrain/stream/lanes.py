@@ -226,8 +226,7 @@ class ThreadLane(Lane):
         if since > FAIL_AFTER_SECONDS:
             raise LaneFailed(
                 f"the {self._worker} lane is stalled: {self._status()}, and {waited_for!r} waits for it; check the "
-                "disk, "
-                "the driver and the load of the machine, then restart from the last checkpoint."
+                "disk, the driver and the load of the machine, then restart from the last checkpoint."
             )
         if since > WARN_AFTER_SECONDS and self._warned < job[1]:
             self._warned = time.monotonic()

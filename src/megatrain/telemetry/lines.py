@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatrain.telemetry.notices import warn
 
-UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+CANNOT_LOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 _open: weakref.WeakSet[LineFile] = weakref.WeakSet()
 
 
@@ -65,7 +65,7 @@ class LineFile:
         except BlockingIOError as error:
             raise OSError(error.errno, "another run is recorded in it") from None
         except OSError as error:
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in CANNOT_LOCK:
                 raise
 
     def _give_up(self, error: OSError) -> None:
