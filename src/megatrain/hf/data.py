@@ -59,7 +59,10 @@ def prepare(dataset: Any, model: nn.Module, tokenizer: Any) -> tuple[Any, Causal
         wrapped = StreamedRows(dataset, encode)
     else:
         if len(dataset) == 0:
-            raise DataError("the dataset is empty: there is no row to train or evaluate on.")
+            raise DataError(
+                "the dataset is empty: there is no row to train or evaluate on; check the split and the filters that "
+                "made it."
+            )
         kind = encode.kind(0, dataset[0])
         if kind is None:
             return dataset, None
@@ -122,7 +125,10 @@ class StreamedRows(_Encoded, IterableDataset[dict[str, Any]]):
         for index, row in enumerate(self.source):
             yield self.encode(index, row)
         if index < 0 and get_worker_info() is None:  # a worker's share may well be empty
-            raise DataError("the dataset gave no rows: it is empty, or a one-shot stream that was read before.")
+            raise DataError(
+                "the dataset gave no rows: it is empty, or a one-shot stream that was read before; pass one that can "
+                "be read again."
+            )
 
 
 class RowEncoder:
@@ -249,7 +255,10 @@ class RowEncoder:
             low, high = (int(x) for x in torch.aminmax(ids)) if len(ids) else (0, 0)
             if size is not None and (low < 0 or high >= size):
                 wrong = low if low < 0 else high
-                raise DataError(f"row {index}: token id {wrong} is outside the vocabulary (vocab_size {size}).")
+                raise DataError(
+                    f"row {index}: token id {wrong} is outside the vocabulary (vocab_size {size}); use the model's own "
+                    "tokenizer, or resize its embeddings before attaching."
+                )
         return columns
 
 
