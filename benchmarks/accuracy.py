@@ -21,9 +21,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 import megatrain as mt
-from benchmarks.shapes import SHAPES, random_model
-from benchmarks.step import GIB, driver_vram, resident_ram
+from benchmarks.shapes import SHAPES, config_of, random_model
+from benchmarks.step import GIB, now, resident_ram, seconds_between, vram_outside
 from megatrain.model.shapes import describe
 
 GROUPS: dict[str, list[list[str]]] = {
@@ -107,7 +106,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
     model = random_model(args.shape, getattr(torch, args.dtype), **layers).train()
     blocks = {block.name for block in describe(model).blocks if block.kind == "layer"}
-    machine = mt.probe(refresh=args.refresh)
+    machine = mt.probe(refresh=args.refresh, offload_dir=args.offload_dir)
     torch.cuda.empty_cache()
     ram["model"] = resident_ram()
     plan, engine, losses, seconds = (with_trainer if args.trainer else with_own_loop)(model, machine, args, ram)
@@ -115,7 +114,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     measured = sorted(seconds)[len(seconds) // 2]
     ram["end"] = resident_ram()
     # Peak VRAM: what is outside PyTorch's allocator, plus its peak reservation.
-    outside = driver_vram() - torch.cuda.memory_reserved() / GIB
+    outside = vram_outside()
     reserved = torch.cuda.max_memory_reserved() / GIB
     at_end = torch.cuda.memory_reserved() / GIB
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
@@ -136,6 +135,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "ram_planned": {role: round(nbytes / GIB, 3) for role, nbytes in plan.memory["ram"].items()},
         "lanes_predicted": {"busy": plan.step.busy, "waited": plan.step.waited},
         "lanes_measured": {"busy": times.busy, "waited": times.waited} if times else None,
+        "disk": {
+            "planned": plan.total("disk"),
+            "blocks": len(plan.on_disk),
+            "read": engine.counters.bytes_disk_in / max(1, engine.counters.steps),
+            "written": engine.counters.bytes_disk_out / max(1, engine.counters.steps),
+        },
         "losses": losses,
         "all_seconds": seconds,
     }
@@ -153,6 +158,7 @@ def decision_of(plan: mt.Plan, layers: set[str]) -> dict[str, Any]:
     return {
         "other_blocks": others, "resident_layers": resident, "held_weights": resident + held,
         "held_gradients": resident + summed, "gpu_updates": resident + streamed if streamed else 0,
+        "disk_blocks": len(plan.on_disk),
         "stored_graphs": stored, "offload_inputs": plan.policy["*"] == "offload", "first_window": plan.windows[0],
         "window": plan.windows[:2][-1], "slots": plan.slots, "grad_slots": plan.grad_slots,
     }  # fmt: skip
@@ -167,6 +173,7 @@ def with_own_loop(
         "optimizer_compression": args.compression or False,
         "max_vram_gb": args.max_vram_gb,
         "max_ram_gb": args.max_ram_gb,
+        "offload_dir": args.offload_dir,
     }
     run = {"batch": args.batch, "length": args.length, "accumulation": args.micro, "padded": args.padded}
     plan = mt.plan(model, machine=machine, **run, **settings)
@@ -174,7 +181,7 @@ def with_own_loop(
     engine = mt.Engine(model, plan=plan, **settings)
     ram["attached"] = resident_ram()
     optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
-    batches = [_collated(rows) for rows in _batches(model, args, args.micro)]
+    inputs = [collated(rows) for rows in batches(model, args, args.micro)]
 
     def micro_batch(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = model(**{name: values.to(engine.device) for name, values in batch.items()}).loss / args.micro
@@ -182,7 +189,7 @@ def with_own_loop(
         return loss.detach()
 
     def step() -> float:
-        tasks = [partial(micro_batch, batch) for batch in batches]
+        tasks = [partial(micro_batch, batch) for batch in inputs]
         losses: list[torch.Tensor] = []
         for size in plan.windows:
             losses += engine.window(tasks[len(losses) : len(losses) + size], full_step=size == len(tasks))
@@ -203,28 +210,31 @@ def with_own_loop(
 def with_trainer(
     model: PreTrainedModel, machine: mt.Machine, args: argparse.Namespace, ram: dict[str, float]
 ) -> tuple[mt.Plan, mt.Engine, list[float], list[float]]:
-    """The same for `megatrain.Trainer`, which makes its own plan."""
-    ends: list[float] = []
-    timelines: list[Any] = []
-    traced = ExitStack()
+    """The same for `megatrain.Trainer`, which makes its own plan. `args.more` steps follow, inside `args.around`."""
+    ends: list[Any] = []
+    around = ExitStack()
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
-            ends.append(time.perf_counter())
+            ends.append(now())  # the host may be steps ahead of the GPU
             if len(ends) == 2:
                 ram["stepped"] = resident_ram()
-            if args.trace and len(ends) == args.steps + WARM:
-                timelines.append(traced.enter_context(trainer.engine.trace()))
+            if len(ends) == args.steps + WARM + args.more:
+                around.close()
+            if args.around is not None and len(ends) == args.steps + WARM:
+                around.enter_context(args.around(trainer.engine))
 
     mt.init(
         machine=machine,
         max_vram_gb=args.max_vram_gb,
         max_ram_gb=args.max_ram_gb,
+        offload_dir=args.offload_dir,
         optimizer_compression=args.compression or False,
         length=args.length,
+        compile=args.compile,
     )
-    steps = args.steps + WARM + bool(args.trace)
-    rows = [row for batch in _batches(model, args, args.micro * steps) for row in batch]
+    steps = args.steps + WARM + args.more
+    rows = [row for batch in batches(model, args, args.micro * steps) for row in batch]
     with tempfile.TemporaryDirectory() as directory:
         trainer = mt.Trainer(
             model=model,
@@ -236,28 +246,24 @@ def with_trainer(
                 learning_rate=1e-5,
                 bf16=args.dtype == "bfloat16",
                 use_cpu=not torch.cuda.is_available(),
-                torch_compile=args.compile,
-                logging_steps=1,
+                logging_steps=steps,  # a step that is logged waits for its loss
                 save_strategy="no",
                 report_to=[],
                 disable_tqdm=True,
             ),
             train_dataset=rows,
-            data_collator=_collated,
+            data_collator=collated,
             callbacks=[Clock()],
         )
         plan = trainer.engine.settings.plan
         ram["attached"] = resident_ram()
         trainer.train()
-    traced.close()
-    for timeline in timelines:
-        timeline.save(args.trace)
-        ends.pop()
+    del ends[args.steps + WARM :]
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return plan, trainer.engine, losses, [after - before for before, after in pairwise(ends[WARM - 1 :])]
+    return plan, trainer.engine, losses, seconds_between(ends[WARM - 1 :])
 
 
-def _batches(model: PreTrainedModel, args: argparse.Namespace, count: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+def batches(model: PreTrainedModel, args: argparse.Namespace, count: int) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Micro-batches of rows of random tokens; with `--padded` every second row is three quarters as long."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
@@ -266,7 +272,7 @@ def _batches(model: PreTrainedModel, args: argparse.Namespace, count: int) -> It
         yield [{"input_ids": row[: short if number % 2 else args.length]} for number, row in enumerate(ids)]
 
 
-def _collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     tokens = [row["input_ids"] for row in rows]
     batch = {name: pad_sequence(tokens, True, value) for name, value in (("input_ids", 0), ("labels", -100))}
     if any(len(row) < batch["input_ids"].shape[1] for row in tokens):
@@ -279,6 +285,7 @@ def _name(args: argparse.Namespace) -> str:
     words = [args.shape if args.layers is None else f"{args.layers} layers of {args.shape}"]
     words.append(f"{args.max_vram_gb or 'no'} cap")
     words.append(f"{args.micro} of {args.batch} x {args.length} tokens")
+    words += [f"{args.max_ram_gb:g} GiB of RAM and disk"] if args.offload_dir and args.max_ram_gb else []
     words += [args.dtype] if args.dtype != "bfloat16" else []
     words += [args.compression] if args.compression else []
     words += ["padded"] if args.padded else []
@@ -287,11 +294,16 @@ def _name(args: argparse.Namespace) -> str:
     return ", ".join(words)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help=f"comma-separated groups of rows: {', '.join(GROUPS)}")
-    parser.add_argument("--resume", type=Path, help="append finished rows to this file, and skip rows that are in it")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="total seconds")
+@contextmanager
+def _traced(path: Path, engine: mt.Engine) -> Iterator[None]:
+    with engine.trace() as timeline:
+        yield
+    timeline.save(path)
+
+
+def row_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that describe one row."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", action="store_true", help="let megatrain.Trainer plan and train")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -303,11 +315,23 @@ def main() -> None:
     parser.add_argument("--padded", action="store_true", help="rows differ in length")
     parser.add_argument("--max-vram-gb", type=float)
     parser.add_argument("--max-ram-gb", type=float)
+    parser.add_argument("--offload-dir", nargs="*", help="directories for states that do not fit in RAM")
     parser.add_argument("--compression")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--trace", type=Path, help="with --trainer: write the timeline of one more step here")
     parser.add_argument("--refresh", action="store_true", help="probe the machine again")
+    parser.set_defaults(around=None, more=0)
+    return parser
+
+
+def main() -> None:
+    parser = row_parser(__doc__)
+    parser.add_argument("--rows", help=f"comma-separated groups of rows: {', '.join(GROUPS)}")
+    parser.add_argument("--resume", type=Path, help="append finished rows to this file, and skip rows that are in it")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="total seconds")
+    parser.add_argument("--trace", type=Path, help="with --trainer: write the timeline of one more step here")
     args = parser.parse_args()
+    if args.trace is not None:
+        args.around, args.more = partial(_traced, args.trace), 1
     if args.rows is None:
         print(json.dumps(measure(args)))
         return
@@ -356,10 +380,8 @@ def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Na
 
 def expected(options: argparse.Namespace) -> float:
     """Estimated seconds of a row, at 300 TFLOP/s; most rows take less."""
-    fields = SHAPES[options.shape] | ({} if options.layers is None else {"num_hidden_layers": options.layers})
-    shape = describe(
-        AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
-    )
+    layers = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    shape = describe(config_of(options.shape, **layers))
     tokens = options.batch * options.length * options.micro * (options.steps + WARM)
     steps = 6 * shape.matmul_parameters * tokens / (3e14 if options.dtype == "bfloat16" else 3e13)
     return STARTING + PER_PARAMETER * shape.parameters + steps + (COMPILING if options.compile else 0)

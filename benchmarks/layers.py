@@ -55,7 +55,7 @@ def measure(name: str, batch: int, length: int, compiled: bool) -> dict[str, obj
         result = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
         return result[0] if isinstance(result, tuple) else result
 
-    forward = torch.compile(call, backend=backend(call, lambda: False)) if compiled else call
+    forward = torch.compile(call, backend=backend(call.__code__, lambda: False, recomputes=False)) if compiled else call
 
     output = forward()
     towards = torch.ones_like(output)
@@ -83,6 +83,7 @@ def measure(name: str, batch: int, length: int, compiled: bool) -> dict[str, obj
     collected = block.trainable * 4 * run.itemsize / machine.hbm
     return {
         "layer": f"{name}{', compiled' if compiled else ''}",
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if compiled else None,
         "tokens": batch * length,
         "graph_gib": [kept / GIB, graph_bytes(block, run, shape.attention) / GIB],
         "graph_bytes_per_token": kept / batch / length,
@@ -105,6 +106,7 @@ def main() -> None:
             except Exception as error:  # report the other shapes
                 print(json.dumps({"layer": name, "compiled": compiled, "error": repr(error)[:300]}), flush=True)
             torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
             gc.collect()
             torch.cuda.empty_cache()
 

@@ -52,7 +52,7 @@ planner](performance.md#accuracy-of-the-planner)). The other machines are specif
 | layers | compiled |
 | step | 16 micro-batches of 4 × 2048 tokens (131,072), full sequences without masks, unless stated |
 | usable memory | {usable:.0%} of VRAM and RAM |
-| disk | reads 3.7 GB/s, writes 2.1 GB/s. Planned only: the engine has no disk tier yet |
+| disk | reads 3.7 GB/s, writes 2.1 GB/s |
 | experts | two thirds of the rate of dense products, as one layer of Qwen3-30B-A3B on the H200 |
 
 A cell is: tokens per second (TFLOP/s) · bottleneck · GiB of VRAM / RAM (/ disk) · blocks resident in VRAM + blocks with
@@ -76,7 +76,8 @@ def cell(shape: ModelShape, machine: str, **settings: Any) -> str:
     sizes = [f"{found.total(tier) / GIB:.0f}" for tier in ("vram", "ram", "disk") if found.total(tier)]
     placed = f"{len(found.resident)} + {len(found.held_weights)} of {found.blocks}, {found.window}"
     speed = f"{found.tokens_per_second:,.0f} ({found.tflops:.0f})"
-    return f"{speed} · {found.step.bottleneck} · {' / '.join(sizes)} · {placed}"
+    bound = "disk" if found.step.bottleneck.startswith("disk") else found.step.bottleneck
+    return f"{speed} · {bound} · {' / '.join(sizes)} · {placed}"
 
 
 def table(shapes: dict[str, ModelShape], settings: dict[str, Any]) -> list[str]:

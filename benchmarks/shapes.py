@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 QWEN = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, object]] = {
@@ -49,12 +49,17 @@ SHAPES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def random_model(shape: str, dtype: torch.dtype, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A model of the given shape on the CPU, with weights from N(0, 0.02), drawn on the GPU if there is one."""
+def config_of(shape: str, **overrides: object) -> PreTrainedConfig:
     fields = SHAPES[shape] | overrides
-    config = AutoConfig.for_model(str(fields["model_type"]), **{k: v for k, v in fields.items() if k != "model_type"})
+    return AutoConfig.for_model(str(fields["model_type"]), **{k: v for k, v in fields.items() if k != "model_type"})
+
+
+def random_model(
+    shape: str, dtype: torch.dtype, seed: int = 0, device: str = "cpu", **overrides: object
+) -> PreTrainedModel:
+    """A model of the given shape, with weights from N(0, 0.02), drawn on the GPU if there is one."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config_of(shape, **overrides), dtype=dtype)
     source = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(source).manual_seed(seed)
     filled: dict[int, torch.nn.Parameter] = {}
@@ -68,14 +73,16 @@ def random_model(shape: str, dtype: torch.dtype, seed: int = 0, **overrides: obj
                     values.normal_(0.0, 0.02, generator=generator)
                 else:
                     values.fill_(1.0 if key == "weight" else 0.0)
-                filled[id(parameter)] = torch.nn.Parameter(values.cpu())
+                filled[id(parameter)] = torch.nn.Parameter(values.to(device))
             module._parameters[key] = filled[id(parameter)]
     model.tie_weights()
-    return model
+    return model if device == "cpu" else model.to(device)
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
-    """Parameters in matrix products of every token: all but the embedding, the head once."""
-    embedding = model.get_input_embeddings().weight.numel()
-    tied = model.config.tie_word_embeddings
-    return sum(p.numel() for p in model.parameters()) - (0 if tied else embedding)
+    """Parameters in matrix products of every token: all but the embedding and inactive experts, the head once."""
+    embedding, config = model.get_input_embeddings().weight.numel(), model.config
+    total = sum(p.numel() for p in model.parameters()) - (0 if config.tie_word_embeddings else embedding)
+    routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    experts = getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0) or 1
+    return total - routed + routed * getattr(config, "num_experts_per_tok", 1) // experts

@@ -12,8 +12,10 @@ import copy
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 # Keeps reserved memory close to allocated memory; read when CUDA is first used.
@@ -159,14 +161,36 @@ def measure(
     return result
 
 
+def now() -> float | torch.cuda.Event:
+    """When the GPU has done what was submitted to the current stream, without waiting for it. No GPU: the time."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(moments: Sequence[float | torch.cuda.Event]) -> list[float]:
+    """Seconds from each moment to the next."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(moments)]
+    return [after - before for before, after in pairwise(moments)]
+
+
 def driver_vram() -> float:
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
 
 
-def resident_ram() -> float:
-    """RssAnon + RssShmem of this process, in GiB."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+def vram_outside() -> float:
+    """GiB that the driver reports beyond what PyTorch's allocator has reserved. Nothing else may run on the GPU."""
+    return driver_vram() - torch.cuda.memory_reserved() / GIB
+
+
+def resident_ram(process: int | str = "self") -> float:
+    """RssAnon + RssShmem of a process, in GiB."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) / (1 << 20)
 
 

@@ -24,7 +24,8 @@ MERGE, THIN = 1.0, 3.0
 has thousands of spans."""
 LABEL = 7.0
 """Pixels that a character of a label needs."""
-ORDER = ("compute", "h2d", "refresh", "d2h", "sums_out", "states_in", "gpu_update", "states_out", "update", "disk")
+ORDER = ("compute", "h2d", "refresh", "d2h", "sums_out", "states_in", "gpu_update", "states_out", "update",
+         "disk_in", "disk_update", "disk_out")  # fmt: skip
 COLOURS = {"forward": "#0072b2", "backward": "#d55e00", "head": "#cc79a7", "h2d": "#56b4e9", "refresh": "#56b4e9",
            "d2h": "#e69f00", "sums_out": "#e69f00", "update": "#009e73", "gpu_update": "#009e73"}  # fmt: skip
 OTHER = "#999999"

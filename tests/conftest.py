@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain import settings
+from megatrain.model import loading
 
 # Background jobs of a shell ignore SIGINT, and their children inherit that. Tests of Ctrl-C need Python's handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -23,6 +24,7 @@ def defaults() -> Iterator[None]:
     settings.store(settings.Settings())
     yield
     settings.store(settings.Settings())
+    loading.keep_in_files(False)
     torch.set_num_threads(threads)
 
 

@@ -79,10 +79,11 @@ def roles(engine: mt.Engine) -> dict[str, Any]:
     engine.synchronize()
     found: dict[str, Any] = {}
     for slab in engine.slabs:
-        for role in ("weight", "residual"):
-            flat = getattr(slab, role)
-            found[f"{slab.index}/{role}"] = None if flat is None else flat.clone()
-        found |= {f"{slab.index}/{role}": moment.bytes.clone() for role, moment in slab.moments.items()}
+        found[f"{slab.index}/weight"] = slab.weight.clone()
+        # Also of states on disk.
+        states = [buffer.read(0, buffer.nbytes).clone() for buffer in slab.state_buffers()]
+        found[f"{slab.index}/residual"] = None if slab.residual is None else states.pop(0).view(torch.int16)
+        found |= {f"{slab.index}/{role}": state for role, state in zip(slab.moments, states, strict=True)}
         found[f"{slab.index}/steps"] = list(slab.steps)
     return found
 

@@ -91,5 +91,17 @@ class DirectoryInUse(MegaTrainError):
     """Another process writes checkpoints into this directory."""
 
 
+class DiskFailed(MegaTrainError):
+    """State on disk could not be read or written, or was damaged."""
+
+
+class DiskFull(DiskFailed):
+    """There is not enough free space for state on disk."""
+
+
+class DriveLimit(MegaTrainError):
+    """The run has written as much to disk as `max_drive_tb` allows."""
+
+
 class LaneFailed(MegaTrainError):
     """Work on a background lane failed. The cause is attached."""

@@ -17,8 +17,9 @@ PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Optimizer → number of moments it keeps."""
-PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states")
-"""Settings that list block name patterns: which state of those blocks is kept in or streamed through GPU memory."""
+PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states", "on_disk")
+"""Settings that list block name patterns: which state of those blocks is kept in or streamed through GPU memory, or is
+on disk."""
 PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
 """Settings that a plan decides unless the user sets them."""
 PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")
@@ -69,7 +70,9 @@ LANES = {
     "gpu_update": Lane("stream", after_compute=True),  # norms, merges and updates in GPU memory
     "states_in": Lane("stream", link="in"),  # streamed states, into slots
     "states_out": Lane("stream", link="out"),  # streamed states and their updated weights, back to RAM
-    "disk": Lane(None),  # planned only; the engine does not offload to disk yet
+    "disk_in": Lane("thread"),  # states on disk, into staging buffers in RAM
+    "disk_update": Lane("thread"),  # updates of those; apart, so that a late read holds up no other update
+    "disk_out": Lane("thread"),  # states back to disk
 }
 """All lanes by name, as the engine, the timeline and the simulator use them."""
 
@@ -84,9 +87,15 @@ class Tier:
     """Whether compute reads and writes it directly."""
 
 
-TIERS = {"vram": Tier("gpu_update", on_device=True), "ram": Tier("update", on_device=False)}
+TIERS = {
+    "vram": Tier("gpu_update", on_device=True),
+    "ram": Tier("update", on_device=False),
+    "disk": Tier("disk_update", on_device=False),
+}
 STAGING_SLOTS = 2
 """Slots per ring for data that moves once per step: held gradient sums on their way to RAM, and streamed states."""
+DISK_STAGING_SLOTS = 3
+"""Staging buffers per ring for states on disk: one being read, one updated and one written."""
 
 # ---- slabs and rings
 

@@ -4,22 +4,25 @@
 |---|---|
 | Python's switch interval | an engine is open whose lanes are threads |
 | PyTorch's GPU memory fraction and expandable segments | an engine with a cap or a plan is open |
-| dynamo's recompile limits | a compiled block is called |
+| dynamo's recompile limits and dynamic sources | a compiled block is called |
+| the order in which PyTorch tries attention backends | an engine is open on a GPU that hardware/attention.py knows |
+| how transformers loads a checkpoint | from `init(offload_dir=...)` until an engine is attached |
 
 A value that the user sets in the meantime is kept.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -82,6 +85,7 @@ class ProcessSetting(Generic[Value, Request]):
 def release(owner: Hashable) -> None:
     """Withdraw all requests of an owner."""
     settings: list[ProcessSetting[Any, Any]] = [switch_interval, *_vram_fractions.values(), _allocator_settings]
+    settings.append(sdpa_order)
     for setting in settings:
         setting.release(owner)
 
@@ -167,45 +171,123 @@ _allocator_settings: ProcessSetting[str, None] = ProcessSetting(
 )
 
 
+# ---- scaled_dot_product_attention
+
+SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn", "overrideable")
+"""By PyTorch's number."""
+SdpaOrder = tuple[int, ...]
+SdpaState = tuple[SdpaOrder, tuple[bool, ...]]
+PYTORCH_SDPA_ORDERS: tuple[SdpaOrder, ...] = ((1, 2, 0, 3, 4), (3, 1, 2, 0, 4))
+"""The orders that PyTorch sets itself. Any other one is the user's."""
+_FLAGS = ("math", "flash", "mem_efficient", "cudnn", "overrideable")
+_enabled: list[Callable[[], bool]] = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _FLAGS]
+_enable: list[Callable[[bool], None]] = [getattr(torch._C, f"_set_sdp_use_{name}") for name in _FLAGS]
+
+
+def sdpa_state() -> SdpaState:
+    """The order in which SDPA tries its backends, and by number whether each is enabled. Neither is per thread."""
+    return tuple(torch._C._get_sdp_priority_order()), tuple([enabled() for enabled in _enabled])
+
+
+def sdpa_key() -> str:
+    """The same as a string."""
+    return _as_string(sdpa_state())
+
+
+_as_string = cache(str)  # a string per call would take longer than the state itself
+
+
+def set_sdpa_state(state: SdpaState) -> None:
+    torch._C._set_sdp_priority_order(list(state[0]))
+    for enable, enabled in zip(_enable, state[1], strict=True):
+        enable(enabled)
+
+
+def sdpa_order_of(names: Sequence[str]) -> SdpaOrder:
+    """These backends first, then the others."""
+    return tuple(map(SDPA_BACKENDS.index, [*names, *(name for name in SDPA_BACKENDS if name not in names)]))
+
+
+def _combine_orders(users_value: SdpaOrder, requests: list[SdpaOrder]) -> SdpaOrder:
+    # The first engine's order stays: a run must not change its backend because another one begins.
+    return requests[0] if users_value in PYTORCH_SDPA_ORDERS else users_value
+
+
+sdpa_order: ProcessSetting[SdpaOrder, SdpaOrder] = ProcessSetting(
+    lambda: tuple(torch._C._get_sdp_priority_order()),
+    lambda order: torch._C._set_sdp_priority_order(list(order)),
+    _combine_orders,
+)
+
+
+# ---- transformers
+
+LOADER = "convert_and_load_state_dict_in_model"
+
+
+def _modeling() -> Any:
+    return importlib.import_module("transformers.modeling_utils")
+
+
+weights_loader: ProcessSetting[Any, Callable[[Any], Any]] = ProcessSetting(
+    lambda: getattr(_modeling(), LOADER),
+    lambda function: setattr(_modeling(), LOADER, function),
+    lambda users, requests: requests[0](users),
+    operator.is_,
+)
+"""The function that puts the tensors of a checkpoint into a model. A request wraps it."""
+
+
 # ---- dynamo
 
-
-def _read_limits() -> dict[str, Any]:
-    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-    return {name: getattr(torch._dynamo.config, name) for name in names}
-
-
-def _write_limits(limits: dict[str, Any]) -> None:
-    for name, value in limits.items():
-        setattr(torch._dynamo.config, name, value)
+DYNAMIC_SOURCES = r"L\['(?!self'|fixed_).*"
+"""A pattern for dynamo: sizes and integers of every argument are dynamic, except of modules and of arguments named
+`fixed_...` (compute/compiled.py). It applies to what runs after a graph break too."""
+LIMITS = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "suppress_errors")
 
 
-def _raise_limits(users_value: dict[str, Any], graphs: list[int]) -> dict[str, Any]:
+def _read_dynamo() -> dict[str, Any]:
+    limits = {name: getattr(torch._dynamo.config, name) for name in LIMITS}
+    return limits | {"dynamic_sources": torch.compiler.config.dynamic_sources}
+
+
+def _write_dynamo(values: dict[str, Any]) -> None:
+    for name in LIMITS:
+        setattr(torch._dynamo.config, name, values[name])
+    torch.compiler.config.dynamic_sources = values["dynamic_sources"]
+
+
+def _for_blocks(users_value: dict[str, Any], graphs: list[int]) -> dict[str, Any]:
     return {
         "recompile_limit": max(users_value["recompile_limit"], *graphs),
         "accumulated_recompile_limit": max(users_value["accumulated_recompile_limit"], *(4 * most for most in graphs)),
         "fail_on_recompile_limit_hit": True,
+        "suppress_errors": False,
+        "dynamic_sources": ",".join(filter(None, (users_value["dynamic_sources"], DYNAMIC_SOURCES))),
     }
 
 
-_recompile_limits: ProcessSetting[dict[str, Any], int] = ProcessSetting(_read_limits, _write_limits, _raise_limits)
+_dynamo_settings: ProcessSetting[dict[str, Any], int] = ProcessSetting(_read_dynamo, _write_dynamo, _for_blocks)
 DYNAMO_CONFIG_PER_THREAD = torch.__version__ >= "2.12"
 """Whether dynamo's configuration is per thread; in older versions it is global."""
 
 
 @contextmanager
-def compile_limits(graphs: int) -> Iterator[None]:
+def compile_settings(graphs: int) -> Iterator[None]:
     """Inside, a call site may be compiled `graphs` times; one more compilation is an error, not a fall-back to eager.
 
-    The user's own compiled code keeps its limits. Before PyTorch 2.12, other threads are affected too.
+    The user's own compiled code keeps its settings. Before PyTorch 2.12, other threads are affected too.
     """
     if DYNAMO_CONFIG_PER_THREAD:
-        with torch._dynamo.config.patch(_raise_limits(_read_limits(), [graphs])):
+        compiler_config: Any = torch.compiler.config
+        values = _for_blocks(_read_dynamo(), [graphs])
+        sources = values.pop("dynamic_sources")
+        with torch._dynamo.config.patch(values), compiler_config.patch(dynamic_sources=sources):
             yield
         return
     owner = object()
-    _recompile_limits.request(owner, graphs)
+    _dynamo_settings.request(owner, graphs)
     try:
         yield
     finally:
-        _recompile_limits.release(owner)
+        _dynamo_settings.release(owner)

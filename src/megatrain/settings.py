@@ -51,6 +51,8 @@ class Debug(_Choices):
     """"native", or "reference" for the slow PyTorch arithmetic that gives the same bits."""
     pin: bool = True
     """Pin host memory for transfers. False: copy through a pinned staging ring."""
+    allow_tmpfs: bool = False
+    """Accept an `offload_dir` in RAM."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "grad_slots"):
@@ -93,7 +95,12 @@ class Settings(_Choices, metaclass=_HadDebug):
     """Limits and choices of a run. Only those in `CHANGE_RESULTS` change results."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """One or several directories for state that does not fit in RAM."""
+    """One or several directories on drives, for optimizer states that do not fit in RAM. If all fit, nothing is
+    written."""
+    drive_tbw: float | None = None
+    """What each drive of `offload_dir` is rated for, in TB written. None: 600 TB per TB of its size."""
+    max_drive_tb: float | None = None
+    """The most that a run may write to `offload_dir`, in TB; a Trainer then saves a checkpoint and stops."""
     max_vram_gb: float | None = None
     """The most GPU memory that this process may take, in GiB. None: all of it."""
     max_ram_gb: float | None = None
@@ -124,10 +131,14 @@ class Settings(_Choices, metaclass=_HadDebug):
     streamed_states: Sequence[str] = ()
     """Patterns of block names. Their residual and moments are in RAM and are streamed to the GPU for the update. Their
     weights and gradients must be held."""
+    on_disk: Sequence[str] = ()
+    """Patterns of block names. Their residual and moments are on disk, in `offload_dir`, and are read, updated and
+    written once per step."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
-    compile: bool = False
-    """Compile blocks with `torch.compile`, once per structure and shape. Changes the last bits of results."""
+    compile: bool | str = "auto"
+    """Compile layers with `torch.compile`, which changes the last bits of results. "auto": on a GPU, if Triton and a C
+    compiler are there. True: on the CPU too. An engine's settings have True or False."""
     window: int | Sequence[int] | None = None
     """The most micro-batches of a Trainer step that share one fetch of a block. None: as many as fit. A list has the
     sizes of a step's windows in order; the last one repeats."""
@@ -139,11 +150,12 @@ class Settings(_Choices, metaclass=_HadDebug):
     """Internals, for tests and debugging."""
 
     def __post_init__(self) -> None:
-        for name in ("max_vram_gb", "max_ram_gb"):
+        for name in ("max_vram_gb", "max_ram_gb", "drive_tbw", "max_drive_tb"):
+            unit = "GiB" if name.endswith("_gb") else "TB"
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
-                raise SettingsError(f"{name} must be a positive number of GiB or None, not {value!r}.")
+                raise SettingsError(f"{name} must be a positive number of {unit} or None, not {value!r}.")
         if isinstance(self.plan, str | bool | int | float) and self.plan != "auto":
             raise SettingsError(f"plan must be 'auto', None or a Plan of megatrain.plan, not {self.plan!r}.")
         if self.precision is not None and self.precision not in PRECISIONS:
@@ -157,6 +169,8 @@ class Settings(_Choices, metaclass=_HadDebug):
         policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
         if unknown := [policy for policy in policies if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
+        if not isinstance(self.compile, bool) and self.compile != "auto":
+            raise SettingsError(f"compile must be 'auto', True or False, not {self.compile!r}.")
         if self.length is not None and not _is_count(self.length):
             raise SettingsError(f"length must be a number of tokens or None, not {self.length!r}.")
         sizes = self.window if isinstance(self.window, list | tuple) else [self.window]

@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from megatrain import settings
+
 # Deterministic matrix products need this before cuBLAS is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -15,6 +17,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def eager(defaults):
+    """Layers run eagerly unless a test says otherwise: many compare bits with PyTorch, and compiling takes seconds."""
+    settings.store(settings.Settings(compile=False))
 
 
 @pytest.fixture

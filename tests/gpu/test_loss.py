@@ -73,6 +73,34 @@ def test_every_run_has_the_same_bits():
     assert torch.equal(first_by, second_by)
 
 
+@pytest.mark.parametrize("size", [300, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_linear_head(dtype, size):
+    """Its gradients are products of the gradient of the logits, whose bits are those of the kernels above."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(rows, 64, device="cuda", generator=generator).to(dtype) for rows in (300, 5003))
+    targets = torch.randint(5003, (300,), device="cuda", generator=generator)
+    targets[3::4] = IGNORED
+    logits = functional.linear(hidden, weight).requires_grad_()
+    expected = loss.cross_entropy(logits, targets, IGNORED, fused=True) / 7
+    (by_logits,) = torch.autograd.grad(expected, logits)
+    linear, by_hidden, total = loss.LinearLoss(weight, IGNORED), torch.empty_like(hidden), 0.0
+    assert linear.supports(hidden, weight)
+    for start in range(0, 300, size):
+        piece = slice(start, start + size)
+        total += linear.add(hidden[piece], targets[piece], 7, by_hidden[piece], trains=True)
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=0)
+    exact = by_logits.double() @ weight.double()
+    # A sum of 5003 products in FP32, rounded once.
+    torch.testing.assert_close(by_hidden.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-4)
+    exact = by_logits.double().t() @ hidden.double()
+    # A sum of 300 products in FP32.
+    torch.testing.assert_close(linear.by_weight.double(), exact, rtol=1e-5, atol=1e-5)
+    frozen = loss.LinearLoss(weight, IGNORED)
+    frozen.add(hidden, targets, 7, None, trains=False)
+    assert frozen.by_weight is None
+
+
 @pytest.mark.parametrize("label", [97, pytest.param(-1, marks=pytest.mark.slow)])
 def test_a_label_outside_the_vocabulary_is_an_error(label):
     """As with PyTorch's own, this is an assertion on the device, after which the process cannot use CUDA any more."""

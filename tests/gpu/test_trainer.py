@@ -1,5 +1,8 @@
 """On the GPU: `mt.Trainer` trains like the stock one and saves, and a resumed run equals the uninterrupted one."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -46,3 +49,37 @@ def test_saved_models_load_in_plain_transformers(tmp_path):
     assert small.same({name: value.cpu() for name, value in loaded.state_dict().items()}, expected)
     ids = torch.ones(1, 4, dtype=torch.long)
     assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+class WarnsOfWaits(transformers.TrainerCallback):
+    """From the fourth step on, whatever makes the host wait for the GPU gives a warning."""
+
+    def on_step_begin(self, args, state, control, **_):
+        torch.cuda.set_sync_debug_mode("warn" if state.global_step >= 3 else "default")
+
+    def on_step_end(self, args, state, control, **_):
+        # The last step is logged.
+        torch.cuda.set_sync_debug_mode("default" if control.should_log else torch.cuda.get_sync_debug_mode())
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 1}, {"max_grad_norm": 0.0}])
+def test_a_step_that_is_not_logged_waits_for_the_gpu_only_in_the_model(tmp_path, changes):
+    """In every forward, transformers reads on the host whether sequences are packed or padded."""
+    arguments = {"use_cpu": False, "bf16": True, "gradient_accumulation_steps": 2, "max_steps": 8, "logging_steps": 8}
+    trainer = mt.Trainer(
+        model=small.llama(hidden_size=64, intermediate_size=128),
+        args=small.arguments(tmp_path, **(arguments | changes)),
+        train_dataset=small.rows(32),
+        callbacks=[WarnsOfWaits()],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.train()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert trainer.state.global_step == 8
+    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    assert {Path(warning.filename).name for warning in waits} <= {"masking_utils.py"}
+    forwards = 5 * trainer.args.gradient_accumulation_steps
+    assert len(waits) <= forwards, "the last five steps"

@@ -5,6 +5,7 @@ with one micro-batch after the other.
 from __future__ import annotations
 
 import random
+import tempfile
 from functools import cache, partial
 from typing import Any
 
@@ -25,16 +26,19 @@ def random_settings(seed: int, tied: bool) -> dict[str, Any]:
     source = random.Random(seed)
     homes: dict[str, list[str]] = {name: [] for name in PLACEMENT_SETTINGS}
     for block in BLOCKS[:-1] if tied else BLOCKS:
-        kind = source.choice(["resident", "states", "held", "streamed", "weights", "gradients"])
+        kind = source.choice(["resident", "states", "held", "streamed", "weights", "gradients", "disk", "held disk"])
         if kind == "resident":
             homes["resident"].append(block)
-        homes["held_weights"] += [block] if kind in ("held", "states", "weights") else []
-        homes["held_gradients"] += [block] if kind in ("held", "states", "gradients") else []
+        homes["held_weights"] += [block] if kind in ("held", "states", "weights", "held disk") else []
+        homes["held_gradients"] += [block] if kind in ("held", "states", "gradients", "held disk") else []
         homes["streamed_states"] += [block] if kind == "states" else []
+        homes["on_disk"] += [block] if "disk" in kind else []
     policies = {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS}
     return {
         **{name: tuple(blocks) for name, blocks in homes.items()},
         "policy": policies,
+        "offload_dir": tempfile.gettempdir(),
+        "allow_tmpfs": True,
         "slots": source.randint(1, 4),
         "grad_slots": source.randint(1, 3),
     }

@@ -86,7 +86,7 @@ def states(slab: Slab, index: int) -> dict[str, torch.Tensor]:
     slab.settle()
     found = {role: moment.read(index).reshape(-1) for role, moment in slab.moments.items()}
     if slab.residual is not None:
-        found["residual"] = slab.owned.view(slab.residual, index).reshape(-1)
+        found["residual"] = slab.read_residual(index)
     return found
 
 

@@ -5,6 +5,7 @@ Layers do almost no arithmetic, so compute is never behind the copies and a miss
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from tests.parity import zoo
 from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import MegaTrainError, NonFiniteGradients
 from megatrain.geometry import LANES
 from megatrain.store.gradient import Gradient
 from megatrain.store.slab import Slab
@@ -25,6 +26,7 @@ from megatrain.store.ticket import Wait as Named
 from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes, Work
 
 MAX_DELAY = 3e-4
+ON_DISK: dict[str, Any] = {"offload_dir": tempfile.gettempdir(), "on_disk": ("*",), "allow_tmpfs": True}
 SEEDS = 200
 CHUNK = 20
 
@@ -182,6 +184,42 @@ def interfere_held(lanes: Lanes) -> list[Any]:
     return interfere(lanes, held_gradients=("*",))
 
 
+def disk(lanes: Lanes) -> list[Any]:
+    """States on disk of all blocks, more than there are staging buffers; held sums of some."""
+    return train(lanes, "bf16", held_gradients=("layers.1",), **ON_DISK)
+
+
+def interfere_disk(lanes: Lanes) -> list[Any]:
+    return interfere(lanes, **ON_DISK)
+
+
+def early_disk(lanes: Lanes) -> list[Any]:
+    return early(lanes, **ON_DISK)
+
+
+def partial_step(lanes: Lanes) -> list[Any]:
+    """A gradient is not finite in a backward in which updates have started."""
+    model = Stack()
+    engine = engine_of(model, lanes=lanes, **ON_DISK)
+    optimizer = engine.optimizer(lr=0.1)
+    seen: list[Any] = []
+    for step in range(2):
+        with optimizer.final_backward():
+            hidden = model.layers[0](model.entry(inputs(step)))
+            if step == 1:
+                hidden.register_hook(lambda gradient: gradient * float("nan"))
+            (model.layers[2](model.layers[1](hidden)) * model.gain).square().mean().backward()
+        try:
+            optimizer.step()
+            engine.synchronize()
+            engine._step.raise_errors()
+        except NonFiniteGradients as error:
+            seen.append(str(error))
+        optimizer.zero_grad()
+    engine.close()
+    return seen
+
+
 def resident(lanes: Lanes) -> list[Any]:
     """A resident layer, a layer with a held sum, and one that streams."""
     return train(lanes, "bf16", resident=("layers.0",), held_gradients=("layers.1",), grad_slots=1)
@@ -192,10 +230,10 @@ def tied(lanes: Lanes) -> list[Any]:
     return language_model(lanes, held_gradients=("*",))
 
 
-def early(lanes: Lanes) -> list[Any]:
+def early(lanes: Lanes, **settings: Any) -> list[Any]:
     """Without clipping: updates start in the backward, in windows and outside them."""
     model = Stack()
-    engine = engine_of(model, lanes=lanes, precision="bf16", slots=2, grad_slots=1)
+    engine = engine_of(model, lanes=lanes, precision="bf16", slots=2, grad_slots=1, **settings)
     optimizer = engine.optimizer(lr=0.1)
     seen: list[Any] = []
 
@@ -289,7 +327,7 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
     "scenario",
     [
         language_model, not_updated, windows, one_layer, early, held, resident, tied, streamed_states, rewritten,
-        interfere_streamed,
+        interfere_streamed, disk, interfere_disk, early_disk,
     ],
 )  # fmt: skip
 def test_other_scenarios_do_not_depend_on_delays(scenario: Any, expected: Any):
@@ -353,6 +391,13 @@ NEEDED = [
     MissingWait("states_in", "fetch states", "state slot read", "states_out", streamed_states),
     MissingWait("states_in", "fetch states", "states written", "states_out", interfere_streamed, lag=1e-2),
     MissingWait("states_out", "send states", "state slot written", "gpu_update", streamed_states),
+    MissingWait("disk_in", "read states", "staged states read", "disk_out", disk, lag=1e-2),
+    MissingWait("disk_update", "update", "staged states written", "disk_in", disk, lag=1e-2),
+    MissingWait("disk_update", "update", "norm", "update", disk, lag=1e-2),
+    MissingWait("disk_update", "update", "gradient written", "d2h", early_disk, lag=1e-2),
+    MissingWait("disk_update", "update", "sum buffer written", "sums_out", disk, lag=1e-2),
+    MissingWait("disk_out", "write states", "staged states written", "disk_update", disk, lag=1e-2),
+    MissingWait("update", "norm", "update", "disk_update", partial_step, lag=1e-2),
     MissingWait("compute", "", "slot written", "h2d", train),
     MissingWait("compute", "", "gradient slot read", "d2h", train),
     MissingWait("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
@@ -383,12 +428,21 @@ IMPLIED = {
     ("states_out", "send weight", "weight read"),
     # A weight whose write-back an update overtakes is written back again after the update.
     ("gpu_update", "update", "slot read"),
+    # States are written after their update, and the buffer is read into again after that write.
+    ("disk_in", "read states", "staged states written"),
+    # A slab's states stay in the buffer that they were written from, until a read that waits for the write.
+    ("disk_in", "read states", "states written"),
+    # The update waited for the read.
+    ("disk_out", "write states", "states read"),
+    # A write that an update overtakes is followed by another one.
+    ("disk_update", "update", "staged states read"),
+    ("disk_update", "update", "weight read"),
     # A copy that an update can overtake was a wrong prefetch, and its slot is stale (see the end of this file).
     ("update", "update", "weight read"),
 }
 """Waits that others already imply. One that becomes necessary must move to NEEDED."""
 SCENARIOS = (train, interfere, not_updated, windows, one_layer, early, language_model, held, interfere_held, resident,
-             tied, streamed_states, rewritten, interfere_streamed)  # fmt: skip
+             tied, streamed_states, rewritten, interfere_streamed, disk, early_disk, partial_step)  # fmt: skip
 
 
 def tampered(missing: MissingWait, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:
@@ -410,7 +464,7 @@ def tampered(missing: MissingWait, seed: int, seen: set[tuple[str, str, str]] | 
         lane.submit = without_waiting
 
     order = lanes.order_compute
-    lanes.order_compute = lambda waits: order(without_missing("compute", "", list(waits)))  # type: ignore[method-assign]
+    lanes.order_compute = lambda waits, *measured: order(without_missing("compute", "", list(waits)), *measured)  # type: ignore[method-assign]
     for name, lane in lanes._by_name.items():
         tamper(name, lane)
     slow: Any = lanes[missing.slow]

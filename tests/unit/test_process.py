@@ -112,6 +112,7 @@ def dynamo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(process, "DYNAMO_CONFIG_PER_THREAD", request.param)
+    monkeypatch.setattr(process, "DYNAMIC_SOURCES", "")
     plain = torch.compile
     monkeypatch.setattr(
         compiled.torch, "compile", lambda function, **_: plain(function, backend="eager", dynamic=False)
@@ -170,9 +171,9 @@ def test_blocks_that_are_compiled_too_often_raise_in_any_thread(
 
     @torch._dynamo.config.patch(recompile_limit=LIMIT)
     def train() -> None:
-        backwards(model, range(1, most + 1))
+        backwards(model, range(2, most + 2))
         try:
-            backwards(model, range(most + 1, most + 2))
+            backwards(model, range(most + 2, most + 3))
         except MegaTrainError as error:
             raised.append(str(error))
 
@@ -191,28 +192,28 @@ def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch
     monkeypatch.setattr(process, "DYNAMO_CONFIG_PER_THREAD", per_thread)
     if not per_thread:
         # As in versions of PyTorch where dynamo's settings are not per thread.
-        everywhere = process._read_limits()
-        monkeypatch.setattr(process, "_read_limits", lambda: dict(everywhere))
+        everywhere = process._read_dynamo()
+        monkeypatch.setattr(process, "_read_dynamo", lambda: dict(everywhere))
         monkeypatch.setattr(
             process,
-            "_recompile_limits",
-            process.ProcessSetting(process._read_limits, everywhere.update, process._raise_limits),
+            "_dynamo_settings",
+            process.ProcessSetting(process._read_dynamo, everywhere.update, process._for_blocks),
         )
     entered, ended = threading.Event(), threading.Event()
-    before, found = process._read_limits(), []
+    before, found = process._read_dynamo(), []
 
     def other() -> None:
-        with process.compile_limits(50):
+        with process.compile_settings(50):
             entered.set()
             ended.wait(5)
-        found.append(process._read_limits())
+        found.append(process._read_dynamo())
 
     thread = threading.Thread(target=other)
-    with process.compile_limits(40):
+    with process.compile_settings(40):
         thread.start()
         entered.wait(5)
-        assert process._read_limits()["recompile_limit"] == (40 if per_thread else 50)
+        assert process._read_dynamo()["recompile_limit"] == (40 if per_thread else 50)
     ended.set()
     thread.join()
     assert found == [before]
-    assert process._read_limits() == before
+    assert process._read_dynamo() == before

@@ -176,6 +176,7 @@ _OPTIONAL: dict[str, Fits] = {
     "residuals": _list_of(_is_text),
     "nonfinite": _list_of(_is_text),
     "weights_only": lambda value: isinstance(value, bool),
+    "kernels": _with(compile=lambda value: isinstance(value, bool), layers=lambda value: isinstance(value, dict)),
 }
 
 

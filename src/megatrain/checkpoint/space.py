@@ -37,7 +37,7 @@ def needed(model: Any, state: Mapping[str, Any], optimizer: states.Optimizer | N
     total = sum(tensors.values())
     if optimizer is not None:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        for tensor in (tensor for p in parameters for tensor in states_of(p, optimizer.moments).values()):
+        for tensor in (tensor for p in parameters for tensor in states_of(p, optimizer.moments, values=False).values()):
             coded = optimizer.lossless and tensor.dtype == torch.float32
             total += int(tensor.nbytes * CODED) if coded else tensor.nbytes
     return total + total // 100 + SLACK

@@ -52,14 +52,19 @@ def save_optimizer(model: torch.nn.Module, optimizer: Optimizer, directory: AnyP
     parameters = _parameters(model, optimizer)
     for parameter in parameters.values():
         parameter.slab.settle()
-    gathered = list(_gathered(parameters, optimizer.moments, shard_bytes))
-    nbytes = sum(tensor.nbytes for shard in gathered for tensor in shard.values())
-    with progress(nbytes, "B", "Writing optimizer states") as advance:
+    grouped = list(_grouped(parameters, optimizer.moments, shard_bytes))
+    gathered = (
+        {key: t for name in shard for key, t in _states(name, parameters[name], optimizer.moments).items()}
+        for shard in grouped
+    )
+    with progress(sum(sum(shard.values()) for shard in grouped), "B", "Writing optimizer states") as advance:
         for number, shard in enumerate(_coded(gathered) if optimizer.lossless else gathered, start=1):
-            path = folder / f"optimizer-{number:05d}-of-{len(gathered):05d}.safetensors"
+            path = folder / f"optimizer-{number:05d}-of-{len(grouped):05d}.safetensors"
             files.before("write", path)
             save_file(shard, path, metadata={"format": "pt"})
-            advance(sum(tensor.nbytes for tensor in gathered[number - 1].values()))
+            advance(sum(grouped[number - 1].values()))
+            # States on disk were copied: free them before the next shard is read.
+            del shard
 
 
 def seal(
@@ -67,12 +72,14 @@ def seal(
     optimizer: Optimizer | None,
     directory: AnyPath,
     listed: Collection[Path],
+    kernels: dict[str, Any] | None = None,
     place: Path | None = None,
 ) -> int:
     """Sync a checkpoint and write its manifest, which makes it complete; returns its size in bytes.
 
-    Without an optimizer it holds weights only. The manifest records weights and moments that are not finite. `listed`
-    are the checkpoint's files, `place` is its final directory. Older checkpoints may be deleted after this, not before.
+    Without an optimizer it holds weights only. The manifest records weights and moments that are not finite, and the
+    `kernels` of the run. `listed` are the checkpoint's files, `place` is its final directory. Older checkpoints may be
+    deleted after this, not before.
     """
     if optimizer is None:
         content: dict[str, Any] = {"weights_only": True, "steps": {}, "groups": []}
@@ -85,6 +92,7 @@ def seal(
         finite.warn_once(model if optimizer is None else optimizer, marks)
     files.make_directory(Path(directory) / manifest.FOLDER)
     files.sync_tree(directory, listed)
+    content |= {} if kernels is None else {"kernels": kernels}
     nbytes = manifest.write(Path(directory), listed, content, place)
     files.sync_names(directory)
     return nbytes
@@ -175,21 +183,23 @@ def _parameters(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Store
     return {name: parameter for own in _named(model, optimizer) for name, parameter in own.items()}
 
 
-def _gathered(
-    parameters: dict[str, StoreTensor], moments: Iterable[str], shard_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
+def _grouped(
+    parameters: dict[str, StoreTensor], moments: Collection[str], shard_bytes: int
+) -> Iterator[dict[str, int]]:
+    """Names of the parameters of each shard, with the bytes of their states."""
+    shard: dict[str, int] = {}
     for name, parameter in parameters.items():
-        tensors = {f"{name}/{role}": tensor for role, tensor in states_of(parameter, moments).items()}
-        added = sum(tensor.nbytes for tensor in tensors.values())
-        if shard and size + added > shard_bytes:
+        added = sum(tensor.nbytes for tensor in states_of(parameter, moments, values=False).values())
+        if shard and sum(shard.values()) + added > shard_bytes:
             yield shard
-            shard, size = {}, 0
-        shard |= tensors
-        size += added
+            shard = {}
+        shard[name] = added
     if shard:
         yield shard
+
+
+def _states(name: str, parameter: StoreTensor, moments: Collection[str]) -> dict[str, torch.Tensor]:
+    return {f"{name}/{role}": tensor for role, tensor in states_of(parameter, moments).items()}
 
 
 def _coded(gathered: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
@@ -203,7 +213,9 @@ def _coded(gathered: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, to
             before += shard[key].nbytes
             after += coded[key + shards.CODED].nbytes
         seconds += time.perf_counter() - start
+        del shard
         yield coded
+        del coded
     announce(
         f"lossless: {before / 1e6:.1f} MB of moments compressed to {after / 1e6:.1f} MB on disk (ratio "
         f"{before / max(1, after):.2f}, {before / 1e9 / max(seconds, 1e-9):.1f} GB/s)"

@@ -15,6 +15,7 @@ from megatrain import files
 from megatrain.checkpoint import adapters
 from megatrain.errors import CheckpointError
 from megatrain.files import AnyPath
+from megatrain.lazy import Load, lazy_slice
 from megatrain.store.parameter import StoreTensor
 from megatrain.telemetry.progress import progress
 
@@ -87,6 +88,18 @@ def _tensors(files: Iterable[tuple[Path, Iterable[str]]]) -> Iterator[tuple[str,
     for path, keys in files:
         with safe_open(path, framework="pt") as shard:
             yield from ((key, shard.get_tensor(key)) for key in keys)
+
+
+def lazy_tensors(path: Path, load: Load) -> dict[str, torch.Tensor]:
+    """All tensors of a directory, or of one safetensors file. They stay in their files until they are read."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; name a directory with model*.safetensors, or one such file.")
+    found = weight_files(path) if path.is_dir() else [(path, _shapes(path))]
+    tensors: dict[str, torch.Tensor] = {}
+    for file, names in found:
+        with safe_open(file, framework="pt") as shard:
+            tensors |= {name: lazy_slice(shard.get_slice(name), load) for name in names}
+    return tensors
 
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:

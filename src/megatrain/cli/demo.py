@@ -74,7 +74,8 @@ def _run(console: Console, steps: int, device: str | None, precision: str, out: 
     model = small_llama()
     plain = copy.deepcopy(model)
 
-    engine = Engine(model, device=device, precision=precision, debug=Debug(slots=SLOTS))
+    # Compiling would take longer than the run.
+    engine = Engine(model, device=device, precision=precision, compile=False, debug=Debug(slots=SLOTS))
     batches = text_batches(tokenizer, steps, engine.device)
     console.print(f"A small random Llama learns English on {engine.device}: in plain PyTorch, then streamed.", **PLAIN)
     plain_optimizer = torch.optim.AdamW(plain.to(engine.device).parameters(), **ADAMW)

@@ -139,12 +139,24 @@ def _gpu(problems: list[str]) -> Rows:
         capability = f"compute capability {properties.major}.{properties.minor}"
         return f"{properties.name}, {properties.total_memory / GIB:.1f} GiB, {capability}"
 
+    def attention(index: int) -> str:
+        from megatrain.hardware.attention import AttentionShape, Gpu, order_for
+
+        order = order_for(Gpu.of(torch.device("cuda", index)), AttentionShape())
+        return f"{', '.join(order)}; deterministic mode leaves out cudnn" if order else "as PyTorch orders its backends"
+
+    def experts(index: int) -> str:
+        return "grouped_mm" if torch.cuda.get_device_capability(index) >= (8, 0) else "a loop over experts"
+
     yield "CUDA of torch", torch.version.cuda or "none: this PyTorch was built without CUDA"
+    yield "cuDNN of torch", str(torch.backends.cudnn.version() or "none")
     yield "driver", _try(driver)
     if not torch.cuda.is_available():
         yield "GPU", f"{_try(torch.cuda.init)}: training runs on the CPU"
     for index in range(torch.cuda.device_count()):
         yield f"cuda:{index}", _try(partial(gpu, index))
+        yield f"attention on cuda:{index}", _try(partial(attention, index))
+        yield f"experts on cuda:{index}", _try(partial(experts, index))
 
 
 def _native(problems: list[str]) -> Rows:
@@ -161,16 +173,19 @@ def _native(problems: list[str]) -> Rows:
 
 
 def _compile() -> Rows:
-    yield "C compiler", _program(os.environ.get("CC"), "cc", "gcc", "clang")
-    yield "C++ compiler", _program(os.environ.get("CXX"), "c++", "g++", "clang++")
+    import torch
+
+    from megatrain.hardware import compilers
+
+    gpu = torch.cuda.is_available()
+    why = compilers.missing("cuda" if gpu else "cpu")
+    eager = why if gpu else "there is no GPU"
+    yield "compile='auto'", f"runs eagerly: {eager}" if eager else "compiles"
+    yield "compile=True", f"cannot compile: {why}" if why else "compiles"
+    for title, variable, names in (compilers.C, compilers.CXX):
+        yield title, compilers.program(variable, names) or f"not found (searched for {', '.join(names)})"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     yield "Python.h", f"{header}" if header.is_file() else f"not found at {header}: Triton needs it to compile"
-
-
-def _program(*names: str | None) -> str:
-    programs = [name for name in names if name]
-    path = next(filter(None, map(shutil.which, programs)), None)
-    return path or f"not found (searched for {', '.join(programs)}): compile=True needs one"
 
 
 def _host(problems: list[str]) -> Rows:

@@ -32,7 +32,7 @@ def plan(
     optimizer_compression: Annotated[Text, Option(help="Moments in bf16, 8bit or 4bit; else fp32.")] = None,
     precision: Annotated[Text, Option(help="bf16, fp32 or bf16-sr; else what the config says.")] = None,
     optimizer: Annotated[Text, Option(help="adamw, lion or sgd (default: adamw).")] = None,
-    compile: Annotated[Switch, Option(help="Compile the layers (default: no).")] = None,
+    compile: Annotated[Switch, Option(help="Compile the layers (default: on a GPU).")] = None,
     clipping: Annotated[Switch, Option(help="Clip the gradient norm (default).")] = None,
     padded: Annotated[Switch, Option(help="Sequences differ in length (default: no).")] = None,
     together: Annotated[Switch, Option(help="Micro-batches may share one fetch of a layer (default).")] = None,

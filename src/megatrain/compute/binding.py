@@ -1,14 +1,14 @@
 """Binds weights for one call without modifying the module.
 
 Modules inside a block keep their parameters in a `Bound` dict. Lookups by the calling thread return the weights of its
-call; other threads get the module's own parameters. Bindings are context variables, so an exception at any point, even
-a Ctrl-C, leaves nothing behind.
+call; other threads get the module's own parameters. Bindings are context variables, restored after every call, so an
+exception at any point, even a Ctrl-C, leaves nothing behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ Result = TypeVar("Result")
 Binding = dict[int, dict[str, torch.Tensor]]
 """id of a `Bound` dict → the tensors bound in it, by name."""
 _current: ContextVar[Binding] = ContextVar("megatrain_binding", default={})  # noqa: B039 never modified
-_UNSET = object()
 
 
 class Bound(dict[str, Any]):
@@ -123,15 +122,24 @@ def call_bound(binding: Binding, function: Callable[..., Result], *args: Any, **
 def call_with(
     variables: Mapping[ContextVar[Any], Any], function: Callable[..., Result], *args: Any, **kwargs: Any
 ) -> Result:
-    """Call in a copy of the context with these variables set.
+    """Call with these context variables set. All of them have defaults.
 
-    Other context variables that the call sets are copied back if it succeeds.
+    The call runs in the present context: copying it and finding out what has changed would take a millisecond, since
+    torch.compile keeps its settings in about a thousand variables.
     """
-    context = copy_context()
-    for variable, value in variables.items():
-        context.run(variable.set, value)
-    result = context.run(function, *args, **kwargs)
-    for variable, value in context.items():
-        if not variable.name.startswith("megatrain_") and variable.get(_UNSET) is not value:
-            variable.set(value)
-    return result
+    before = [(variable, variable.get()) for variable in variables]
+    # Nested: if a Ctrl-C interrupts the first restore, the second completes it.
+    try:
+        try:
+            for variable, value in variables.items():
+                variable.set(value)
+            return function(*args, **kwargs)
+        finally:
+            _restore(before)
+    finally:
+        _restore(before)
+
+
+def _restore(values: list[tuple[ContextVar[Any], Any]]) -> None:
+    for variable, value in values:
+        variable.set(value)

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megatrain.compute.binding import Binding, Bound, call_bound, call_with
-from megatrain.compute.compiled import Compiled, structure_of
+from megatrain.compute.compiled import Compiled, CompiledCall, structure_of
 from megatrain.compute.rebind import Addresses
 from megatrain.compute.trees import FlattenSpec, containers, entries_of, flatten_tensors, update_entries
 from megatrain.errors import ModelMoved
@@ -69,7 +70,7 @@ class Block:
     """Whether it is one of the model's repeated layers, not an embedding, a norm or the head."""
     slabs: list[Slab] = field(init=False)
     compiled: Compiled | None = None
-    """Shared by all compiled blocks; None: the block runs eagerly."""
+    """Shared by all blocks of a structure; None: the block runs eagerly."""
 
     def __post_init__(self) -> None:
         self.slabs = sorted({slab for slab, _ in self.locations.values()}, key=lambda slab: slab.index)
@@ -124,7 +125,7 @@ class Block:
         kwargs: Any,
         buffers: Buffers | None = None,
         *,
-        compiled: bool = False,
+        compiled: CompiledCall | None = None,
         recompute: bool = False,
     ) -> Any:
         """Run the module's original forward on these weights, and on copies of `buffers` if given.
@@ -138,16 +139,16 @@ class Block:
             content, key = self._buffers[name]
             binding.setdefault(id(content), {})[key] = buffer
         with self._call_lock:
-            if compiled:
-                return self._call_compiled(binding, weights, copies, args, kwargs, recompute)
+            if compiled is not None:
+                call = partial(compiled, self._stateless, self._named_state(weights, copies), args, kwargs, recompute)
+                return self._call_compiled(binding, call, keep_buffers=not copies)
             return call_bound(binding, self.original, *args, **kwargs)
 
-    def _call_compiled(
-        self, binding: Binding, weights: Weights, buffers: Buffers, args: Any, kwargs: Any, recompute: bool
-    ) -> Any:
-        assert self.compiled is not None
+    def _named_state(self, weights: Weights, buffers: Buffers) -> Buffers:
         state = {f"block.{name}": weights[slab.index, index] for name, (slab, index) in self.locations.items()}
-        state |= {f"block.{name}": buffer for name, buffer in buffers.items()}
+        return state | {f"block.{name}": buffer for name, buffer in buffers.items()}
+
+    def _call_compiled(self, binding: Binding, call: Callable[[], Any], keep_buffers: bool) -> Any:
         of_buffers = [*{id(content): content for content, _ in self._buffers.values()}.values()]
         contents = [*(content for _, _, content in self._owners), *of_buffers]
         if self._traced:
@@ -155,8 +156,8 @@ class Block:
                 content.reset_traced()
         self._traced = True
         # Code after a graph break runs eagerly and needs the same weights bound.
-        result = call_bound(binding, self.compiled, self._stateless, state, args, kwargs, recompute)
-        for content in of_buffers if not buffers else ():
+        result = call_bound(binding, call)
+        for content in of_buffers if keep_buffers else ():
             content.keep_traced()
         for content in contents:
             content.reset_traced()

@@ -1,96 +1,225 @@
-"""Compiled blocks: the stateless call through `torch.compile`, one graph per structure and shape.
+"""Compiled blocks: the stateless call through `torch.compile`.
 
-Weights are arguments, so layers that differ only in weights share a graph. The first shape is compiled as static; if
-lengths vary, one more compilation makes them dynamic. A structure that cannot be compiled runs eagerly, with a notice.
-A forward that ran compiled is recomputed compiled: eager code would draw different dropout masks.
+Weights are arguments, so layers that differ only in weights share graphs. All blocks of a structure run compiled, or
+all run eagerly: their first call decides, and nothing changes it later. In a recompute, eager code would draw other
+dropout masks than the compiled forward.
+
+Sizes map to graphs by a fixed rule. The planned batch has graphs with static sizes. Other batches share graphs with
+dynamic sizes, one per class of sizes (compute/partition.py). So results depend neither on the order of lengths nor on
+what the process ran before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch.func import functional_call
 
 from megatrain.compute.binding import call_with
 from megatrain.errors import MegaTrainError
-from megatrain.process import compile_limits
+from megatrain.generators import Generators
+from megatrain.process import compile_settings, sdpa_key
 from megatrain.telemetry.notices import announce
 from megatrain.telemetry.progress import progress
 
 MAX_GRAPHS = 64
 """Compilations per call site before an error is raised. Dynamo would silently fall back to eager."""
-
+Result = TypeVar("Result")
+Shapes = tuple[torch.Size, ...]
 
 _recomputing: ContextVar[bool] = ContextVar("megatrain_recomputing", default=False)
+_numbers = itertools.count()
 
 
-def _call(module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-    # `state` has every name, tied ones too. With tie_weights=True dynamo would compile each layer separately.
-    return functional_call(module, dict(state), args, kwargs, tie_weights=False)
+# `state` has every name, tied ones too. With tie_weights=True dynamo would compile each layer separately. The sizes of
+# `fixed_...` are static (process.DYNAMIC_SOURCES). Dynamo does not guard on the backends of attention, but on a string
+# that is read.
+def _call(
+    fixed_module: torch.nn.Module, fixed_state: Mapping[str, torch.Tensor], args: Any, kwargs: Any, attention: str
+) -> Any:
+    if not attention:
+        raise AssertionError
+    return functional_call(fixed_module, dict(fixed_state), args, kwargs, tie_weights=False)
+
+
+def _planned_call(
+    fixed_module: torch.nn.Module, fixed_state: Mapping[str, torch.Tensor], fixed_args: Any, fixed_kwargs: Any,
+    attention: str,
+) -> Any:  # fmt: skip
+    if not attention:
+        raise AssertionError
+    return functional_call(fixed_module, dict(fixed_state), fixed_args, fixed_kwargs, tie_weights=False)
 
 
 class CannotCompile(MegaTrainError):
     """Compiling a block failed; the cause is attached."""
 
 
-class Compiled:
-    """The compiled stateless call, and the structures that cannot be compiled."""
+class CompiledCall:
+    """The compiled stateless call for one class of sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, sizes: str, planned: bool, recomputes: bool) -> None:
         # Imported here: it takes seconds, and engines that do not compile do without it.
         from megatrain.compute.partition import backend
 
-        self._compiled: Any = torch.compile(_call, backend=backend(_call, _recomputing.get))
-        self._uncompilable: set[Hashable] = set()
-        self._called: set[str] = set()
-
-    @staticmethod
-    def graphs() -> int:
-        """Graphs compiled in this process so far."""
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-    def can_compile(self, structure: Hashable) -> bool:
-        return structure not in self._uncompilable
-
-    def run_eagerly(self, structure: Hashable, name: str, reason: CannotCompile) -> None:
-        """Run blocks of this structure eagerly from now on, and announce it."""
-        self._uncompilable.add(structure)
-        cause = reason.__cause__
-        announce(
-            f"{name} blocks cannot be compiled here and run eagerly ({type(cause).__name__}: {_first_line(cause)})"
+        self._name, self._sizes = name, sizes
+        template = _planned_call if planned else _call
+        # Functions with the same code share dynamo's cache.
+        code = template.__code__.replace(co_name=f"{template.__name__}_{next(_numbers)}")
+        function = FunctionType(code, template.__globals__)
+        self._compiled: Any = torch.compile(
+            function, backend=backend(code, _recomputing.get, recomputes), dynamic=False
         )
-
-    def _bar(self, name: str) -> AbstractContextManager[Any]:
-        """For the first call of a class, which compiles."""
-        if name in self._called:
-            return nullcontext()
-        self._called.add(name)
-        return progress(None, "", f"Compiling {name}")
+        self._called = False
 
     def __call__(
         self, module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any, recompute: bool
     ) -> Any:
-        before = self.graphs()
+        graphs, began = graph_count(), time.perf_counter()
+        bar = nullcontext() if self._called else progress(None, "", f"Compiling {self._name}")
         try:
-            with compile_limits(MAX_GRAPHS), self._bar(type(module.block).__name__):
-                result = call_with({_recomputing: recompute}, self._compiled, module, state, args, kwargs)
+            with compile_settings(MAX_GRAPHS), bar:
+                variables, attention = {_recomputing: recompute}, sdpa_key()
+                result = call_with(variables, self._compiled, module, state, args, kwargs, attention)
         except torch._dynamo.exc.FailOnRecompileLimitHit as cause:
             raise MegaTrainError(
-                f"a block was compiled {MAX_GRAPHS} times for different shapes; pad batches to a few lengths, or "
-                "set compile=False."
+                f"{self._name} was compiled {MAX_GRAPHS} times for different arguments; pad batches to a few lengths, "
+                "or set compile=False."
             ) from cause
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as cause:
+        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+            for inner in _causes(error):
+                if isinstance(inner, torch.OutOfMemoryError):
+                    raise inner from error
             raise CannotCompile(
-                f"a {type(module.block).__name__} that ran compiled could not be compiled again "
-                f"({_first_line(cause)}); eager code would draw other random numbers, so set compile=False."
-            ) from cause
-        if self.graphs() > before:
-            announce(f"compiled {type(module.block).__name__} ({self.graphs()} graphs so far)")
+                f"{self._name} ran compiled, but could not be compiled for {self._sizes} ({_first_line(error)}), and "
+                "eager code would give other results; pad batches to lengths that were compiled, or set compile=False."
+            ) from error
+        self._called = True
+        if graph_count() > graphs:
+            announce(f"compiled {self._name} for {self._sizes} in {time.perf_counter() - began:.1f} s")
         return result
+
+
+@dataclass
+class _Decision:
+    """Whether calls are compiled."""
+
+    made: bool = False
+    reason: str | None = None
+    """Why they are not."""
+
+
+class Compiled:
+    """How the blocks of one structure run. Calls with and without gradients have graphs and a decision of their own."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        planned: tuple[int, int] | None,
+        recomputes: bool,
+        on_decision: Callable[..., object] = lambda **_: None,
+    ) -> None:
+        self.name = name
+        self._device, self._planned, self._recomputes, self._on_decision = device, planned, recomputes, on_decision
+        self._decisions = {True: _Decision(), False: _Decision()}
+        """With gradients → decision, without → decision."""
+        self._expected: tuple[str, Callable[[str], None]] | None = None
+        self._lock = threading.RLock()
+        self._calls: dict[Hashable, CompiledCall] = {}
+
+    def run(self, shapes: Shapes, gradients: bool, call: Callable[[CompiledCall | None], Result]) -> Result:
+        """Call with the compiled call for these shapes of the arguments, or with None to run eagerly."""
+        decision = self._decisions[gradients]
+        if not decision.made:
+            with self._lock:
+                if not decision.made:
+                    return self._decide(decision, shapes, gradients, call)
+        return call(self._compiled_call(shapes, gradients) if decision.reason is None else None)
+
+    def _decide(
+        self, decision: _Decision, shapes: Shapes, gradients: bool, call: Callable[[CompiledCall | None], Result]
+    ) -> Result:
+        before = Generators.capture(self._device)
+        try:
+            result = call(self._compiled_call(shapes, gradients))
+            self._made(decision, gradients)
+            return result
+        except CannotCompile as error:
+            cause = error.__cause__
+            if isinstance(cause, torch._dynamo.exc.BackendCompilerFailed):
+                cause = cause.inner_exception
+            decision.reason = f"{type(cause).__name__}: {_first_line(cause)}"
+        announce(f"{self.name} blocks cannot be compiled here and run eagerly ({decision.reason})")
+        self._made(decision, gradients)
+        # Parts of the block may have run and drawn random numbers.
+        before.restore()
+        return call(None)
+
+    def _made(self, decision: _Decision, gradients: bool) -> None:
+        decision.made = True
+        self._on_decision(
+            layer=self.name, gradients=gradients, compiled=decision.reason is None, reason=decision.reason
+        )
+        if gradients:
+            self._check_expected()
+
+    @property
+    def described(self) -> str | None:
+        """How calls with gradients run: "compiled" or "eager"; None: not decided yet."""
+        decision = self._decisions[True]
+        return None if not decision.made else "compiled" if decision.reason is None else "eager"
+
+    def expect(self, described: str | None, differ: Callable[[str], None]) -> None:
+        """Call `differ` with the change, now or when it is decided, if calls with gradients run otherwise."""
+        self._expected = None if described is None else (described, differ)
+        self._check_expected()
+
+    def _check_expected(self) -> None:
+        if self._expected is not None and self.described not in (None, self._expected[0]):
+            expected, differ = self._expected
+            differ(f"{self.name} {expected} → {self.described}")
+
+    def _compiled_call(self, shapes: Shapes, gradients: bool) -> CompiledCall:
+        """The call for these shapes. Equal shapes have the same one, whatever was called before."""
+        found = self._calls.get((shapes, gradients))
+        if found is None:
+            with self._lock:
+                key, sizes, planned = self._class_of(shapes)
+                found = self._calls.get((key, gradients))
+                if found is None:
+                    sizes += "" if gradients else ", without gradients"
+                    found = CompiledCall(self.name, sizes, planned, self._recomputes)
+                    self._calls[key, gradients] = found
+                self._calls[shapes, gradients] = found
+        return found
+
+    def _class_of(self, shapes: Shapes) -> tuple[Hashable, str, bool]:
+        """The key of a class of sizes, its sizes in words, and whether it is the planned batch."""
+        from megatrain.compute.partition import size_class
+
+        if self._planned and any(len(shape) > 2 and shape[:2] == self._planned for shape in shapes):
+            return "planned", "batches of {} × {}".format(*self._planned), True
+        classes = tuple(
+            tuple(size_class(size, rows=dim == 0 and len(shape) > 1) for dim, size in enumerate(shape))
+            for shape in shapes
+        )
+        largest = next((of for of in classes if len(of) > 2), classes[0] if classes else ())
+        return classes, f"batches of up to {' × '.join(map(str, largest[:2]))}", False
+
+
+def graph_count() -> int:
+    """Graphs compiled in this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def structure_of(module: torch.nn.Module) -> Hashable:
@@ -104,6 +233,13 @@ def structure_of(module: torch.nn.Module) -> Hashable:
         )
         for path, inner in module.named_modules()
     )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and the errors that it came of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _first_line(error: BaseException | None) -> str:

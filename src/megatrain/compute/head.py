@@ -23,7 +23,7 @@ from torch.nn import functional
 from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.logits import LazyLogits, Pointwise
-from megatrain.compute.loss import cross_entropy
+from megatrain.compute.loss import LinearLoss, cross_entropy
 from megatrain.compute.replay import AmbientState
 from megatrain.errors import UnsupportedCall
 from megatrain.store.gradient import CallId
@@ -170,6 +170,45 @@ class _ChunkedCall:
     ignore_index: int
     call_id: CallId = (-1, 0)
 
+    def differentiate(
+        self, hidden: torch.Tensor, weights: Any, by_hidden: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[tuple[int, int], torch.Tensor]]:
+        """The loss, and the gradients of the weights in FP32. The gradient of `hidden` is written to `by_hidden`."""
+        leaves = {key: weight for key, weight in weights.items() if weight.requires_grad}
+        size, linear = self.head.tokens, self._linear(hidden, weights)
+        pieces = hidden.split(size)
+        by_pieces = [None] * len(pieces) if by_hidden is None else by_hidden.split(size)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        by_weight: dict[tuple[int, int], torch.Tensor] = {}
+        for number, (piece, by_piece) in enumerate(zip(pieces, by_pieces, strict=True)):
+            piece, start = piece.detach(), number * size
+            if linear is not None:
+                targets = self.targets[start : start + size]
+                total += linear.add(piece, targets, self.divisor, by_piece, bool(leaves))
+                continue
+            piece.requires_grad_(by_piece is not None)
+            with torch.enable_grad():
+                loss = self.chunk(weights, piece, start)
+            wanted = [*([] if by_piece is None else [piece]), *leaves.values()]
+            grads = list(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else []
+            total += loss.detach()
+            if by_piece is not None:
+                by_piece.copy_(grads.pop(0))
+            _add(by_weight, dict(zip(leaves, grads, strict=True)))
+            # Free this chunk's gradients before the next chunk is computed.
+            del loss, grads
+        if linear is not None and linear.by_weight is not None:
+            by_weight = dict.fromkeys(leaves, linear.by_weight)
+        return total, by_weight
+
+    def _linear(self, hidden: torch.Tensor, weights: Any) -> LinearLoss | None:
+        """The loss of a head that is one matrix and nothing else; None for another one."""
+        bare = getattr(self.head.block.original, "__func__", None) is torch.nn.Linear.forward and len(weights) == 1
+        if not self.head.fused or not bare or self.chain:
+            return None
+        weight = next(iter(weights.values())).detach()
+        return LinearLoss(weight, self.ignore_index) if LinearLoss.supports(hidden, weight) else None
+
     def chunk(self, weights: Any, hidden: torch.Tensor, start: int) -> torch.Tensor:
         logits = self.head.block.call(weights, (hidden,), {})
         for operation in self.chain:
@@ -185,24 +224,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _ChunkedCall, anchor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         head = call.head
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         by_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
-        by_weight: dict[tuple[int, int], torch.Tensor] = {}
         with head.runtime.weights(head.block, "forward") as views:
-            weights = head.block.bind(views, leaves=True)
-            leaves = {key: weight for key, weight in weights.items() if weight.requires_grad}
-            for start in range(0, hidden.shape[0], head.tokens):
-                piece = hidden[start : start + head.tokens].detach().requires_grad_(by_hidden is not None)
-                with torch.enable_grad():
-                    loss = call.chunk(weights, piece, start)
-                wanted = [*([piece] if by_hidden is not None else []), *leaves.values()]
-                grads = list(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else []
-                total += loss.detach()
-                if by_hidden is not None:
-                    by_hidden[start : start + head.tokens] = grads.pop(0)
-                _add(by_weight, dict(zip(leaves, grads, strict=True)))
-                # Free this chunk's gradients before the next chunk is computed.
-                del loss, grads
+            total, by_weight = call.differentiate(hidden, head.block.bind(views, leaves=True), by_hidden)
         ctx.head, ctx.call_id, ctx.weights = head, call.call_id, list(by_weight)
         ctx.dtypes = {slab.index: slab.layout.dtype for slab in head.block.slabs}
         ctx.save_for_backward(by_hidden, *by_weight.values())

@@ -62,11 +62,15 @@ class Kernels:
 
     @staticmethod
     def gradient(
-        logits: torch.Tensor, targets: torch.Tensor, norms: torch.Tensor, scales: torch.Tensor
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        norms: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient of `losses * scales`, in the logits' dtype."""
+        """The gradient of `losses * scales`, in the logits' dtype; `out` may be the logits themselves."""
         tokens, vocabulary = logits.shape
-        gradient = torch.empty_like(logits)
+        gradient = torch.empty_like(logits) if out is None else out
         grid = (tokens, triton.cdiv(vocabulary, BLOCK))
         with torch.cuda.device(logits.device):
             _gradient[grid](logits, targets, norms, scales.contiguous(), gradient, vocabulary, BLOCK=BLOCK, num_warps=8)

@@ -23,7 +23,7 @@ import torch
 
 from megatrain.compute.binding import call_with
 from megatrain.compute.block import Args, Block, Buffers, Capture, Kwargs, Weights, apply_side_effects, capture_outputs
-from megatrain.compute.compiled import CannotCompile
+from megatrain.compute.compiled import CompiledCall, Shapes
 from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.compute.replay import AmbientState
 from megatrain.compute.trees import FlattenSpec, flatten_tensors
@@ -104,31 +104,28 @@ class _Call:
     """Whether another thread called the model during the forward."""
     result: FlattenSpec | None = None
     """The structure of the outputs, until they are returned."""
-    compiled: bool = False
-    """Whether the forward ran compiled. Eager code would draw different dropout masks in the recompute."""
+    compiled: CompiledCall | None = None
+    """How the forward ran, None: eagerly. The recompute runs the same way, or it would draw other dropout masks."""
 
     def run_forward(self, inputs: list[torch.Tensor], weights: Weights) -> tuple[list[torch.Tensor], FlattenSpec]:
         """Run the forward, compiled if possible."""
-        # Compiled code does not repeat the side effects of hooks that record outputs.
-        compiled = self.block.compiled
-        self.compiled = self.capture is None and compiled is not None and compiled.can_compile(self.block.structure)
-        try:
+
+        def forward(compiled: CompiledCall | None) -> tuple[list[torch.Tensor], FlattenSpec]:
+            self.compiled = compiled
             return self.run(inputs, weights)
-        except CannotCompile as reason:
-            assert compiled is not None
-            compiled.run_eagerly(self.block.structure, type(self.block.module).__name__, reason)
-        self.compiled = False
-        # Parts of the block may have run and drawn random numbers.
-        self.ambient.generators.restore()
-        return self.run(inputs, weights)
+
+        # Compiled code does not repeat the side effects of hooks that record outputs.
+        if self.capture is not None or self.block.compiled is None:
+            return forward(None)
+        return self.block.compiled.run(tuple(tensor.shape for tensor in inputs), True, forward)
 
     def run(
         self, inputs: list[torch.Tensor], weights: Weights, *, recompute: bool = False
     ) -> tuple[list[torch.Tensor], FlattenSpec]:
         args, kwargs = self.spec.unflatten(inputs)
         with torch.enable_grad():
-            how = {"compiled": self.compiled, "recompute": recompute}
-            call = partial(self.block.call, weights, args, kwargs, self.buffers or None, **how)
+            buffers = self.buffers or None
+            call = partial(self.block.call, weights, args, kwargs, buffers, compiled=self.compiled, recompute=recompute)
             return capture_outputs(call, weights, args, kwargs, self.capture)
 
     def offload_inputs(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -229,11 +226,12 @@ class _BlockNode(torch.autograd.Function):
             )
             with keeping as call.buffers:
                 made, call.result = forward() if rebinder is None else rebinder.run(forward)
-            now = Generators.capture(call.runtime.device)
-            call.generators_after = None if now.same(call.ambient.generators) else now
-            call.interleaved = not multithreaded and call.info.multithreaded()
-            if rebinder is not None and call.generators_after is not None:
-                call.policy = "store"
+            if call.policy != "store":
+                now = Generators.capture(call.runtime.device)
+                call.generators_after = None if now.same(call.ambient.generators) else now
+                call.interleaved = not multithreaded and call.info.multithreaded()
+                if rebinder is not None and call.generators_after is not None:
+                    call.policy = "store"
             if call.policy == "store":
                 call.graph = _Graph(inputs, weights, made, rebinder)
             else:
@@ -324,7 +322,8 @@ def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, capture: Cap
     tensors, spec = flatten_tensors((args, kwargs))
     differentiable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
     if not torch.is_grad_enabled() or not (block.trainable or differentiable):
-        return _without_gradient(runtime, block, args, kwargs)
+        shapes = tuple(tensor.shape for tensor in tensors) if capture is None and _is_plain((args, kwargs)) else None
+        return _without_gradient(runtime, block, args, kwargs, shapes)
     versions = tuple(slab.version for slab in block.slabs)
     ambient = AmbientState.capture(runtime.device)
     info, mode = runtime.start_call(block), block.module.training
@@ -336,11 +335,30 @@ def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, capture: Cap
     return apply_side_effects(result.unflatten(outputs), args, kwargs, capture)
 
 
-def _without_gradient(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs) -> Any:
-    """Run a block without a node: evaluation, generation, or a frozen block on inputs without gradient."""
+def _is_plain(value: Any) -> bool:
+    """Whether it consists of tensors and constants. A key/value cache does not: it would have a graph per layer."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
+
+
+def _without_gradient(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, shapes: Shapes | None) -> Any:
+    """Run a block without a node: evaluation, generation, or a frozen block on inputs without gradient.
+
+    Without `shapes` it runs eagerly.
+    """
     with runtime.weights(block, "inference") as views:
         weights = block.bind(views, leaves=False)
-        result = block.call(weights, args, kwargs)
+
+        def forward(compiled: CompiledCall | None) -> Any:
+            return block.call(weights, args, kwargs, compiled=compiled)
+
+        if shapes is None or block.compiled is None:
+            result = forward(None)
+        else:
+            result = block.compiled.run(shapes, False, forward)
         addresses = Addresses(weights)
         tensors, spec = flatten_tensors(result)
         if all(addresses.find(tensor) is None for tensor in tensors):

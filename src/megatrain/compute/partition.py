@@ -5,6 +5,9 @@ again in the backward: for a Llama layer this keeps a third less than PyTorch's 
 
 A recompute needs what the forward kept, not what it returned, so its graph leaves out the last product. What remains
 has the same kernels in the same order, so its bits are those of the forward.
+
+A graph with dynamic sizes is compiled for the largest sizes of its class, not for the first ones that come: Inductor's
+choices, and so the bits, must not depend on the order of lengths.
 """
 
 from __future__ import annotations
@@ -12,34 +15,53 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import CodeType
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch import partitioners
+from torch._guards import TracingContext
+from torch._inductor import sizevars
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.fx.experimental import symbolic_shapes
+
+from megatrain.process import sdpa_key
 
 log = logging.getLogger(__name__)
+compiler: Any = torch.compiler.config
 
 aten, prims = torch.ops.aten, torch.ops.prims
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._grouped_mm.default,
+}
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 }
-RECOMPUTE_POINTWISE = {
+PARTITIONER = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
 }
-"""Settings of AOTAutograd's partitioner. Products, reductions and random operations are still never computed again."""
+"""Settings of AOTAutograd. Products, reductions and random operations are still never computed again."""
+if "force_non_lazy_backward_lowering" in torch._functorch.config.get_config_copy():
+    # The backward is compiled with the forward, so that it cannot fail later.
+    PARTITIONER["force_non_lazy_backward_lowering"] = True
+LEAST_ROWS, LEAST_LENGTH = 8, 4096
+"""Batches of up to 8 × 4096 share a graph with dynamic sizes. A larger size is rounded up to a power of two."""
 Graph = Callable[..., Any]
 
 
@@ -47,23 +69,33 @@ class _NothingToLeaveOut(Exception):
     """The forward graph has no product that a recompute could do without."""
 
 
-def backend(whole_call: Any, recomputing: Callable[[], bool]) -> Callable[[GraphModule, list[Any]], Graph]:
-    """A backend for `torch.compile(whole_call)`: Inductor, with graphs split as above.
+def backend(
+    code: CodeType, recomputing: Callable[[], bool], recomputes: bool
+) -> Callable[[GraphModule, list[Any]], Graph]:
+    """A backend for `torch.compile` of a function with this code: Inductor, with graphs split as above.
 
     A call is a recompute if `recomputing()`. Both graphs come of one trace, so that a length has the same kernels in
-    the forward and in the recompute.
+    the forward and in the recompute. Without `recomputes` there is one graph for both.
     """
-    code: CodeType = whole_call.__code__
+    # Some versions of dynamo do not know it, and would split a layer with experts into several graphs.
+    torch.compiler.allow_in_graph(torch._grouped_mm)
 
     def compile_graph(traced: GraphModule, inputs: list[Any]) -> Graph:
-        with torch._functorch.config.patch(RECOMPUTE_POINTWISE):
+        patches: dict[str, Any] = {}
+        if torch.are_deterministic_algorithms_enabled() and "deterministic" in torch._inductor.config.get_config_copy():
+            # No kernel is chosen by timing it.
+            patches["deterministic"] = True
+        # Without the tag, graphs cached on disk would be used for any backend of attention.
+        tagged = compiler.patch(cache_key_tag=f"{compiler.cache_key_tag} {sdpa_key()}")
+        with torch._functorch.config.patch(PARTITIONER), tagged, _largest_sizes(traced) as sizes:
             recompute: Any = None
             # What a part of the call returns is used by the other parts.
-            if _is_whole(traced, code):
-                copied, patches = copy.deepcopy(traced), {"custom_partitioner_fn": _WithoutLastProduct()}
+            if recomputes and torch.is_grad_enabled() and _is_whole(traced, code):
                 with suppress(_NothingToLeaveOut):
-                    recompute = compile_fx(copied, [*inputs], config_patches=patches)
-            forward: Any = compile_fx(traced, inputs)
+                    split = patches | {"custom_partitioner_fn": _Partitioner(sizes, leave_out=True)}
+                    recompute = compile_fx(copy.deepcopy(traced), [*inputs], config_patches=split)
+            split = patches | {"custom_partitioner_fn": _Partitioner(sizes)}
+            forward: Any = compile_fx(traced, inputs, config_patches=split)
 
         def graph(*tensors: Any) -> Any:
             return recompute(*tensors) if recompute is not None and recomputing() else forward(*tensors)
@@ -73,6 +105,70 @@ def backend(whole_call: Any, recomputing: Callable[[], bool]) -> Callable[[Graph
     return compile_graph
 
 
+def size_class(size: int, rows: bool) -> int:
+    """The largest size that shares a graph with this one. `rows`: of the first dimension of a batch."""
+    return size if size < 2 else max(LEAST_ROWS if rows else LEAST_LENGTH, 1 << (size - 1).bit_length())
+
+
+def _hint(
+    plain: Callable[..., int], env: Any, expr: Any, precomputed_replacements: Mapping[Any, Any], fallback: Any = None
+) -> int:
+    """The hint for an expression, with all overrides. PyTorch applies them only to sizes that have no value yet."""
+    for known in (env.replacements, precomputed_replacements, env.replacements, env.var_to_hint_override):
+        expr = sympy.sympify(expr).xreplace(known)
+    return plain(env, expr, precomputed_replacements, fallback)
+
+
+def _size_hint(plain: Callable[..., int], size: Any, fallback: int | None = None) -> int:
+    """The same for a size."""
+    if isinstance(size, torch.SymInt):
+        env = size.node.shape_env
+        expr = sympy.sympify(size.node.expr.xreplace(env.replacements).xreplace(env.var_to_hint_override))
+        size = int(expr) if expr.is_Integer else size
+    return plain(size, fallback)
+
+
+HINTS: tuple[tuple[Any, str, Callable[..., int]], ...] = (
+    (sizevars, "_optimization_hint_base", _hint),
+    (symbolic_shapes, "_optimization_hint_base", _hint),
+    (partitioners, "optimization_hint", _size_hint),
+    (partitioners, "hint_int", _size_hint),
+)
+"""The functions that PyTorch asks for the size to optimize for. A version has some of them."""
+
+
+@contextmanager
+def _largest_sizes(traced: GraphModule) -> Iterator[tuple[int, ...]]:
+    """Inside, Inductor optimizes for the largest sizes of their class. Yields those.
+
+    Guards still see the actual sizes, so that each length gets the graph that holds for it.
+    """
+    env: Any = TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
+    # Renamed between versions of PyTorch.
+    values = vars(env)["backed_var_to_val" if "backed_var_to_val" in vars(env) else "var_to_val"]
+    largest: dict[sympy.Symbol, int] = {}
+    arguments = [node.meta["example_value"] for node in traced.graph.find_nodes(op="placeholder")]
+    for shape in (argument.shape for argument in arguments if isinstance(argument, torch.Tensor)):
+        for dim, size in enumerate(shape):
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+            if symbol in values:
+                most = size_class(int(values[symbol]), rows=dim == 0 and len(shape) > 1)
+                largest[symbol] = max(most, largest.get(symbol, 0))
+    for number in (argument.node.expr for argument in arguments if isinstance(argument, torch.SymInt)):
+        if number in values:
+            largest.setdefault(number, size_class(int(values[number]), rows=False))
+    env.var_to_hint_override.update(largest)
+    plain = [(module, name, getattr(module, name), own) for module, name, own in HINTS if name in vars(module)]
+    # Threads compile one at a time: dynamo has a lock.
+    for module, name, hint, own in plain:
+        setattr(module, name, partial(own, hint))
+    try:
+        yield tuple(largest.values())
+    finally:
+        for module, name, hint, _ in plain:
+            setattr(module, name, hint)
+
+
 def _is_whole(traced: GraphModule, code: CodeType) -> bool:
     """Whether a graph is all that a call computes: it ends where the function returns, and not at a graph break."""
     reason: Any = traced.compile_subgraph_reason
@@ -80,17 +176,21 @@ def _is_whole(traced: GraphModule, code: CodeType) -> bool:
     return not reason.graph_break and (last.filename, last.name) == (code.co_filename, code.co_name)
 
 
-class _WithoutLastProduct(CustomPartitionerFn):
-    """Splits a joint graph for a recompute."""
+class _Partitioner(CustomPartitionerFn):
+    """Splits a joint graph, and with `leave_out` leaves out of the forward what a recompute does not need."""
+
+    def __init__(self, sizes: tuple[int, ...], leave_out: bool = False) -> None:
+        self._sizes, self._leave_out = sizes, leave_out
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        leave_out_last_product(forward, options["num_fwd_outputs"])
+        forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        if self._leave_out:
+            leave_out_last_product(forward, options["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any:
         """Part of the key under which compiled graphs are cached on disk."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__,), repr((self._sizes, self._leave_out)))
 
 
 def leave_out_last_product(forward: GraphModule, outputs: int) -> None:
@@ -105,20 +205,37 @@ def leave_out_last_product(forward: GraphModule, outputs: int) -> None:
     needed = _with_inputs([*_nodes(kept), *(node for node in operations if node.is_impure())])
     removed = {node for node in operations if node not in needed}
     products = {node for node in removed if node.target in PRODUCTS}
-    static = all(isinstance(size, int) for node in _nodes(returned) for size in node.meta["val"].shape)
-    if not products or not static or not _is_apart(operations, removed, products):
+    sizes = _size_nodes(forward)
+    empty = {node: _empty(node.meta["val"], sizes) for node in _nodes(returned) if node in removed}
+    if not products or None in empty.values() or not _is_apart(operations, removed, products):
         raise _NothingToLeaveOut
     for position, node in enumerate(returned):
-        if node in removed:
-            value = node.meta["val"]
-            size, options = (list(value.shape), list(value.stride())), {"dtype": value.dtype, "device": value.device}
+        if (make := empty.get(node)) is not None:
+            options = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
             with forward.graph.inserting_before(result):
-                returned[position] = forward.graph.call_function(aten.empty_strided.default, size, options)
+                returned[position] = forward.graph.call_function(*make, options)
             returned[position].meta = dict(node.meta)
     result.args = ((*returned, *kept),)
     forward.graph.eliminate_dead_code()
     forward.recompile()
     log.debug("a recompute leaves out %d products, %d operations of %d", len(products), len(removed), len(operations))
+
+
+def _size_nodes(forward: GraphModule) -> dict[Any, Node]:
+    """The nodes that are dynamic sizes, by what they are."""
+    return {node.meta["val"].node.expr: node for node in forward.graph.nodes if _is_size(node)}
+
+
+def _empty(value: torch.Tensor, sizes: Mapping[Any, Node]) -> tuple[OpOverload, tuple[Any, ...]] | None:
+    """The operation that makes an uninitialized tensor like this one; None if a dynamic size of it is not known."""
+    shape, strides = (
+        [size if isinstance(size, int) else size.node.expr for size in of] for of in (value.shape, value.stride())
+    )
+    if all(isinstance(size, int) for size in shape):
+        return aten.empty_strided.default, (shape, strides)
+    contiguous = [sympy.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    known = [size if isinstance(size, int) else sizes.get(size) for size in shape]
+    return (aten.empty.memory_format, (known,)) if None not in known and contiguous == strides else None
 
 
 def _is_apart(operations: list[Node], removed: set[Node], products: set[Node]) -> bool:
@@ -128,7 +245,7 @@ def _is_apart(operations: list[Node], removed: set[Node], products: set[Node]) -
     ones made, and is the only one to read it.
     """
     before, after = _with_inputs(products), set(products)
-    for node in operations:
+    for node in (node for node in operations if not _is_size(node)):
         if node not in removed:
             if node not in before and not _is_view(node):
                 return False
@@ -162,14 +279,19 @@ def _with_inputs(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _sources(node: Node) -> set[Node]:
-    """What an operation reads, views looked through."""
-    return {source for read in node.all_input_nodes for source in (_sources(read) if _is_view(read) else {read})}
+    """The tensors that an operation reads, views looked through."""
+    tensors = [read for read in node.all_input_nodes if not _is_size(read)]
+    return {source for read in tensors for source in (_sources(read) if _is_view(read) else {read})}
 
 
 def _readers(node: Node) -> set[Node]:
     """The operations that read a value, views of it included."""
     readers = {reader for user in node.users for reader in (_readers(user) if _is_view(user) else {user})}
     return {reader for reader in readers if reader.op != "output"}
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _is_view(node: Node) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 
 from megatrain.compute.binding import call_with
 from megatrain.errors import UnsupportedCall
@@ -29,7 +30,10 @@ class Addresses(Generic[Key]):
     def find(self, tensor: torch.Tensor) -> Key | None:
         """The key of the tensor whose range contains this tensor's start, or None."""
         at = tensor.data_ptr()
-        return next((key for begin, end, key in self._ranges if begin <= at < end), None)
+        for begin, end, key in self._ranges:
+            if begin <= at < end:
+                return key
+        return None
 
     def copy_if_inside(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy if it lies in one of the ranges, whose memory will be reused."""
@@ -50,7 +54,6 @@ class Rebinder:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             return call_with({_active: self}, forward)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: torch.Tensor) -> Any:
         if _active.get() is not self:
             return tensor
@@ -62,7 +65,6 @@ class Rebinder:
         offset = (tensor.data_ptr() - self._starts[slab]) // tensor.element_size()
         return partial(self._view, slab, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: Any) -> torch.Tensor:
         return packed if isinstance(packed, torch.Tensor) else packed()
 
@@ -82,3 +84,8 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
             f"(version {tensor._version}, expected {version}); use a copy for one of the two."
         )
     return tensor
+
+
+# After a graph break, dynamo would compile these. A decorator that forbids it would run for every saved tensor.
+for _function in (Addresses.find, Rebinder._pack, Rebinder._unpack, Rebinder._view, _unchanged):
+    skip_code(_function.__code__)

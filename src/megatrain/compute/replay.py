@@ -1,4 +1,4 @@
-"""The state that a recompute must restore: random number generators and autocast."""
+"""The state that a recompute must restore: random number generators, autocast and the backends of attention."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.generators import Generators
+from megatrain.process import SdpaState, sdpa_state, set_sdpa_state
 
 
 @dataclass(frozen=True)
 class AmbientState:
-    """Random number generators and autocast at the start of a block's forward."""
+    """Random number generators, autocast and attention backends at the start of a block's forward."""
 
     generators: Generators
     device: torch.device
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    attention: SdpaState
 
     @classmethod
     def capture(cls, device: torch.device, generators: Generators | None = None) -> AmbientState:
@@ -26,7 +28,7 @@ class AmbientState:
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         generators = Generators.capture(device) if generators is None else generators
-        return cls(generators, device, autocast, torch.is_autocast_cache_enabled())
+        return cls(generators, device, autocast, torch.is_autocast_cache_enabled(), sdpa_state())
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
@@ -55,18 +57,23 @@ class AmbientState:
             try:
                 if generators_after is not None:
                     self.generators.restore()
+                if self.attention != present.attention:
+                    set_sdpa_state(self.attention)
                 with self.autocasting():
                     yield
             finally:
-                present.restore(generators_after is not None)
+                present.restore(self, generators_after is not None)
         finally:
-            present.restore(generators_after is not None)
+            present.restore(self, generators_after is not None)
 
-    def restore(self, generators: bool) -> None:
-        """Restore autocast and, if `generators`, the random number generators."""
+    def restore(self, replaced: AmbientState, generators: bool) -> None:
+        """Restore autocast, attention backends and, if `generators`, the random number generators."""
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
+        # The backends are not per thread: another thread may have set them meanwhile, so they are set only if replaced.
+        if replaced.attention != self.attention:
+            set_sdpa_state(self.attention)
         if generators:
             self.generators.restore()

@@ -41,7 +41,9 @@ pytree.register_pytree_node(
 
 def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], FlattenSpec]:
     """Split a structure into its tensors and a spec that rebuilds it."""
-    leaves, spec = pytree.tree_flatten(_wrap_user_dicts(tree))
+    leaves, spec = pytree.tree_flatten(tree)
+    if any(isinstance(leaf, UserDict) for leaf in leaves):
+        leaves, spec = pytree.tree_flatten(_wrap_user_dicts(tree))
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     tensors = [leaves[i] for i in positions]
     rest = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)

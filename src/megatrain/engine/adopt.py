@@ -1,7 +1,7 @@
 """Moves a model's weights into the store and patches the model so that its interface keeps working.
 
-Weights move block by block and the originals are freed, so peak RAM is the model plus one block. `Adoption.release`
-moves them back.
+Weights move block by block and the originals are freed, so peak RAM is the model plus one block. Weights that are still
+in their files (lazy.py) are read one by one. `Adoption.release` moves weights back.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatrain.engine.placement import Placement
 from megatrain.engine.undo import Undo
 from megatrain.errors import ModelMoved
 from megatrain.hardware import inventory
+from megatrain.lazy import contents, is_lazy, ram_bytes, temporary_bytes
 from megatrain.model.blocks import BlockSpec
 from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.model.transformers_api import TransformersApi
@@ -58,6 +59,8 @@ class Adoption:
     def __post_init__(self) -> None:
         self._original_dtypes: dict[tuple[int, int], torch.dtype] = {}
         """(slab, segment) → the parameter's dtype before attaching, restored if attaching fails."""
+        self._lazy_originals: dict[tuple[int, int], torch.nn.Parameter] = {}
+        """(slab, segment) → the parameter itself if its values are in a file. It is put back if attaching fails."""
         self._dtypes = Dtypes(self.model)
 
     def adopt(self, specs: list[BlockSpec], add_gradient: GradientSink, run: RunBlock, undo: Undo) -> None:
@@ -90,6 +93,7 @@ class Adoption:
     def commit(self) -> None:
         """Attaching succeeded: from now on masters may hold more bits than the original dtype."""
         self._original_dtypes.clear()
+        self._lazy_originals.clear()
 
     def release(self) -> None:
         """Return weights and buffers to the CPU. A split master becomes FP32, so no bits are lost.
@@ -109,6 +113,10 @@ class Adoption:
         unbind(self.model)
 
     def _as_plain_parameter(self, parameter: StoreTensor) -> torch.nn.Parameter:
+        original = self._lazy_originals.get((parameter.slab.index, parameter.segment))
+        if original is not None:
+            original.requires_grad_(parameter.requires_grad)
+            return original
         values = parameter.master()
         # Without a residual the master is BF16; promote it to the dtype in which it is saved.
         full = torch.promote_types(values.dtype, parameter.slab.saved[parameter.segment])
@@ -119,22 +127,25 @@ class Adoption:
         """Raise before the first block is moved if RAM does not suffice: each block exists twice while it is moved."""
         seen: set[int] = set()
         extra = peak = total = resident = 0
+        temporary = 0
         for spec in specs:
             added = freed = 0
+            on_disk = self.placement.homes(spec.label).states.tier == "disk"
             for (target, _), parameters in self._group_parameters(spec, seen).items():
                 added += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
                 for parameter in parameters.values():
                     # The low halves of FP32 originals become residuals.
-                    low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
+                    low_half = target == torch.bfloat16 and parameter.dtype == torch.float32 and not on_disk
                     added += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
-                    freed += parameter.numel() * parameter.dtype.itemsize if parameter.device.type == "cpu" else 0
+                    freed += ram_bytes(parameter)
+                    temporary = max(temporary, temporary_bytes(parameter))
             if self.placement.homes(spec.label).weight is not self.placement.ram:
                 resident, extra = resident + added, extra - freed
                 continue
             total += added
             peak = max(peak, extra + added)
             extra += added - freed
-        self.placement.ram.require(peak, total)
+        self.placement.ram.require(peak + temporary, total)
         if resident:
             inventory.require_vram(self.device, resident, "the weights of resident blocks")
 
@@ -161,7 +172,9 @@ class Adoption:
             self.slabs.append(slab)
             for index, parameter in enumerate(parameters.values()):
                 self._original_dtypes[slab.index, index] = parameter.dtype
-                slab.load(index, parameter)
+                if is_lazy(parameter):
+                    self._lazy_originals[slab.index, index] = parameter
+                slab.load(index, contents(parameter))
                 if slab.split_master and parameter.dtype == torch.float32:
                     slab.saved[index] = self.saved_dtypes.get(layout.segments[index].name, torch.float32)
                 weight = StoreTensor.of_parameter(slab, index, "weight", self.device)

@@ -7,13 +7,16 @@ If a step fails or is interrupted, all changes are undone and the model is as be
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain import process
+from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import DeferInterrupts
@@ -23,11 +26,12 @@ from megatrain.engine.memory_limit import HeldState, MemoryLimit, Policies
 from megatrain.engine.placement import Placement
 from megatrain.engine.recording import Recording
 from megatrain.engine.step import Step
-from megatrain.engine.summary import announce_attached
+from megatrain.engine.summary import announce_attached, attention_shape
 from megatrain.engine.undo import Undo
 from megatrain.errors import EngineClosed
 from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
+from megatrain.hardware.attention import request_backend
 from megatrain.model.blocks import BlockSpec
 from megatrain.model.transformers_api import TransformersApi, can_chunk_loss, output_embedding, uses_causal_loss
 from megatrain.optim.schedule import Updates
@@ -35,6 +39,7 @@ from megatrain.store.forks import Owner
 from megatrain.store.slab import Slab
 from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
+from megatrain.stream.disk import DiskStream
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import SyncLanes
@@ -84,6 +89,9 @@ class Attachment:
         """Create the memory tiers. Nothing is allocated yet."""
         self.placement = Placement(self.settings, self.device)
         self.on_close.add(self.placement.ram.unpin)
+        if self.placement.disk is not None:
+            # After `close`, FP32 masters can still be read, and their low halves may be on disk.
+            self.on_release.add(self.placement.disk.close)
 
     def limit_gpu_memory(self) -> None:
         """Limit PyTorch's allocator to what `max_vram_gb` or the plan allows."""
@@ -96,11 +104,17 @@ class Attachment:
         """Start the lanes and their threads."""
         on_close = self.on_close
         with DeferInterrupts():
-            self.lanes = lanes = cuda.choose_lanes(self.settings.debug.lanes, self.device)
+            self.lanes = lanes = cuda.choose_lanes(
+                self.settings.debug.lanes, self.device, disk=bool(self.settings.on_disk)
+            )
             on_close.add(lambda: lanes.close(patience=on_close.timeout))
+        on_close.add(lambda: process.release(on_close))
         if not isinstance(self.lanes, SyncLanes):
-            on_close.add(lambda: process.release(on_close))
             process.switch_interval.request(on_close, process.SWITCH_INTERVAL)
+
+    def choose_attention_backend(self) -> None:
+        """Set the order in which PyTorch tries the backends of attention, from a table (hardware/attention.py)."""
+        request_backend(self.on_close, self.device, attention_shape(self.engine))
 
     def adopt_model(self) -> None:
         """Move weights into the store and route the blocks' forwards through the step, which is built next."""
@@ -129,6 +143,7 @@ class Attachment:
         drain = Drain(slabs, settings.debug.grad_slots, link)
         sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
+        disk = DiskStream(slabs, self.placement.ram, lanes, counters)
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor
@@ -139,12 +154,13 @@ class Attachment:
             lanes=lanes,
             fetcher=fetcher,
             drain=drain,
-            updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, counters),
+            updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, disk, counters),
             activations=Activations(link, self.placement.ram),
             transformers_api=self.transformers_api,
             memory_limit=self.memory_limit,
             ram_monitor=ram_monitor,
-            recording=Recording(lanes.timeline, lambda: ram_monitor.own),
+            drive=self.placement.drive,
+            recording=Recording(lanes.timeline, lambda: ram_monitor.own, self.placement.drive.since_last),
             check_open=self.check_open,
         )
         self.memory_limit.held_state = HeldState(slabs, fetcher, sums_out, states)
@@ -160,10 +176,24 @@ class Attachment:
         blocks = self.adoption.blocks
         if blocks:
             disable_checkpointing(self.model, self.on_release)
-        compiled = Compiled() if self.settings.compile else None
-        for block in blocks:
-            block.compiled = compiled if block.layer else None
+        if self.settings.compile:
+            self._share_compiled([block for block in blocks if block.layer])
         self.step.set_blocks(blocks)
+
+    def _share_compiled(self, blocks: list[Block]) -> None:
+        """Give blocks of the same structure the same compiled code."""
+        plan, policies = self.settings.plan, self.memory_limit.policies
+        planned = None if plan is None else (plan.run.micro_batch, plan.run.length)
+        decided, names = partial(self.step.recording.event, "compiled"), Counter[str]()
+        for structure in {block.structure: None for block in blocks}:
+            alike = [block for block in blocks if block.structure == structure]
+            recomputes = any(policies[block.name] != "store" for block in alike)
+            name = type(alike[0].module).__name__
+            names[name] += 1
+            name += f" {names[name]}" if names[name] > 1 else ""
+            compiled = Compiled(name, self.device, planned, recomputes, decided)
+            for block in alike:
+                block.compiled = compiled
 
     def chunk_head(self) -> None:
         """Compute the loss in chunks of tokens if the model is a causal LM with transformers' own loss."""
@@ -175,7 +205,7 @@ class Attachment:
                 warn(f"head_chunk={chunk} has no effect: logits of {type(model).__name__} are computed whole")
             return
         features = module.weight.shape[0]
-        fused = fuses_loss(self.settings.compile, self.device.type == "cuda")
+        fused = fuses_loss(bool(self.settings.compile), self.device.type == "cuda")
         self.step.head = Head(self.step, block, loss, features, chunk or chunk_tokens(features, fused), fused)
         # The innermost module that calls the loss function: adapters wrap it.
         owner = [inner for inner in model.modules() if uses_causal_loss(inner, module, loss)][-1]
@@ -210,6 +240,7 @@ ATTACH_STEPS: tuple[Callable[[Attachment], None], ...] = (
     Attachment.create_tiers,
     Attachment.limit_gpu_memory,
     Attachment.start_lanes,
+    Attachment.choose_attention_backend,
     Attachment.adopt_model,
     Attachment.build_step,
     Attachment.reserve_gpu_memory,

@@ -82,7 +82,7 @@ class Headroom:
             shape = describe(self.model)
         except MegaTrainError:
             return 0, 0
-        compiled, chunk = self.settings.compile, self.settings.head_chunk
+        compiled, chunk = bool(self.settings.compile), self.settings.head_chunk
         run = Run(micro_batch=rows, length=length, precision=self.precision, compile=compiled, head_chunk=chunk)
         ledger = Ledger(shape, run, gpu=False)
         return ledger.computing(Decision(stored_graphs=len(ledger.layers) if self.settings.policy == "store" else 0))

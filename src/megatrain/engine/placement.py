@@ -7,13 +7,16 @@ from fnmatch import fnmatch
 
 import torch
 
+from megatrain.engine.drive import DriveLife
 from megatrain.errors import SettingsError
-from megatrain.geometry import PLACEMENT_SETTINGS, STAGING_SLOTS, group_by_size
+from megatrain.geometry import DISK_STAGING_SLOTS, PLACEMENT_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
+from megatrain.hardware.validation import folders
 from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
+from megatrain.store.disk import DiskMemory
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
@@ -35,7 +38,12 @@ class Placement:
             ),
         )
         self.vram = DeviceMemory(device)
+        self.disk = self._open_disk() if settings.on_disk else None
+        self.drive = DriveLife(self.disk, settings.drive_tbw, settings.max_drive_tb)
         self.ram_monitor = RamMonitor(held=lambda: self.ram.allocated_bytes, trim=self.ram.trim)
+
+    def _open_disk(self) -> DiskMemory:
+        return DiskMemory(folders(self._settings.offload_dir), allow_tmpfs=self._settings.debug.allow_tmpfs)
 
     def homes(self, block: str) -> Homes:
         """The tiers of a block's weight, optimizer states and gradient sum."""
@@ -48,9 +56,12 @@ class Placement:
                 f"streamed_states matches {block}, whose {'gradients are' if held else 'weights are'} not held: its "
                 "states are updated on the GPU, so name it in held_weights and held_gradients too."
             )
-        return Homes(
-            self.ram, self.ram, self.vram if summed else self.ram, holds_weight=held, streams_states=streams_states
-        )
+        on_disk = self.disk is not None and _matches(block, self._settings.on_disk)
+        if on_disk and streams_states:
+            raise SettingsError(f"{block} is named in on_disk and in streamed_states; name it in one of them.")
+        states = self.disk if self.disk is not None and on_disk else self.ram
+        sums = self.vram if summed else self.ram
+        return Homes(self.ram, states, sums, holds_weight=held, streams_states=streams_states)
 
     def check(self, blocks: Sequence[str]) -> None:
         """Raise if a pattern matches no block."""
@@ -63,15 +74,15 @@ class Placement:
     def kernels(self) -> dict[str, Kernel]:
         """The update kernel of each tier."""
         if self._settings.debug.kernels == "reference":
-            return {"ram": reference_kernel, "vram": reference_kernel}
+            return dict.fromkeys(TIERS, reference_kernel)
         native = native_kernel(inventory.update_threads())
         on_gpu = bool(self._settings.resident or self._settings.streamed_states) and self._device.type == "cuda"
-        return {"ram": native, "vram": device_kernel() if on_gpu else native}
+        return {"ram": native, "vram": device_kernel() if on_gpu else native, "disk": native}
 
     def require_states(self, slabs: Iterable[Slab], rule: type[Rule], width: str, slots: int) -> None:
         """Raise if optimizer states and gradients will not fit. `slots`: bytes of slots that are not in memory yet."""
         slabs = list(slabs)
-        needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0}
+        needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0, "disk": 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
             needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
@@ -80,6 +91,12 @@ class Placement:
             needed["vram"] += min(STAGING_SLOTS, len(ring)) * max(
                 slab.state_bytes(rule.moments, width) for slab in ring
             )
+        staged = [slab for slab in slabs if slab.homes.states is self.disk]
+        for ring in group_by_size(staged, lambda slab: slab.layout.nbytes):
+            largest = max(slab.state_bytes(rule.moments, width) for slab in ring)
+            needed["ram"] += min(DISK_STAGING_SLOTS, len(ring)) * largest
+        if self.disk is not None:
+            self.disk.require(needed["disk"])
         if needed["vram"]:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(
@@ -94,10 +111,6 @@ def _matches(block: str, patterns: Sequence[str]) -> bool:
 
 def announce_unavailable(settings: Settings, device: torch.device) -> None:
     """Warn about settings that have no effect, and announce those that lose precision."""
-    if settings.offload_dir is not None:
-        warn(
-            f"offload_dir={settings.offload_dir!r} has no effect: it is not implemented yet, and all state stays in RAM"
-        )
     if device.type == "cpu" and "pin" in settings.debug.given:
         warn(f"pin={settings.debug.pin} has no effect on the CPU")
     if settings.moment_width != "fp32":
@@ -122,6 +135,6 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
     )
     chosen = settings.chosen()
     for name in ("compile", "policy", "window"):
-        if chosen.get(name):
+        if chosen.get(name) and chosen[name] != "auto":
             warn(f"{name}={chosen[name]!r} has no effect on a model of one block")
     return settings.override(resident=("*",)) if stays else settings

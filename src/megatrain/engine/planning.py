@@ -7,21 +7,26 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatrain import planner
 from megatrain import settings as settings_module
 from megatrain.errors import SettingsError
 from megatrain.hardware import inventory
 from megatrain.hardware import probe as hardware_probe
+from megatrain.hardware.compilers import compiles, missing
 from megatrain.hardware.machine import Machine
+from megatrain.model.loading import keep_in_files
 from megatrain.optim.update import update_rates
 from megatrain.planner import Answer, Plan, Run
+from megatrain.planner.run import resolve_machine
 from megatrain.settings import Settings
-from megatrain.telemetry.notices import warn
+from megatrain.telemetry.notices import announce, warn
 
 MachineLike = Machine | str | os.PathLike[str] | None
 LIMITS = ("max_vram_gb", "max_ram_gb")
 RUN_OPTIONS = ("optimizer_compression", "precision", "compile", "head_chunk", "length")
-NOT_PLAN_OPTIONS = ("machine", "device", "plan", "record")
+NOT_PLAN_OPTIONS = ("machine", "device", "plan", "record", "drive_tbw", "max_drive_tb")
 """Settings that a plan does not depend on."""
 _UNSET: Any = object()
 
@@ -40,6 +45,7 @@ def init(
         Machine.load(settings.machine)  # raise now, not after the model has been loaded
     inventory.choose_device(settings.device)
     settings_module.store(settings)
+    keep_in_files(settings.offload_dir is not None)
     return settings
 
 
@@ -64,7 +70,8 @@ def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -
 
     Raises `NotEnoughMemory`, with what would make it fit.
     """
-    return planner.plan(model_or_config, machine=_resolve_machine(machine, options), **_with_defaults(options))
+    resolved, options = _resolve_machine(machine, options), _with_defaults(options)
+    return planner.plan(model_or_config, machine=resolved, **_with_compile(options, resolved))
 
 
 def plan_for_trainer(model: Any, machine: MachineLike, **options: Any) -> Plan:
@@ -77,16 +84,16 @@ def largest_batch(model_or_config: Any, machine: MachineLike = None, run: Run | 
 
     Options are those of `megatrain.plan` except `batch`. Raises `NotEnoughMemory` if not even one sequence fits.
     """
-    options = _with_defaults(options, run, "batch")
-    return planner.largest_batch(model_or_config, _resolve_machine(machine, options), run, **options)
+    resolved, options = _resolve_machine(machine, options), _with_defaults(options, run, "batch")
+    return planner.largest_batch(model_or_config, resolved, run, **_with_compile(options, resolved, run))
 
 
 def largest_context(
     model_or_config: Any, machine: MachineLike = None, run: Run | None = None, **options: Any
 ) -> Answer:
     """The largest sequence length that fits, in multiples of 64 tokens, and its plan. See `largest_batch`."""
-    options = _with_defaults(options, run, "length")
-    return planner.largest_context(model_or_config, _resolve_machine(machine, options), run, **options)
+    resolved, options = _resolve_machine(machine, options), _with_defaults(options, run, "length")
+    return planner.largest_context(model_or_config, resolved, run, **_with_compile(options, resolved, run))
 
 
 def largest_model(
@@ -94,7 +101,8 @@ def largest_model(
 ) -> Answer:
     """The largest model that fits, in parameters, and its plan: of `family` (models, configs or names), or of generated
     dense decoders. See `largest_batch`."""
-    return planner.largest_model(_resolve_machine(machine, options), run, family, **_with_defaults(options, run))
+    resolved, options = _resolve_machine(machine, options), _with_defaults(options, run)
+    return planner.largest_model(resolved, run, family, **_with_compile(options, resolved, run))
 
 
 def _with_defaults(options: dict[str, Any], run: Run | None = None, searched: str | None = None) -> dict[str, Any]:
@@ -112,12 +120,29 @@ def _format_options(values: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={values[name]!r}" for name in sorted(names))
 
 
+def _with_compile(options: dict[str, Any], machine: MachineLike, run: Run | None = None) -> dict[str, Any]:
+    """The options with `compile` as a run has it: "auto" compiles on a GPU."""
+    if run is not None or options.get("compile", "auto") != "auto":
+        return options
+    return options | {"compile": resolve_machine(machine).gpu is not None}
+
+
 def _resolve_machine(machine: MachineLike, options: dict[str, Any]) -> MachineLike:
     """The requested machine, else that of `megatrain.init`, else this one, measured."""
     defaults = settings_module.current()
     machine = defaults.machine if machine is None else machine
     device: dict[str, Any] = {} if defaults.device is None else {"device": defaults.device}
     return machine if machine is not None else probe(offload_dir=options.get("offload_dir"), **device)
+
+
+def resolve_compile(settings: Settings, device: torch.device) -> bool:
+    """Whether an engine compiles its layers. Announces why "auto" does not on a GPU."""
+    if settings.compile != "auto" or device.type != "cuda":
+        return compiles(settings.compile, device.type)
+    if (why := missing(device.type)) is not None:
+        announce(f"layers run eagerly, not compiled: {why}")
+        return False
+    return settings.plan is None or bool(settings.plan.run.compile)
 
 
 def apply_plan(settings: Settings) -> Settings:
@@ -130,11 +155,6 @@ def apply_plan(settings: Settings) -> Settings:
         return settings.override(plan=None)
     if not isinstance(chosen, Plan):
         raise SettingsError(f"plan must be a Plan, as megatrain.plan makes it, not {type(chosen).__name__}.")
-    if chosen.on_disk:
-        raise SettingsError(
-            f"the plan puts states of {len(chosen.on_disk)} blocks on disk, but offload_dir is not implemented yet; "
-            "plan without offload_dir."
-        )
     _warn_unplanned(settings, chosen)
     followed = Settings(**chosen.settings()).override(**settings.chosen())
     if other := followed.differing(chosen.settings()):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain import files
-from megatrain.engine.summary import counted
+from megatrain.engine.summary import attention_used, counted, experts_used
 from megatrain.optim.schedule import Outcome, RuleTable
 from megatrain.stream.timeline import Timeline
 from megatrain.telemetry.record import FILE, Record, ending
@@ -31,9 +31,11 @@ PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "s
 class Recording:
     """The open records of one engine. It does not refer to the engine, which ends with its last user."""
 
-    def __init__(self, timeline: Timeline, ram: Callable[[], int]) -> None:
+    def __init__(
+        self, timeline: Timeline, ram: Callable[[], int], disk: Callable[[], dict[str, float] | None] = lambda: None
+    ) -> None:
         self.timeline = timeline
-        self._ram = ram
+        self._ram, self._disk = ram, disk
         self._records: list[Record] = []
         self._lock = threading.Lock()
         self._tokens: list[Any] = []
@@ -83,8 +85,10 @@ class Recording:
         device = self.timeline.device
         memory = {"vram": 0 if device is None else torch.cuda.memory_reserved(device), "ram": self._ram()}
         rate = next((rule.lr for of_slab in rules.values() for rule in of_slab.values()), None)  # type: ignore[attr-defined]
+        disk = self._disk()
+        more = {} if disk is None else {"disk": disk}
         for record in self._open:
-            record.stepped(page, outcome, learning_rate=rate, tokens=tokens, memory=memory)
+            record.stepped(page, outcome, learning_rate=rate, tokens=tokens, memory=memory, **more)
         if device is None:
             # On a GPU the events of this step have not happened yet, and are read while the next one runs.
             self.timeline.settle(wait=False)
@@ -135,6 +139,9 @@ def described(engine: Engine, optimizer: Any) -> dict[str, Any]:
         "model": {"class": type(model).__name__, "blocks": len(engine.blocks)} | counted(model),
         "device": {"name": str(engine.device), "gpu": gpu},
         "precision": {"compute": engine.precision, "saved": engine.saved_precision},
+        "attention": attention_used(engine),
+        "compiled": {compiled.name: compiled.described for compiled in engine.compiled},
+        "experts": experts_used(engine),
         "optimizer": None if optimizer is None else _optimizer(optimizer),
         "plan": None if settings.plan is None else json.loads(settings.plan.to_json()),
     }

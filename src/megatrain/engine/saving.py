@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +26,7 @@ def save(
     directory: str | os.PathLike[str],
     optimizer: Optimizer | None,
     portion: Callable[[int], int],
+    kernels: dict[str, Any],
 ) -> None:
     """Save atomically: `replace.find(directory)` always returns a complete save, the old one or the new one."""
     stopwatch = files.Stopwatch()
@@ -40,7 +42,7 @@ def save(
                 nbytes = files.sync_tree(replacement.fresh, listed)
                 files.sync_names(replacement.fresh)
             else:
-                nbytes = states.seal(model, optimizer, replacement.fresh, listed, replacement.target)
+                nbytes = states.seal(model, optimizer, replacement.fresh, listed, kernels, replacement.target)
             replacement.commit()
     except (space.NoRoom, SafetensorError) as error:
         # safetensors raises its own exception if the disk is full.
@@ -53,7 +55,13 @@ def save(
     announce(stopwatch.report(replacement.target.name, nbytes))
 
 
-def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: Optimizer | None) -> None:
+def load(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    optimizer: Optimizer | None,
+    check: Callable[[dict[str, Any]], None],
+) -> None:
+    """Load what `save` wrote. With an optimizer, `check` gets the manifest before anything is changed."""
     path = replace.find(directory)
     if optimizer is not None:
         content = manifest.verify(path)
@@ -63,6 +71,7 @@ def load(model: torch.nn.Module, directory: str | os.PathLike[str], optimizer: O
         if fault is not None:
             warn(f"loading {directory}, although {fault}")
         states.check_optimizer(model, optimizer, path)
+        check(content)
     elif os.path.lexists(path / manifest.FILE):
         manifest.verify(path, states=False)
     weights.load_model(model, path)

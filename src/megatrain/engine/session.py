@@ -14,13 +14,18 @@ import torch
 from megatrain import settings as settings_module
 from megatrain.aliases import renamed
 from megatrain.compute.block import Block
+from megatrain.compute.compiled import Compiled
 from megatrain.engine import saving
 from megatrain.engine.adopt import engine_of, precision_of
 from megatrain.engine.attach import CLOSE_TIMEOUT, Attachment
+from megatrain.engine.drive import DriveLife
 from megatrain.engine.headroom import tensors_of
+from megatrain.engine.kernels import check_resume, kernels_of
+from megatrain.engine.loading import filled
 from megatrain.engine.placement import announce_unavailable, place_one_block
-from megatrain.engine.planning import apply_plan
+from megatrain.engine.planning import apply_plan, resolve_compile
 from megatrain.engine.recording import described
+from megatrain.engine.spill import with_states_on_disk
 from megatrain.engine.summary import announce_plan, saved_precision
 from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, SettingsError
 from megatrain.geometry import MAX_WINDOW
@@ -29,10 +34,11 @@ from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model import transformers_api
 from megatrain.model.blocks import find_blocks
+from megatrain.model.loading import keep_in_files
 from megatrain.model.transformers_api import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.settings import Settings
-from megatrain.store.export import exported
+from megatrain.store.export import SurvivingTensor, exported
 from megatrain.store.parameter import StoreTensor
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.telemetry.counters import Counters
@@ -47,21 +53,46 @@ class Engine:
 
     `model` keeps its interface: call it, call `.backward()` on any loss, read `parameters()`, `state_dict()` and
     `save_pretrained()`. Keyword arguments are the fields of `Settings` and override those of `megatrain.init`.
+
+    `weights` is a Hugging Face directory, or a safetensors file, for a model on the meta device. Each weight is read
+    from its file into the store, so that RAM never holds the model beside the store.
     """
 
-    def __init__(self, model: torch.nn.Module, *, _kind: str = "adamw", **overrides: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        _kind: str = "adamw",
+        **overrides: Any,
+    ) -> None:
         self.defaults = settings_module.current()
         self.settings: Settings = apply_plan(self.defaults.override(**overrides))
         inventory.refuse_distributed()
-        api = transformers_api.load()
         self.model = model
         self.device = inventory.choose_device(self.settings.device)
+        keep_in_files(False)
+        # Nothing follows the last step of attaching: a Ctrl-C after it would leave an engine that nobody has.
+        if weights is not None:
+            with filled(model, weights):
+                self._attach(_kind)
+        else:
+            self._attach(_kind)
+
+    def _attach(self, _kind: str) -> None:
+        model, api = self.model, transformers_api.load()
         saved_dtypes = self._release_closed_engine()
         specs = find_blocks(model, api)
-        if all(spec.loose for spec in specs):
+        one_block = all(spec.loose for spec in specs)
+        if one_block:
             self.settings = place_one_block(self.settings, self.device, model)
+        self.compile_chosen = self.settings.chosen().get("compile", "auto") != "auto"
+        """Whether the user said that layers are compiled, or that they are not."""
+        compiled = not one_block and resolve_compile(self.settings, self.device)
+        self.settings = self.settings.override(compile=compiled)
         announce_unavailable(self.settings, self.device)
         self.precision: str = precision_of(model, self.settings.precision)
+        self.settings = with_states_on_disk(self.settings, self.device, model, specs, self.precision, _kind)
         self.saved_precision = saved_precision(model, self.precision, saved_dtypes)
         self.expected_kind = _kind
         """The kind of optimizer that a Trainer makes next."""
@@ -98,6 +129,12 @@ class Engine:
     def blocks(self) -> list[Block]:
         """The streamed blocks, in registration order."""
         return self._adoption.blocks
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        """How the blocks of each structure run, if layers are compiled."""
+        found = {block.compiled.name: block.compiled for block in self.blocks if block.compiled is not None}
+        return [*found.values()]
 
     @property
     def closed(self) -> bool:
@@ -198,6 +235,11 @@ class Engine:
         """Monitors the RAM that is left under the limits of this process."""
         return self._placement.ram_monitor
 
+    @property
+    def drive(self) -> DriveLife:
+        """Counts what the run writes to disk."""
+        return self._placement.drive
+
     def grad_norm(self) -> float:
         """The global norm of the gradients accumulated so far, before clipping. Waits for the backward."""
         return self._step.grad_norm()
@@ -241,6 +283,11 @@ class Engine:
         start = {} if path is None else described(self, self._last_optimizer())
         return self._step.recording.open(path, start | {"resumed_from_step": step or None} | more, step)
 
+    def forget_forward(self) -> None:
+        """Forget a forward that will have no backward, as if it had not run."""
+        self._step.forget_forward()
+        self.restart_step()
+
     def restart_step(self) -> None:
         """Leave what was done since the last step out of the next one's times."""
         self._lanes.timeline.restart_step()
@@ -253,6 +300,12 @@ class Engine:
         self._check_parameters_attached()
         return exported(self.model.state_dict())
 
+    def surviving_state_dict(self) -> dict[str, torch.Tensor]:
+        """The same after states on disk were lost: the weights in memory, of which some may have taken a step that
+        others have not."""
+        self.quiesce()
+        return exported(self.model.state_dict(), SurvivingTensor)
+
     def save(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Write a Hugging Face model directory and, with an optimizer, its exact state.
 
@@ -260,14 +313,14 @@ class Engine:
         """
         self.ready_to_save()
         began = time.perf_counter()
-        saving.save(self.model, self.host_state_dict, directory, optimizer, self.ram.portion)
+        saving.save(self.model, self.host_state_dict, directory, optimizer, self.ram.portion, kernels_of(self))
         self._step.recording.event("save", path=os.fspath(directory), seconds=time.perf_counter() - began)
         self.restart_step()
 
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Load what `save` wrote; training continues bit for bit. All files are checked before anything is changed."""
         self._step.raise_errors()
-        saving.load(self.model, directory, optimizer)
+        saving.load(self.model, directory, optimizer, lambda content: check_resume(self, content, directory))
         if optimizer is not None:
             self._step.recording.resumed(max((n for slab in self.slabs for n in slab.steps), default=0), directory)
 

@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.compute.node import CallInfo
 from megatrain.compute.window import OUTSIDE_WINDOW, WindowThreads, wait_for_turn
 from megatrain.engine.calls import CallTracker
+from megatrain.engine.drive import DriveLife
 from megatrain.engine.memory_limit import MemoryLimit
 from megatrain.engine.recording import Recording
 from megatrain.errors import UnsupportedCall
@@ -75,6 +77,7 @@ class Step:
     memory_limit: MemoryLimit
     recording: Recording
     ram_monitor: RamMonitor
+    drive: DriveLife
     check_open: Callable[[], None]
     head: Head | None = None
     """The block that returns lazy logits, if the model has one."""
@@ -86,7 +89,8 @@ class Step:
         self.window_threads = WindowThreads(self.device)
         self._lock = self.fetcher.lock
         self._calls = CallTracker(self.window_threads, self._lock)
-        self._predictor = Predictor()
+        self.predictor = Predictor()
+        """Of the training thread. Benchmarks replace it; results do not depend on it."""
         self._forward_order: dict[int, None] = {}
         self._block_of_slab: dict[int, int] = {}
         """Slab → block, for slabs that only one block uses."""
@@ -103,9 +107,10 @@ class Step:
         for slab in self.slabs:
             slab.shared = users[slab.index] > 1
         self._block_of_slab = {slab.index: block.index for block in blocks for slab in block.slabs}
-        self._predictor.assume([("forward", block.index) for block in blocks])
-        self._predictor.assume([("backward", block.index) for block in blocks[::-1]])
-        self._predictor.record(BOUNDARY)
+        self.predictor.assume([("inference", block.index) for block in blocks] * 2)
+        self.predictor.assume([("forward", block.index) for block in blocks])
+        self.predictor.assume([("backward", block.index) for block in blocks[::-1]])
+        self.predictor.record(BOUNDARY)
         for block in blocks:
             block.allow_nested_calls(blocks)
 
@@ -132,8 +137,8 @@ class Step:
             wait_for_turn(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
         evaluating = phase == "inference" and self._calls.evaluating()
         with self._lock:
-            predictor = self._calls.evaluation_predictor(self.blocks) if evaluating else self._predictor
-            predictor.record((phase, block.index))
+            predictor = self._calls.evaluation_predictor(self.blocks) if evaluating else self.predictor
+            predictor.record((phase, block.index), perf_counter())
             if phase == "forward":
                 self._forward_order.setdefault(block.index)
             ahead = self._upcoming_slabs(predictor)
@@ -195,6 +200,13 @@ class Step:
         """Start counting calls of blocks: a forward of the model, or of a part of it, begins."""
         self._calls.start_forward()
 
+    def forget_forward(self) -> None:
+        """Forget a forward before the first step, as if it had not run."""
+        with self._lock:
+            self._calls, self.predictor = CallTracker(self.window_threads, self._lock), Predictor()
+            self._forward_order = {}
+            self.set_blocks(self.blocks)
+
     def start_call(self, block: Block) -> CallInfo:
         """Register a call of a block that will be differentiated."""
         call_id, calls = self._calls.start_call(block)
@@ -238,18 +250,20 @@ class Step:
     def step(self, rules: RuleTable, max_norm: float | None, owner: object) -> Outcome:
         """Submit the updates. In the next forward a block waits for its own update only."""
         self.raise_errors()
+        self.drive.require()
         self._calls.mark_training_thread()
         with self._lock:
             self.fetcher.wait_for_evaluations()
             with DeferInterrupts():
                 order = self._slabs_in_forward_order()
+                self.drive.stepped()
                 outcome = self._release_updates(rules, max_norm, order, owner)
                 self._forward_order = {}
                 self._calls.after_step()
                 page = self.lanes.timeline.cut()
-                self._predictor.record(BOUNDARY)
+                self.predictor.record(BOUNDARY, perf_counter())
                 self.fetcher.refresh(order)
-                self.fetcher.prefetch(self._upcoming_slabs(self._predictor), keep=())
+                self.fetcher.prefetch(self._upcoming_slabs(self.predictor), keep=())
         self.memory_limit.after_step(self._calls.steps, self.lanes.quiesce)
         self.ram_monitor.after_step()
         self.recording.stepped(page, rules, outcome)
@@ -345,7 +359,9 @@ class Step:
 
     def _upcoming_slabs(self, predictor: Predictor) -> list[Slab]:
         """Slabs of the next blocks that need a fetch, nearest first, up to the fetcher's depth."""
-        uses = (self.blocks[use[1]].slabs for use in predictor.upcoming() if isinstance(use, tuple))
+        if not self.fetcher.streams:
+            return []
+        uses = (self.blocks[use[1]].slabs for use, *_ in predictor.upcoming() if isinstance(use, tuple))
         fetched = (slabs for slabs in uses if any(map(self.fetcher.needs_fetch, slabs)))
         return list(chain.from_iterable(islice(fetched, self.fetcher.depth)))
 

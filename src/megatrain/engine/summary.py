@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.hardware import attention
+from megatrain.model import fields
 from megatrain.model.dtypes import Dtypes
+from megatrain.model.transformers_api import config_of
 from megatrain.optim.rules import RULES
 from megatrain.planner.plan import format_parameters
 from megatrain.telemetry.notices import announce, warn
@@ -64,6 +67,49 @@ def counted(model: torch.nn.Module) -> dict[str, int]:
     return {"parameters": sum(n for n, _ in sizes), "trainable": sum(n for n, trained in sizes if trained)}
 
 
+def attention_shape(engine: Engine) -> attention.AttentionShape:
+    """What the model calls SDPA with, as far as its config and the plan tell."""
+    config, plan = config_of(engine.model), engine.settings.plan
+    return attention.AttentionShape(
+        head_dim=None if config is None else fields.head_dim(config.get_text_config()),
+        length=None if plan is None else plan.run.length,
+        masked=plan is not None and plan.run.padded,
+        dtype=torch.float32 if engine.precision == "fp32" else torch.bfloat16,
+    )
+
+
+def attention_used(engine: Engine) -> dict[str, str | bool | None]:
+    """The model's attention implementation, and the backends of SDPA in the order in which PyTorch tries them."""
+    config, deterministic = config_of(engine.model), attention.is_deterministic()
+    named = None if config is None else getattr(config.get_text_config(), "_attn_implementation", None)
+    with attention.requested_backend(engine.device, attention_shape(engine)):
+        backends = attention.sdpa_backend(engine.device, deterministic)
+    return {"implementation": named, "sdpa": backends, "deterministic": deterministic}
+
+
+def experts_used(engine: Engine) -> str | None:
+    """How products of routed experts are computed; None: the model has none."""
+    config = config_of(engine.model)
+    text = None if config is None else config.get_text_config()
+    total, chosen = fields.experts(text, [*engine.model.named_parameters()])
+    if not total:
+        return None
+    named, gpu = getattr(text, "_experts_implementation", None), engine.device.type == "cuda"
+    how = str(named or "eager")
+    if how == "eager":
+        how = "a loop over experts (eager)"
+    elif how == "grouped_mm" and gpu and torch.cuda.get_device_capability(engine.device) < (8, 0):
+        how = "a loop over experts (grouped_mm needs compute capability 8.0)"
+    return f"{chosen} of {total} per token, {how}"
+
+
+def _attention_line(engine: Engine) -> str:
+    used = attention_used(engine)
+    if used["implementation"] not in (None, "sdpa"):
+        return str(used["implementation"])
+    return f"SDPA ({used['sdpa']})" + (", deterministic" if used["deterministic"] else "")
+
+
 def saved_precision(model: torch.nn.Module, precision: str, saved: Mapping[str, torch.dtype]) -> str:
     """What trained weights are saved in. `saved`: by name, what an earlier engine of the model saved."""
     if precision != "bf16":
@@ -86,16 +132,23 @@ def _laid_out(engine: Engine, kind: str, blocks: int, more: Mapping[str, str] | 
         "blocks": (f"{blocks}" + (", compiled" if engine.settings.compile else "")) if blocks else "1, the whole model",
         "precision": f"{COMPUTES[engine.precision]}, saved in {engine.saved_precision}",
         "optimizer": f"{RULES[kind].__name__}, moments in {engine.settings.moment_width}",
+        **({"attention": _attention_line(engine)} if gpu else {}),
+        **({"experts": experts} if (experts := experts_used(engine)) else {}),
     } | dict(more or {})
     title = f"{type(engine.model).__name__} on {engine.device}{gpu}"
     return "\n".join([title, *[f"  {name:<12}{text}" for name, text in rows.items()]])
 
 
 def _by_tier(sizes: Iterable[tuple[str, int]]) -> str:
-    tiers = {"ram": 0, "vram": 0}
+    tiers = {"ram": 0, "vram": 0, "disk": 0}
     for tier, nbytes in sizes:
         tiers[tier] += nbytes
-    return ", ".join(f"{tier.upper()} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes) or "none"
+    return (
+        ", ".join(
+            f"{tier if tier == 'disk' else tier.upper()} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes
+        )
+        or "none"
+    )
 
 
 def _size(nbytes: int) -> str:

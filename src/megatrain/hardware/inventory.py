@@ -14,6 +14,7 @@ from megatrain import geometry, process
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory, SettingsError
 from megatrain.hardware import cgroups
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, AvailableMemory
+from megatrain.lazy import ram_bytes
 from megatrain.telemetry.notices import announce, warn
 
 GIB = 1 << 30
@@ -141,6 +142,8 @@ def _collect_dropped_engines() -> None:
 
 def _bytes_on(device: torch.device, model: torch.nn.Module) -> int:
     """Bytes of a model's parameters on the device."""
+    if device.type == "cpu":
+        return sum(map(ram_bytes, model.parameters()))
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
 
 

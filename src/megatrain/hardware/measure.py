@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain.hardware.attention import AttentionShape, requested_backend
 from megatrain.telemetry.notices import warn
 
 Work = Callable[[], object]
@@ -202,7 +203,10 @@ def matmul(device: torch.device, kind: str, seconds: float) -> float:
 
 
 def attention(device: torch.device, seconds: float) -> float:
-    """FLOP per second of BF16 causal attention, forward + backward, as `Machine.attention` counts them."""
+    """FLOP per second of BF16 causal attention, forward + backward, as `Machine.attention` counts them.
+
+    It is measured with the backend that engines use.
+    """
     batch, heads, dim = (4, 28, 128) if device.type == "cuda" else (1, 2, 128)
 
     def make(length: int) -> tuple[Work, float]:
@@ -216,7 +220,7 @@ def attention(device: torch.device, seconds: float) -> float:
 
         return work, 7.0 * batch * heads * length**2 * dim
 
-    with torch.enable_grad():
+    with torch.enable_grad(), requested_backend(device, AttentionShape(head_dim=dim, length=2048)):
         return _at_the_largest(make, (512, 2048), device, seconds)
 
 

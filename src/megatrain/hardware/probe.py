@@ -20,7 +20,7 @@ import torch
 from megatrain import files
 from megatrain._version import __version__
 from megatrain.errors import NotEnoughMemory, SettingsError
-from megatrain.hardware import inventory, measure
+from megatrain.hardware import attention, inventory, measure
 from megatrain.hardware.cgroups import cpu_quota, memory_limit, usable_cores, usable_ram, words
 from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import KINDS, TOUCHED, Disk, Machine
@@ -216,6 +216,8 @@ def _facts(device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         driver = words(Path("/proc/driver/nvidia/version"))
         facts |= {"gpu": properties.name, "uuid": str(properties.uuid), "driver": " ".join(driver)}
+        with attention.requested_backend(device, attention.AttentionShape(head_dim=128, length=2048)):
+            facts["attention"] = attention.sdpa_backend(device, attention.is_deterministic())
     return facts
 
 

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain import files
 from megatrain.checkpoint import lock, manifest, replace, space, states, weights
+from megatrain.engine.kernels import check_resume, kernels_of
 from megatrain.errors import CheckpointError, DirectoryInUse, MegaTrainError, OutOfRam
 from megatrain.hf.checkpoint_list import STOCK_STATES, rotate
 from megatrain.hf.optimizers import Optimizing, changed
@@ -101,7 +102,7 @@ class Checkpoints(Optimizing):
                 with changed(self.args, save_total_limit=None, save_only_model=not resumable):
                     super()._save_checkpoint(model, trial)
                 listed = replace.carry(before, Path(folder), ONE_SAVE)
-                nbytes = states.seal(self.model, optimizer, folder, listed)
+                nbytes = states.seal(self.model, optimizer, folder, listed, kernels_of(self.engine))
             except BaseException:
                 with suppress(OSError):
                     files.remove_tree(folder)
@@ -238,7 +239,8 @@ class Checkpoints(Optimizing):
         if (Path(resume_from_checkpoint) / manifest.FOLDER).is_dir():
             # Checked here, because weights have changed by the time the optimizer is loaded.
             self.create_optimizer()
-            states.check_optimizer(self.model, self._own_optimizer(), resume_from_checkpoint)
+            saved = states.check_optimizer(self.model, self._own_optimizer(), resume_from_checkpoint)
+            check_resume(self.engine, saved, resume_from_checkpoint)
         weights.load_model(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:

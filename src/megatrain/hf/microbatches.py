@@ -11,9 +11,9 @@ import torch
 
 from megatrain.geometry import window_sizes
 from megatrain.hf.labels import LabelCount
-from megatrain.hf.optimizers import Optimizing
 from megatrain.hf.recovery import retry_after_oom
 from megatrain.hf.subclass import DECLARATION, Subclass
+from megatrain.hf.waits import WithoutWaits
 from megatrain.telemetry.notices import announce
 
 MOST = 64
@@ -25,7 +25,7 @@ Size = tuple[int, tuple[Shapes, ...]]
 """Micro-batches in the largest window of a step, and the shapes of each micro-batch, the largest first."""
 
 
-class MicroBatches(Optimizing):
+class MicroBatches(WithoutWaits):
     """The part of `MegaMixin` that runs forward and backward."""
 
     _label_count: LabelCount

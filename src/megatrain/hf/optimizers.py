@@ -61,8 +61,8 @@ class Optimizing(Part):
     _subclass: Subclass
     _given_kind: str | None = None
     """The kind of a torch optimizer that was passed in `optimizers=`."""
-    step_norm: float | None = None
-    """The gradient norm of this step, once the Trainer has computed it."""
+    step_norm: float | torch.Tensor | None = None
+    """The gradient norm of this step, once the Trainer has asked for it."""
     _from_arguments: Optimizer | None = None
     """The optimizer that was created from TrainingArguments."""
 
@@ -141,14 +141,27 @@ class Optimizing(Part):
             )
         return inner
 
-    def _clip_grad_norm(self, model: Any) -> float:
+    def _clip_grad_norm(self, model: Any) -> float | torch.Tensor:
+        """Clip, and return the norm before. If nobody can see the gradients before the step, both are done in it."""
+        if self._step_clips():
+            return self._own_optimizer().clip_next_step(self.args.max_grad_norm)
         norm = grad_norm_with_retry(self.engine)
         self._own_optimizer().scale_gradients(clip_factor(norm, self.args.max_grad_norm))
         return norm
 
-    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
-        self.step_norm = grad_norm_with_retry(self.engine) if grad_norm is None else grad_norm
-        return self.step_norm
+    def _get_grad_norm(self, model: Any, grad_norm: float | torch.Tensor | None = None) -> float | torch.Tensor:
+        if grad_norm is None:
+            deferred = self._step_clips()
+            grad_norm = self._own_optimizer().clip_next_step(None) if deferred else grad_norm_with_retry(self.engine)
+        self.step_norm = grad_norm
+        return grad_norm
+
+    def _step_clips(self) -> bool:
+        """Whether the norm can be left to the step, so that the host does not wait for it."""
+        own = self._own_optimizer()
+        read_later = own._optimizer_step_post_hooks or torch_hooks._global_optimizer_post_hooks
+        seen = self._gradients_are_watched() or bool(read_later) or self._subclass.reads_gradients_after_step
+        return own.max_grad_norm is None and not seen
 
     def _gradients_are_watched(self) -> bool:
         """Whether hooks may change gradients between backward and update, so that updates must not start early."""

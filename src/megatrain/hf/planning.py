@@ -15,11 +15,13 @@ from typing import Any
 import numpy
 import torch
 
-from megatrain import generators
+from megatrain import files, generators
 from megatrain.engine.planning import plan_for_trainer
 from megatrain.errors import NotEnoughMemory, NothingToStream
 from megatrain.geometry import PLANNED_DEBUG_SETTINGS, PLANNED_SETTINGS
 from megatrain.hardware import inventory
+from megatrain.hardware.compilers import compiles
+from megatrain.hardware.validation import folders
 from megatrain.hf.data import is_stream
 from megatrain.model.shapes import describe
 from megatrain.planner import Plan
@@ -35,7 +37,7 @@ PADS = ("tokenizer", "processing_class", "processor", "pad_token_id")
 """Attributes of collators that pad."""
 LENGTHS = ("max_length", "max_seq_length")
 """Names of the longest sequence in the arguments of Trainers."""
-AS_ASKED = ("machine", "max_vram_gb", "max_ram_gb", "optimizer_compression", "precision", "compile")
+AS_ASKED = ("machine", "max_vram_gb", "max_ram_gb", "optimizer_compression", "precision")
 """Settings that are passed on to the plan."""
 Collate = Callable[[list[Any]], Any]
 
@@ -49,7 +51,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     one_tier = device.type != "cuda" and settings.machine is None
     if trainer.train_dataset is None or decided or one_tier:
         return None
-    args = trainer.args
+    args, compiled = trainer.args, compiles(settings.compile, device.type)
     shape = _batch_shape(trainer, settings)
     if shape is None:
         return None
@@ -72,7 +74,8 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         predictions=trainer._subclass.evaluates_logits or settings.head_chunk == 0 or model.logits == "whole",
         trainer=True,
         padded=padded,
-        available=inventory.available_memory(device, trainer.model, settings.compile),
+        compile=compiled,
+        available=inventory.available_memory(device, trainer.model, compiled),
         **{name: getattr(settings, name) for name in AS_ASKED},
     )
     whole = settings.head_chunk == 0 or trainer.label_smoother is not None
@@ -83,13 +86,25 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
             announce(
                 "the plan assumes that this Trainer's loss does not read logits: computed whole, they would not fit"
             )
-        return known(head_chunk=0 if whole else settings.head_chunk)
+        return _with_disk(partial(known, head_chunk=0 if whole else settings.head_chunk), settings)
     except NotEnoughMemory as refusal:
         refusal.add_note(
             "megatrain: `batch` is per_device_train_batch_size, `evaluation` per_device_eval_batch_size × length; "
             "megatrain.init(plan=None) starts without a plan, and streams every block."
         )
         raise
+
+
+def _with_disk(known: Callable[..., Plan], settings: Settings) -> Plan:
+    """The plan without a disk or, if nothing fits, with states in `offload_dir`. Only then is the disk measured."""
+    try:
+        return known()
+    except NotEnoughMemory:
+        if settings.offload_dir is None:
+            raise
+    for folder in folders(settings.offload_dir):
+        files.make_directory(folder)
+    return known(offload_dir=settings.offload_dir)
 
 
 def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | None:
@@ -138,6 +153,16 @@ def _collated(rows: list[Any], collate: Collate, size: int) -> tuple[Any, bool]:
         with suppress(Exception):
             padded = _hides(collate([*longest[: size - 1], min(rows, key=_tokens)]))
     return batch.get("input_ids"), padded
+
+
+def planned_batch(trainer: Any, plan: Plan) -> dict[str, Any]:
+    """A micro-batch of the dataset in the planned size."""
+    with sampled(trainer, FEW_ROWS) as (rows, collate):
+        longest = sorted(rows, key=_extent, reverse=True)[: plan.run.micro_batch]
+        batch = dict(collate(longest + longest[:1] * (plan.run.micro_batch - len(longest))))
+    shape = batch["input_ids"].shape
+    columns = torch.arange(plan.run.length) % shape[1]
+    return {name: value[:, columns] if value.shape == shape else value for name, value in batch.items()}
 
 
 def _hides(batch: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from megatrain import settings as settings_module
+from megatrain.optim.pending import PendingNorm
 from megatrain.telemetry.notices import announce
 from megatrain.telemetry.record import FILE, Record, ending
 
@@ -53,7 +54,8 @@ class RunRecord(TrainerCallback):
         if trainer._termination.requested:
             return ending(error) | {"reason": "sigterm"}
         if trainer._ram_stop.reason is not None:
-            return {"reason": "out_of_ram", "error": trainer._ram_stop.reason}
+            reason = ending(trainer._ram_stop.error())["reason"]
+            return {"reason": reason, "error": trainer._ram_stop.reason}
         if trainer._failure is not None and error is None:
             return {"reason": "failed", "error": trainer._failure[1]}
         return ending(error)
@@ -75,7 +77,9 @@ class RunRecord(TrainerCallback):
         self._loss = loss if self._loss is None else self._loss + loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.log(loss=self._loss, grad_norm=self._trainer.step_norm)
+        norm = self._trainer.step_norm
+        # A norm that the step computes is recorded with the step.
+        self._record.log(loss=self._loss, grad_norm=None if isinstance(norm, PendingNorm) else norm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._record.flush()
@@ -90,7 +94,7 @@ class RunRecord(TrainerCallback):
         self._trainer.engine.restart_step()
 
     def newest(self) -> dict[str, Any]:
-        """Number, loss and tokens of the newest step whose loss is known."""
+        """Number, loss, gradient norm and tokens of the newest step whose loss is known."""
         return self._record.newest()
 
 
@@ -131,10 +135,9 @@ class Pace(TrainerCallback):
         seconds = time.perf_counter() - self._began
         self._seconds.append(seconds)
         if not control.should_log:
-            # Of the norm what the Trainer has taken already: asking the optimizer would wait for every update.
-            norm = self._trainer.step_norm
-            normed = "" if norm is None else f"grad norm {norm:.4g}, "
-            values = f"{self._losses(state.global_step, seconds)}{normed}lr {self._lr:.3g}, {seconds:.2f} s"
+            values = f"{self._losses(state.global_step, seconds)}lr {self._lr:.3g}, {seconds:.2f} s"
+            if written := self._trainer.engine.drive.per_step:
+                values += f", {written / 1e9:.3g} GB written to disk"
             announce(f"step {state.global_step}/{state.max_steps}: {values}", recorded=False)
         if len(self._seconds) == FIRST + LOOKED_AT and self.planned is not None:
             taken = statistics.median(self._seconds[FIRST:])
@@ -142,14 +145,15 @@ class Pace(TrainerCallback):
                 announce(line)
 
     def _losses(self, step: int, seconds: float) -> str:
-        """Loss and speed of this step, or the loss of the last one if the GPU has not come to it."""
+        """Loss, norm and speed of this step, or loss and norm of the last one if the GPU has not come to it."""
         newest = self._trainer.run_record.newest()
-        loss, tokens = newest.get("loss"), newest.get("tokens")
+        loss, norm, tokens = (newest.get(name) for name in ("loss", "grad_norm", "tokens"))
         if loss is None:
             return ""
+        known = f"loss {loss:.4g}" + ("" if norm is None else f", grad norm {norm:.4g}")
         if newest["step"] != step:
-            return f"loss {loss:.4g} (of step {newest['step']}), "
-        return f"loss {loss:.4g}, " + (f"{tokens / seconds:,.0f} tokens/s, " if tokens else "")
+            return f"{known} (of step {newest['step']}), "
+        return f"{known}, " + (f"{tokens / seconds:,.0f} tokens/s, " if tokens else "")
 
     @property
     def planned(self) -> float | None:

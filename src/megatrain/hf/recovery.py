@@ -1,4 +1,5 @@
-"""What a Trainer does when memory runs out: retry the step with less GPU memory, or save a checkpoint and stop.
+"""What a Trainer does when memory runs out: retry the step with less GPU memory, or save a checkpoint and stop. It also
+stops when the run has written as much to disk as it may.
 
 A retried step has the same result to the bit: gradients are dropped, random generators are restored, and only what is
 kept on the GPU changes: first stored graphs, then held state (engine/memory_limit.py).
@@ -13,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback
 
+from megatrain import files
 from megatrain.engine.session import Engine
-from megatrain.errors import OutOfRam
+from megatrain.errors import DriveLimit, MegaTrainError, OutOfRam
 from megatrain.generators import Generators
 from megatrain.telemetry.notices import warn
 
@@ -91,18 +93,40 @@ def _free(engine: Engine) -> None:
         torch.cuda.empty_cache()
 
 
+def _check_room(engine: Engine, folder: str) -> None:
+    """Warn if states on disk leave no room for a checkpoint."""
+    if not engine.drive.per_step:
+        return
+    needed = 0
+    for slab in engine.slabs:
+        needed += sum(s.numel * dtype.itemsize for s, dtype in zip(slab.layout.segments, slab.saved, strict=True))
+        needed += sum(buffer.nbytes for buffer in slab.state_buffers())
+    free = files.free_bytes(folder)
+    if free < needed:
+        warn(
+            f"a checkpoint takes about {needed / 1e9:.3g} GB, but {free / 1e9:.3g} GB are free in {folder}, beside the "
+            f"{engine.drive.per_step / 1e9:.3g} GB of states on disk: saving will fail unless there is more by then"
+        )
+
+
 class RamStop(TrainerCallback):
-    """Stops a run at the end of a step, with a checkpoint, when RAM is running out."""
+    """Stops a run at the end of a step, with a checkpoint, when RAM is running out or `max_drive_tb` is reached."""
 
     def __init__(self, engine: Callable[[], Engine]) -> None:
         self._engine = engine
         self.reason: str | None = None
+        self.error: type[MegaTrainError] = OutOfRam
+        """What `check` raises."""
         self.sealed: tuple[int, str] | None = None
         """Step and directory of the last checkpoint of this run that can be resumed."""
         self._versions: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.reason = self.sealed = None
+        self.error = OutOfRam
+        self._engine().drive.forecast(state.max_steps - state.global_step)
+        if args.save_strategy != "no":
+            _check_room(self._engine(), args.output_dir)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._versions = [slab.version for slab in self._engine().slabs]
@@ -117,21 +141,24 @@ class RamStop(TrainerCallback):
         # After the last step nothing needs RAM.
         if state.global_step < state.max_steps:
             self.reason = self._engine().ram.short()
+            if self.reason is None and (spent := self._engine().drive.spent()) is not None:
+                self.reason, self.error = spent, DriveLimit
         if self.reason is not None:
             control.should_save = control.should_training_stop = True
 
     def check(self) -> None:
-        """Raise `OutOfRam` if the run was stopped."""
+        """Raise `OutOfRam` or `DriveLimit` if the run was stopped."""
         reason, self.reason = self.reason, None
         if reason is None:
             return
+        remedy = "free memory" if self.error is OutOfRam else "raise max_drive_tb"
         if self.sealed is None:
-            raise OutOfRam(
+            raise self.error(
                 f"{reason}, so the run was stopped; no checkpoint was saved, since this Trainer overrides saving. "
-                "Weights and optimizer states are intact: save them, then free memory."
+                f"Weights and optimizer states are intact: save them, then {remedy}."
             )
         step, folder = self.sealed
-        raise OutOfRam(
-            f"{reason}, so the run was stopped after step {step} and saved in {folder}; free memory, then "
+        raise self.error(
+            f"{reason}, so the run was stopped after step {step} and saved in {folder}; {remedy}, then "
             f"train(resume_from_checkpoint={folder!r})."
         )

@@ -89,7 +89,13 @@ class Subclass:
     @property
     def watches_gradients(self) -> bool:
         """Whether it may change gradients between backward and update, so that updates must not start early."""
-        return not self._stock("_get_grad_norm") or self._listener("on_pre_optimizer_step") is not None
+        stock = self._stock("_get_grad_norm") and self._stock("_clip_grad_norm")
+        return not stock or self._listener("on_pre_optimizer_step") is not None
+
+    @property
+    def reads_gradients_after_step(self) -> bool:
+        """Whether it may read gradients between update and `zero_grad`, where transformers has clipped them."""
+        return self._listener("on_optimizer_step") is not None
 
     @property
     def chooses_optimizer(self) -> bool:

@@ -22,21 +22,24 @@ from megatrain import settings as settings_module
 from megatrain.checkpoint import lock, replace
 from megatrain.engine.adopt import engine_of
 from megatrain.engine.session import Engine
-from megatrain.errors import MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
+from megatrain.engine.warmup import compile_layers
+from megatrain.errors import DiskFailed, LaneFailed, MissingLabels, NotEnoughMemory, OutOfRam, SettingsError
 from megatrain.hardware import inventory
 from megatrain.hf.checkpoint_list import last_complete, require_resumable
 from megatrain.hf.checkpoints import Checkpoints
-from megatrain.hf.data import prepare
+from megatrain.hf.data import is_stream, prepare
 from megatrain.hf.labels import LabelCount
 from megatrain.hf.microbatches import MicroBatches
 from megatrain.hf.optimizers import Given, changed
-from megatrain.hf.planning import plan_of
+from megatrain.hf.planning import plan_of, planned_batch
 from megatrain.hf.progress import Pace, RunRecord
 from megatrain.hf.recovery import RamStop
+from megatrain.hf.rescue import rescue
 from megatrain.hf.sigterm import Termination
 from megatrain.model import transformers_api
 from megatrain.model.blocks import layered_blocks
 from megatrain.optim.optimizer import Optimizer
+from megatrain.planner import Plan
 from megatrain.settings import CHANGE_RESULTS, Settings
 from megatrain.telemetry.notices import announce, warn
 from megatrain.telemetry.progress import hidden
@@ -169,13 +172,27 @@ class MegaMixin(MicroBatches, Checkpoints):
         settings = defaults.override(
             device=str(device),
             precision="bf16" if streams and defaults.precision is None else defaults.precision,
-            compile=self._compile or defaults.compile,
             optimizer_compression=defaults.optimizer_compression if decided else width or False,
+            **({"compile": True} if self._compile else {}),
         )
         plan = plan_of(self, settings, choice.kind, device)
         if plan is not None and plan is not defaults.plan:
             settings = settings.override(length=None)  # it went into the plan that was made here
         self.engine = Engine(self.model, _kind=choice.kind, **settings.override(plan=plan).chosen())
+        if plan is not None and self.engine.compiled and self.train_dataset is not None:
+            self._compile_layers(plan)
+
+    def _compile_layers(self, plan: Plan) -> None:
+        """Compile the layers for the planned batch."""
+        if is_stream(self.train_dataset):
+            return  # reading a row would take it away from training
+        try:
+            batch = self._prepare_inputs(planned_batch(self, plan))
+            # As in `training_step`. Layers get it too, so it is part of their graph.
+            items = (batch["labels"] != -100).sum() if self.model_accepts_loss_kwargs and "labels" in batch else None
+            compile_layers(self.engine, lambda: self.compute_loss(self.model, batch, num_items_in_batch=items))
+        except Exception as error:  # whatever is wrong with the data or the model, training meets it and says it better
+            announce(f"layers are compiled in the first step: a forward on the planned batch failed ({error!r:.200})")
 
     def _follow_model(self) -> None:
         """If `model_init` created another model, close the old engine and attach to the new model."""
@@ -206,7 +223,11 @@ class MegaMixin(MicroBatches, Checkpoints):
             except (OutOfRam, NotEnoughMemory) as error:
                 self._stop_with_a_checkpoint(error)
                 raise
+            except (DiskFailed, LaneFailed) as error:
+                rescue(self, error)
+                raise
             finally:
+                self._restore_filter()
                 # Later work, such as generating, is not part of the plan.
                 if hasattr(self, "engine"):
                     self.engine.memory_limit.apply(False)
@@ -217,7 +238,7 @@ class MegaMixin(MicroBatches, Checkpoints):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         self.run_record.add(loss)
-        return loss
+        return self._filtered(loss)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.memory_limit.apply(False)
@@ -321,6 +342,8 @@ def _check_attached(engine: Engine, defaults: Settings) -> None:
         other.pop("device", None)
     if defaults.precision is None:
         other.pop("precision", None)
+    if defaults.compile == "auto":
+        other.pop("compile", None)
     for name, value in other.items():
         if name in CHANGE_RESULTS:
             raise SettingsError(

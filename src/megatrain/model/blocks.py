@@ -125,8 +125,8 @@ def _check_parameters(model: torch.nn.Module) -> None:
             )
         if parameter.device.type == "meta":
             raise UnsupportedModel(
-                f"parameter {name} is on the meta device: its weights were never loaded; load or initialise the "
-                "model before attaching an engine."
+                f"parameter {name} is on the meta device: its weights were never loaded; name their directory "
+                "(megatrain.Engine(model, weights=...)), or load or initialise the model before attaching an engine."
             )
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UnsupportedModel(

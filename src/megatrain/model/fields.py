@@ -48,6 +48,12 @@ def attention(config: Any, hidden: int) -> dict[str, int]:
     return {"heads": heads, "kv_heads": _first(config, "num_key_value_heads") or heads, "head_dim": width}
 
 
+def head_dim(config: Any) -> int | None:
+    """The width of a model's heads; None if its config does not tell."""
+    hidden = _first(config, "hidden_size", "d_model", "n_embd")
+    return attention(config, hidden)["head_dim"] if hidden else None
+
+
 def span(config: Any, name: str) -> int:
     """The attention window of a layer in tokens; 0: unlimited."""
     kind = _layer_type(config, name)

@@ -112,11 +112,13 @@ class ModelShape:
     attention: str
     """The attention implementation of transformers: "sdpa", "eager"..."""
     logits: str = "chunked"
-    """How training computes the logits: "none", "chunked" or "whole" (`logits_kind`)."""
+    """How training computes the logits: "none", "chunked" or "whole" (`logits_of`)."""
     softcap: bool = False
     """Whether the logits are capped with a tanh."""
     fp32_logits: bool = False
     """Whether the model casts the logits to FP32."""
+    bare_head: bool = False
+    """Whether the logits are the product with one matrix and nothing else."""
     positions: int = 0
     """The maximum sequence length in the config; 0: not given."""
     guessed: tuple[str, ...] = ()
@@ -202,15 +204,16 @@ def _describe(model: torch.nn.Module, config: Any) -> ModelShape:
     guessed = {
         type(item.module).__name__ for item in layers if item.name not in traced and not reader.uses_formula(item)
     }
-    logits, fp32 = transformers_api.logits_kind(model, [item.module for item in specs], api.causal_loss)
+    logits = transformers_api.logits_of(model, [item.module for item in specs], api.causal_loss)
     return ModelShape(
         name=str(getattr(config, "name_or_path", "") or type(model).__name__),
         blocks=tuple(reader.block(item, traced.get(item.name)) for item in specs),
         vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         precision=natural_precision(loaded),
         attention=str(attention or "sdpa"),
-        logits=logits,
-        fp32_logits=fp32,
+        logits=logits.kind,
+        fp32_logits=logits.fp32,
+        bare_head=logits.bare,
         softcap=bool(getattr(text, "final_logit_softcapping", None)),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         guessed=tuple(sorted(guessed)),
@@ -303,7 +306,8 @@ class _ShapeReader:
         kind, config = self._kind(item), self._config(item)
         experts, per_token = fields.experts(config, named) if kind == "layer" else (0, 0)
         hidden, intermediate = fields.widths(config, named, experts, per_token)
-        routed = sum(int(p.numel()) for n, p in named if experts and fields.is_routed(n) and p.ndim > 1)
+        matrices = [(n, p) for n, p in named if experts and fields.is_routed(n) and p.ndim > 1 and "bias" not in n]
+        routed = sum(int(p.numel()) for _, p in matrices)
         dense = sum(int(p.numel()) for n, p in named if p.ndim > 1 and not (experts and fields.is_routed(n)))
         active = routed * per_token // experts if experts else 0
         layer: dict[str, Any] = {}

@@ -64,6 +64,11 @@ def load() -> TransformersApi:
     )
 
 
+def require(module: str, name: str) -> None:
+    """Raise `UnsupportedTransformers` if the installed version lacks something."""
+    _find(module, name)
+
+
 def _find(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
@@ -136,11 +141,23 @@ def uses_causal_loss(module: Any, head: torch.nn.Module, causal_loss: Any) -> bo
     return loss is causal_loss
 
 
-def logits_kind(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> tuple[str, bool]:
-    """How training computes the logits ("none", "chunked" or "whole"), and whether the model casts them to FP32."""
+@dataclass(frozen=True)
+class Logits:
+    """How training computes the logits of a model."""
+
+    kind: str
+    """"none", "chunked" or "whole"."""
+    fp32: bool = False
+    """Whether the model casts them to FP32."""
+    bare: bool = False
+    """Whether they are the product with one matrix and nothing else."""
+
+
+def logits_of(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causal_loss: Any) -> Logits:
+    """Found in the model's classes and in the source of its forward."""
     head = output_embedding(model)
     if head is None:
-        return "none", False
+        return Logits("none")
     # Reading `loss_function` makes transformers warn about configs that name no loss.
     logger = logging.getLogger("transformers.modeling_utils")
     before, logger.disabled = logger.disabled, True
@@ -150,10 +167,14 @@ def logits_kind(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], causa
     finally:
         logger.disabled = before
     if not owners:
-        return "whole", False
+        return Logits("whole")
     try:
         source = inspect.getsource(inspect.unwrap(type(owners[-1]).forward))
     except (OSError, TypeError):
-        return "chunked", True
+        return Logits("chunked", fp32=True)
     # Some models (most encoder-decoders) have a loss function but do not call it.
-    return "chunked" if "loss_function" in source else "whole", re.search(r"logits.*float", source) is not None
+    kind = "chunked" if "loss_function" in source else "whole"
+    fp32 = re.search(r"logits.*float", source) is not None
+    assigned = re.findall(r"(?m)^\s*logits(?:\[.*\])?\s[-+*/]?=\s", source)
+    matrix = type(head) is torch.nn.Linear and head.bias is None
+    return Logits(kind, fp32, bare=matrix and len(assigned) == 1 and not fp32)

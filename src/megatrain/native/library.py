@@ -20,7 +20,7 @@ import torch
 from megatrain.errors import NativeLibraryMissing
 from megatrain.geometry import WIDTHS
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Equal to MT_ABI_VERSION in csrc/megatrain.h."""
 
 FILE_NAME = "libmegatrain.so"
@@ -123,8 +123,14 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "mt_lossless_bound": [_SIZE, _NUMBER, _SIZE_OUT],
     "mt_lossless_encode": [_ADDRESS, _SIZE, _NUMBER, _ADDRESS, _SIZE, _SIZE_OUT, _NUMBER],
     "mt_lossless_decode": [_ADDRESS, _SIZE, _ADDRESS, _SIZE, _NUMBER, _NUMBER, _SIZE_OUT],
+    "mt_disk_describe": [_NUMBER, _ADDRESS],
+    "mt_disk_start": [_NUMBER, _ADDRESS],
+    "mt_disk_stop": [_ADDRESS, _NUMBER],
+    "mt_disk_submit": [_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _NUMBER, _ADDRESS],
+    "mt_disk_wait": [_ADDRESS, _NUMBER, _ADDRESS],
+    "mt_disk_checksum": [_ADDRESS, _SIZE],
 }
-"""Signatures of csrc/megatrain.h and csrc/lossless.h."""
+"""Signatures of csrc/megatrain.h, csrc/lossless.h and csrc/disk.h."""
 
 
 def update(
@@ -218,6 +224,7 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, ctypes.c_int
     library.mt_isa_name.restype = ctypes.c_char_p
+    library.mt_disk_checksum.restype = ctypes.c_uint64
     return library
 
 

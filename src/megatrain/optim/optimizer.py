@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from megatrain.aliases import renamed
-from megatrain.errors import CheckpointError, SettingsError
+from megatrain.errors import CheckpointError, NotEnoughMemory, SettingsError
+from megatrain.optim.pending import PendingNorm
 from megatrain.optim.rules import RULES, Rule
 from megatrain.optim.schedule import Outcome, RuleTable
 from megatrain.store.parameter import restore_states, states_of
@@ -28,6 +29,7 @@ class Stepper(Protocol):
     def final_backward(self, rules: RuleTable, owner: object) -> AbstractContextManager[None]: ...
     def raise_errors(self) -> None: ...
     def zero_grad(self) -> None: ...
+    def grad_norm(self) -> float: ...
     def scale_gradients(self, factor: float) -> None: ...
     def owns(self, parameter: Any) -> bool: ...
 
@@ -61,6 +63,8 @@ class Optimizer(torch.optim.Optimizer):
         self._check(chosen, self.rule.defaults.keys())
         self._stepper = stepper
         self._outcome: Outcome | None = None
+        self._clip: tuple[float | None, list[Outcome]] | None = None
+        """The limit that `clip_next_step` set, and where that step puts its outcome."""
         super().__init__(params, chosen)
 
     @property
@@ -101,9 +105,27 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._outcome = self._stepper.step(self._rules(), self.max_grad_norm, self)
+        max_norm, outcomes = self._clip or (self.max_grad_norm, [])
+        self._clip = None
+        self._outcome = self._stepper.step(self._rules(), max_norm, self)
+        outcomes.append(self._outcome)
         self._stepper.raise_errors()
         return loss
+
+    def clip_next_step(self, max_norm: float | None) -> PendingNorm:
+        """Clip in the next `step()`, in place of `max_grad_norm` and without a wait. Until then gradients read as they
+        are. Returns the norm before clipping, which that step computes."""
+        _check_norm(max_norm)
+        outcomes: list[Outcome] = []
+        self._clip = max_norm, outcomes
+
+        def read() -> float:
+            if not outcomes:
+                return self._stepper.grad_norm()
+            outcomes[0].ticket.wait()
+            return outcomes[0].norm
+
+        return PendingNorm(lambda: bool(outcomes) and outcomes[0].ticket.done, read)
 
     @contextmanager
     def final_backward(self) -> Iterator[None]:
@@ -120,6 +142,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; they are never filled with zeros."""
+        self._clip = None
         self._stepper.zero_grad()
 
     @property
@@ -154,8 +177,10 @@ class Optimizer(torch.optim.Optimizer):
     # ---- state, in torch's form, plus the residual of a split master; low-bit moments as codes
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, residuals and step counts as views of the store (not copies), and the parameter groups."""
+        """Moments, residuals and step counts as views of the store, and the parameter groups. States on disk are copied
+        to RAM, or refused if they do not fit."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._require_ram_for_states_on_disk(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -170,6 +195,19 @@ class Optimizer(torch.optim.Optimizer):
                 states = states_of(parameter, self.rule.moments)
                 state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps)), **states}
         return {"state": state, "param_groups": groups}
+
+    def _require_ram_for_states_on_disk(self, parameters: Iterable[Any]) -> None:
+        on_disk = [parameter for parameter in parameters if parameter.slab.homes.states.tier == "disk"]
+        views = (view for p in on_disk for view in states_of(p, self.rule.moments, values=False).values())
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes:
+            try:
+                on_disk[0].slab.homes.weight.require(nbytes)
+            except NotEnoughMemory as refused:
+                raise NotEnoughMemory(
+                    f"state_dict() would copy {nbytes / 1e9:.3g} GB of states from disk to RAM: {refused} Use "
+                    "engine.save(), which copies a parameter at a time."
+                ) from refused
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state dict of this class, or of torch's optimizer of the same kind and groups, into the store."""

@@ -20,9 +20,10 @@ from megatrain.optim.update import Kernel, update_slab
 from megatrain.store.gradient import Gradient, Snapshot
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket, Wait
+from megatrain.stream.disk import DiskStates, DiskStream
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.norm import global_norm, gradient_square_sum, snapshot_square_sum
-from megatrain.stream.states import StateStream
+from megatrain.stream.states import StagedStates, StateStream
 from megatrain.stream.sums_out import SumsOut
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import warn
@@ -74,6 +75,7 @@ class Updates:
     lanes: Lanes
     sums_out: SumsOut
     states: StateStream
+    disk: DiskStream
     counters: Counters
 
     def __post_init__(self) -> None:
@@ -81,6 +83,12 @@ class Updates:
         self._early = _EarlyStep()
         self._partial_step: NonFiniteGradients | None = None
         self._last = Outcome()
+        self._updated: list[str] = []
+        """Parts of the model that have taken the step whose updates were submitted last."""
+        self.disk.progress = lambda: (
+            f"{len(self._updated)} of {len(self.slabs)} parts of the model had taken the step"
+            + (f" ({_listed(self._updated)})." if self._updated else ".")
+        )
 
     # ---- updates that start during the backward
 
@@ -93,6 +101,7 @@ class Updates:
                 "gradients would be used twice; enter it around the last backward of a step only."
             )
         self._early = _EarlyStep(rules, owner)
+        self._updated = []
 
     @property
     def early(self) -> bool:
@@ -149,15 +158,18 @@ class Updates:
 
     def norm(self) -> float:
         """The current global gradient norm; waits for the gradients."""
-        sums = []
-        for slab in self.slabs:
-            if slab.grad.present:
-                value = snapshot_square_sum(slab.grad.read())
-                parts = slab.grad.active()
-                if len(parts) == 1:
-                    parts[0].square_sum = torch.tensor(value, dtype=torch.float64)
-                sums.append(value * slab.grad.scale**2)
-        return global_norm(sums)
+        present = [slab for slab in self.slabs if slab.grad.present]
+        read = [slab.grad.read() for slab in present]
+        found = [gradient_square_sum(each) if each.square_sum is None else each.square_sum for each in read]
+        # All at once: every copy from the device is a wait.
+        on_device = [value for value in found if value.is_cuda]
+        copied = iter(torch.stack(on_device).tolist() if on_device else ())
+        sums = [next(copied) if value.is_cuda else float(value) for value in found]
+        for slab, value in zip(present, sums, strict=True):
+            parts = slab.grad.active()
+            if len(parts) == 1:
+                parts[0].square_sum = torch.tensor(value, dtype=torch.float64)
+        return global_norm(value * slab.grad.scale**2 for slab, value in zip(present, sums, strict=True))
 
     def scale(self, factor: float) -> None:
         """Multiply all current gradients, lazily: where they are used, or before they are changed."""
@@ -175,7 +187,10 @@ class Updates:
             if slab.index in gradients:
                 self.sums_out.allocate(slab, gradients[slab.index])
                 self.states.allocate(slab)
+                self.disk.allocate(slab)
         early = self._take_early(rules, owner)
+        if not early.started:
+            self._updated = []
         outcome = early.outcome
         # Early updates computed their own sum of squares, and record whether they changed anything.
         waits = [Wait("update", ticket) for ticket in early.updates]
@@ -201,6 +216,7 @@ class Updates:
         finally:
             # Also if the step fails: weights updated on the device differ from those in RAM.
             self.states.send_weights()
+        self.disk.read_ahead()
         self._last = outcome
         return outcome
 
@@ -208,7 +224,9 @@ class Updates:
         self._last.ticket.wait()
 
     def check(self) -> None:
-        """Raise, in the user's thread, errors that the update lane found."""
+        """Raise, in the user's thread, errors that the update lane found, and failures of the disk again and again."""
+        if self.disk.failed is not None:
+            raise self.disk.failed
         partial_step, self._partial_step = self._partial_step, None
         if partial_step is not None:
             raise partial_step
@@ -245,7 +263,14 @@ class Updates:
             gradients[slab.index] = replace(gradients[slab.index], square_sum=square_sum)
 
         def measure() -> None:
-            square_sums.copy_(torch.stack([gradient_square_sum(gradient) for gradient in chosen]), non_blocking=True)
+            try:
+                found = [gradient_square_sum(gradient) for gradient in chosen]
+            except torch.OutOfMemoryError as error:
+                said = str(error).split(". ")[0]
+                warn(f"{said}: the gradient norm is computed again, after cached memory was freed")
+                torch.cuda.empty_cache()
+                found = [gradient_square_sum(gradient) for gradient in chosen]
+            square_sums.copy_(torch.stack(found), non_blocking=True)
 
         reads = [gradient.order for gradient in chosen]
         return [Wait("measured", self.lanes.submit("gpu_update", "measure", measure, reads=reads, label="norms"))]
@@ -260,23 +285,28 @@ class Updates:
     ) -> Ticket:
         """Submit an update in the tier of the slab's states, or on the device if they are streamed there. When it runs,
         `update_factor` returns what to multiply gradients by, or None to change nothing."""
-        staged = self.states.stage(slab)
+        staged = self.states.stage(slab) or self.disk.stage(slab)
         state = staged or slab.open(writes=("weight", "states"))
-        tier = "vram" if staged is not None else slab.homes.states.tier
-        gradient = gradient if staged is not None else self.sums_out.send(slab, gradient)
+        tier = "vram" if isinstance(staged, StagedStates) else slab.homes.states.tier
+        gradient = gradient if tier == "vram" else self.sums_out.send(slab, gradient)
+        updated = self._updated
 
         def work() -> None:
             factor = update_factor(gradient)
             if factor is not None:
                 update_slab(state, gradient, rules, factor, self.kernels[tier])
+                state.changed = True
+                updated.append(slab.name)
 
         ticket = self.lanes.submit(
             TIERS[tier].update_lane, "update", work, reads=[gradient.order], writes=state.writes, after=after,
             label=slab.name,
         )  # fmt: skip
         slab.version += 1
-        if staged is not None:
+        if isinstance(staged, StagedStates):
             self.states.send_back(staged)
+        elif isinstance(staged, DiskStates):
+            self.disk.send_back(staged)
         return ticket
 
     def _compute_outcome(self, early: _EarlyStep, gradients: Mapping[int, Snapshot], max_norm: float | None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from megatrain.geometry import fuses_loss, group_by_size
 from megatrain.hardware.machine import TOUCHED, Disk, Machine
 from megatrain.model.shapes import BlockShape, ModelShape
-from megatrain.planner.activations import first_identical, head_chunk, input_bytes, uses_mask, writes_scores
+from megatrain.planner.activations import first_identical, fuses_head, head_chunk, input_bytes, uses_mask, writes_scores
 from megatrain.planner.arrays import Floats, Ints
 from megatrain.planner.memory import State
 from megatrain.planner.run import Run
@@ -44,9 +44,10 @@ LAYER_TRAFFIC = {
 one pass over the weights (two in the backward); rows of experts to one shape."""
 LOGIT_TRAFFIC = {False: 78, True: 8}
 """Whether the loss is fused → bytes moved per logit of the head. The fused loss reads and writes six. Head and loss of
-8k tokens (hidden size 3584, vocabulary 152064) took 47 ms fused in five chunks, and 77 ms in ten with PyTorch's."""
-CHUNK_TRAFFIC = 12
-"""Bytes moved per weight of the head and chunk: its gradient is written, read, and added to the FP32 sum."""
+8k tokens (hidden size 3584, vocabulary 152064) took 42 ms fused in five chunks, and 66 ms in ten with PyTorch's."""
+CHUNK_TRAFFIC = {False: 12, True: 8}
+"""Whether the head is fused → bytes moved per weight of it and chunk: its gradient is written, read, and added to the
+FP32 sum, or the product adds to the sum."""
 ATTENTION_HALF_RATE = (800, 54)
 """Length and head dimension at which attention reaches half of its asymptotic rate. An H200 measured 237, 411, 505
 TFLOP/s at lengths of 512, 2048, 8192; this predicts 223, 411, 521."""
@@ -77,9 +78,9 @@ the parts are single BF16 gradients, as in a step of one micro-batch. (An embedd
 than its update at 111 GB/s, and 0.22 s at 128 GB/s; this predicts 0.13 and 0.12.)"""
 STEP_SECONDS = 10e-3
 """Overhead of a step: the norm, and the first launches of the next forward."""
-TRAINER_SECONDS = 50e-3
-"""Further overhead of a step in a Trainer: logging, callbacks, its data loader. Without it, steps of a 1.5B model took
-0.05 and 0.06 s longer than planned."""
+TRAINER_SECONDS = 15e-3
+"""Further overhead of a step in a Trainer: callbacks, its data loader. A step of a 1.5B model took 0.328 and 0.331 s;
+without this, 0.31 are planned."""
 STREAMED_STATES_SHARE = 0.8
 """The share of the duplex copy rate that streamed states reach while the CPU updates other blocks. An H200 reached 38
 GB/s (7 layers of 7B, FP32 moments) and 42 GB/s (27 layers of 14B, 8-bit) of 50."""
@@ -226,7 +227,8 @@ class Costs:
         tokens, vocabulary, gpu = self.run.micro_tokens, max(1, self.shape.vocab_size), self.machine.gpu is not None
         chunks = -(-tokens // head_chunk(self.shape, self.run, tokens, gpu))
         per_logit = LOGIT_TRAFFIC[fuses_loss(self.run.compile, gpu)]
-        moved = tokens * vocabulary * per_logit + chunks * block.hidden_size * vocabulary * CHUNK_TRAFFIC
+        per_weight = CHUNK_TRAFFIC[fuses_head(self.shape, self.run, gpu)]
+        moved = tokens * vocabulary * per_logit + chunks * block.hidden_size * vocabulary * per_weight
         return 6 * tokens * block.matmul_parameters / self._matmul + moved * self.run.itemsize / 2 / self.hbm
 
 

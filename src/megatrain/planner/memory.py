@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import STAGING_SLOTS, WIDTHS, grad_slots, group_by_size, padded_slab, round_up, weight_slots
+from megatrain.geometry import (
+    DISK_STAGING_SLOTS,
+    STAGING_SLOTS,
+    WIDTHS,
+    grad_slots,
+    group_by_size,
+    padded_slab,
+    round_up,
+    weight_slots,
+)
 from megatrain.geometry import TIERS as ENGINE_TIERS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
@@ -26,7 +35,7 @@ from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Decision, Decis
 from megatrain.planner.run import Run
 
 GIB = 1 << 30
-TIERS = (*ENGINE_TIERS, "disk")
+TIERS = tuple(ENGINE_TIERS)
 ROLES = ("weights", "residuals", "moments", "gradients", "activations", "workspace")
 
 SLACK_BYTES = 13 * GIB // 8
@@ -42,15 +51,13 @@ INPUTS_IN_FLIGHT = 3
 """Inputs in VRAM under policy `offload`: two being copied out, one in use."""
 MAX_LAYER_BYTES = 1 << 44
 """Cap on the activations of one layer. It is above any machine's memory, and sums of it fit in 64 bits."""
-DISK_STAGED_BLOCKS = 3
-"""Blocks on disk whose states are in RAM at the same time: being read, updated and written."""
 Slabs = Counter[tuple[int, int, int]]
 """(bytes, elements, itemsize) of a slab → how many slabs there are of it."""
 
 
-def slab_bytes(slab: SlabShape, run: Run) -> tuple[int, int]:
-    """Bytes of a slab's weights, and its elements with padding."""
-    itemsize = slab.itemsize or run.itemsize
+def slab_bytes(slab: SlabShape, itemsize: int) -> tuple[int, int]:
+    """Bytes of a slab's weights and its elements with padding. `itemsize`: that of weights without one of their own."""
+    itemsize = slab.itemsize or itemsize
     elements = padded_slab(slab.numel, itemsize)
     return elements * itemsize, elements
 
@@ -63,7 +70,7 @@ class State:
         self.elements16 = self.elements32 = 0
         """Elements, with padding, whose gradients have 2 and 4 bytes."""
         for slab in block.slabs:
-            nbytes, elements = slab_bytes(slab, run)
+            nbytes, elements = slab_bytes(slab, run.itemsize)
             self.weights += nbytes
             if not slab.trains:
                 continue
@@ -99,6 +106,19 @@ def _shared_tables(shape: ModelShape, itemsize: int, several: bool) -> tuple[Tab
     return {}, {}
 
 
+@lru_cache(maxsize=16)
+def _slabs(shape: ModelShape, itemsize: int, trained: bool) -> tuple[list[Slabs], Slabs]:
+    """For each layer the slabs of it and all later ones, and the slabs of all other blocks."""
+    none: Slabs = Counter()
+    counts: dict[bool, list[Slabs]] = {True: [], False: []}
+    for block in shape.blocks:
+        chosen = (slab for slab in block.slabs if slab.trains or not trained)
+        sizes = ((*slab_bytes(slab, itemsize), slab.itemsize or itemsize) for slab in chosen)
+        counts[block.kind == "layer"].append(Counter(sizes))
+    after = [*accumulate(reversed(counts[True]), operator.add, initial=none)][::-1]
+    return after, sum(counts[False], none)
+
+
 class Ledger:
     """Prefix sums over a model's blocks, from which the bytes of many decisions take a few additions."""
 
@@ -125,8 +145,8 @@ class Ledger:
         self._moments = self._sums([state.moments for state in self.states])
         kinds = ((1, False), (2, False), (2, True))
         self._gradients = [self._sums([state.gradient(*kind) for state in self.states]) for kind in kinds]
-        self._layer_slabs, self._other_slabs = self._slabs(trained=False)
-        self._layer_trained, self._other_trained = self._slabs(trained=True)
+        self._layer_slabs, self._other_slabs = _slabs(shape, run.itemsize, trained=False)
+        self._layer_trained, self._other_trained = _slabs(shape, run.itemsize, trained=True)
         alike = group_by_size([self.states[i] for i in self.layers], lambda state: state.weights)
         self._state_slot_bytes = STAGING_SLOTS * sum(
             max(state.residuals + state.moments for state in ring) for ring in alike
@@ -134,6 +154,7 @@ class Ledger:
         """Slots in VRAM for streamed states."""
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self._disk_bytes: Table = {}
+        self._disk_prefixes: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
 
     def placed(self, decision: Decision) -> dict[str, list[int]]:
         """The blocks that each list of a plan names."""
@@ -155,8 +176,10 @@ class Ledger:
 
     def on_disk(self, resident: bool | int, layers: int, disk: int) -> list[int]:
         """Blocks with states on disk: layers from the last one, then the other blocks unless they are resident."""
-        blocks = [*self.layers[layers:][::-1], *([] if resident else self.other_blocks[::-1])]
-        return sorted(blocks[:disk])
+        return sorted(self._disk_order(resident, layers)[:disk])
+
+    def _disk_order(self, resident: bool | int, layers: int) -> list[int]:
+        return [*self.layers[layers:][::-1], *([] if resident else self.other_blocks[::-1])]
 
     def account(self, decision: Decision) -> dict[str, dict[str, int]]:
         """Tier → role → bytes at the peak."""
@@ -272,29 +295,35 @@ class Ledger:
         staging = STAGED_GRADIENTS * max((nbytes for nbytes, _, _ in streamed), default=0)
         return slots, merged + sums, sums_out, staging
 
-    def _slabs(self, trained: bool) -> tuple[list[Slabs], Slabs]:
-        """For each layer the slabs of it and all later ones, and the slabs of all other blocks."""
-
-        def of(index: int) -> Slabs:
-            slabs = (slab for slab in self.shape.blocks[index].slabs if slab.trains or not trained)
-            return Counter((*slab_bytes(slab, self.run), slab.itemsize or self.run.itemsize) for slab in slabs)
-
-        none: Slabs = Counter()
-        after = [*accumulate(map(of, reversed(self.layers)), operator.add, initial=none)][::-1]
-        return after, sum(map(of, self.other_blocks), none)
-
     def _disk(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
         """Residuals and moments on disk, and what is in RAM while it is read, updated and written."""
 
         def nbytes(resident: int, layers: int, disk: int) -> tuple[int, int, int]:
-            states = [self.states[i] for i in self.on_disk(resident, layers, disk)]
-            largest = max((state.residuals + state.moments for state in states), default=0)
-            residuals, moments = sum(state.residuals for state in states), sum(state.moments for state in states)
-            return residuals, moments, min(disk, DISK_STAGED_BLOCKS) * largest
+            if not disk:
+                return 0, 0, 0
+            known = self._disk_prefixes.get((resident, layers))
+            if known is None:
+                known = self._disk_prefixes[resident, layers] = self._by_blocks_on_disk(resident, layers)
+            return known[min(disk, len(known) - 1)]
 
         columns = chosen.other_blocks == RESIDENT, chosen.resident_layers, chosen.disk_blocks
         residuals, moments, staged = look_up(self._disk_bytes, nbytes, *columns)
         return residuals, moments, staged
+
+    def _by_blocks_on_disk(self, resident: int, layers: int) -> list[tuple[int, int, int]]:
+        """The same for every number of blocks on disk. Layers are mostly alike, so sizes are counted."""
+        residuals = moments = 0
+        sizes: Counter[tuple[int, int]] = Counter()
+        totals = [(0, 0, 0)]
+        for state in (self.states[i] for i in self._disk_order(resident, layers)):
+            residuals, moments = residuals + state.residuals, moments + state.moments
+            sizes[state.weights, state.residuals + state.moments] += 1
+            staged = 0
+            for ring in group_by_size(sizes.items(), lambda alike: alike[0][0]):
+                count, largest = sum(count for _, count in ring), max(nbytes for (_, nbytes), _ in ring)
+                staged += min(DISK_STAGING_SLOTS, count) * largest
+            totals.append((residuals, moments, staged))
+        return totals
 
     def moved_to_disk(self, chosen: Decisions, over: Ints) -> Decisions:
         """Decisions with the fewest blocks on disk that free `over` bytes of RAM, or else with those that free most."""

@@ -27,11 +27,15 @@ from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug
 
 FORMAT = 2
-OLD_LANES = {"vram update": "gpu_update", "vram": "gpu_update", "hold": "refresh", "leave": "sums_out"}
+OLD_LANES = {
+    "vram update": "gpu_update",
+    "vram": "gpu_update",
+    "hold": "refresh",
+    "leave": "sums_out",
+    "disk": "disk_out",
+}
 """Lane names in plans of earlier releases → names of today."""
 POLICY_WORDS = {"recompute": "recompute", "store": "store activations", "offload": "offload inputs and recompute"}
-BLOCK_LISTS = (*PLACEMENT_SETTINGS, "on_disk")
-"""Fields that list names of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +138,7 @@ class Plan:
         data = _with_current_lanes(_from_format1(data) if format == 1 else data)
         try:
             values = dict(fields_of(cls, data, "it"))
-            for name in (*BLOCK_LISTS, "windows", "lossy", "notes"):
+            for name in (*PLACEMENT_SETTINGS, "windows", "lossy", "notes"):
                 require(isinstance(values[name], list), name, "must be a list")
                 values[name] = tuple(values[name])
             values["step"] = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
@@ -262,7 +266,8 @@ def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
 
     def renamed(value: Any) -> Any:
         if isinstance(value, dict):
-            return {OLD_LANES.get(lane, lane): spent for lane, spent in value.items()}
+            added = dict.fromkeys(("disk_in", "disk_update"), 0.0) if "disk" in value else {}
+            return added | {OLD_LANES.get(lane, lane): spent for lane, spent in value.items()}
         return OLD_LANES.get(value, value) if isinstance(value, str) else value
 
     return data | {"step": {name: renamed(value) for name, value in step.items()}}
@@ -278,10 +283,10 @@ def _check(plan: Plan) -> None:
         require(is_count(getattr(plan, name), 1), name, "must be an integer of at least 1")
     good = isinstance(plan.windows, tuple) and all(is_count(size, 1) for size in plan.windows)
     require(good and len(plan.windows) > 0, "windows", "must be integers of at least 1")
-    for name in (*BLOCK_LISTS, "lossy", "notes"):
+    for name in (*PLACEMENT_SETTINGS, "lossy", "notes"):
         value = getattr(plan, name)
         require(isinstance(value, tuple) and all(isinstance(text, str) for text in value), name, "must be strings")
-    for name in BLOCK_LISTS:
+    for name in PLACEMENT_SETTINGS:
         placed = getattr(plan, name)
         unique = len(set(placed)) == len(placed) <= plan.blocks
         require(unique, name, f"must name each of {plan.blocks} blocks at most once")

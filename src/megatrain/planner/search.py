@@ -51,7 +51,15 @@ UNKNOWN_DISK_BYTES = 1 << 62
 class Search:
     """The decisions for one model and run that fit on one machine within its limits."""
 
-    def __init__(self, shape: ModelShape, machine: Machine, run: Run, **limits: Unpack[Limits]) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        machine: Machine,
+        run: Run,
+        *,
+        known_ledger: Ledger | None = None,
+        **limits: Unpack[Limits],
+    ) -> None:
         self.shape, self.machine, self.run, self.limits = shape, machine, run, limits
         self.gpu = machine.gpu is not None
         self.disks = _disks(machine, limits.get("offload_dir"))
@@ -61,13 +69,15 @@ class Search:
             "ram": _capacity("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), free.ram),
             "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN_DISK_BYTES),
         }
-        self.ledger = Ledger(shape, run, gpu=self.gpu)
+        self.ledger = known_ledger or Ledger(shape, run, gpu=self.gpu)
         self._simulator: Simulator | None = None
 
     def changed(self, **options: Any) -> Search:
         """The same search with some options changed, by the names that `plan` takes."""
         fields, limits = split(options)
-        return Search(self.shape, self.machine, dataclasses.replace(self.run, **fields), **self.limits | limits)
+        run = dataclasses.replace(self.run, **fields)
+        known = self.ledger if run == self.run else None
+        return Search(self.shape, self.machine, run, known_ledger=known, **self.limits | limits)
 
     @property
     def simulator(self) -> Simulator:
@@ -79,7 +89,7 @@ class Search:
         """The fastest plan that fits. Raises `NotEnoughMemory` with the settings that would make one fit."""
         from megatrain.planner.refusal import refusal
 
-        best = self.best()
+        best = self.best() if self.fits() else None
         if best is None:
             raise refusal(self)
         return make_plan(self, *best)
@@ -111,7 +121,7 @@ class Search:
 
     def fits(self) -> bool:
         """Whether any decision fits."""
-        return bool(self._fits_in(self._needs()).any())
+        return any(bool(self._fits_in(needs).any()) for needs in self._smallest())
 
     def shortfall(self) -> tuple[str, int]:
         """The tier that is too small, and how many bytes the smallest decision lacks there."""
@@ -166,18 +176,29 @@ class Search:
         return chosen.replace(stored_graphs=np.where(less, all_stored.stored_graphs, 0))
 
     def _needs(self) -> dict[str, Ints]:
-        """Bytes per tier of the smallest decisions: with no resident layers, as many as fit in VRAM, and all."""
+        """Bytes per tier of the smallest decisions."""
+        needs = [*self._smallest()]
+        return {tier: np.concatenate([need[tier] for need in needs]) for tier in TIERS}
+
+    def _smallest(self) -> Iterator[dict[str, Ints]]:
+        """Bytes per tier of the smallest decisions: with no resident layers, all, and as many as fit in VRAM."""
         least = self._choices((0,), (0,))
         if not self.gpu:
-            return self.ledger.totals(self._on_disk(least))
+            yield self.ledger.totals(self._on_disk(least))
+            return
+
+        def needs(layers: Any) -> dict[str, Ints]:
+            return self.ledger.totals(self._on_disk(least.replace(resident_layers=layers)))
 
         def fit(layers: Ints) -> Bools:
             return self.ledger.totals(least.replace(resident_layers=layers))["vram"] <= self.capacity["vram"]
 
-        every = len(self.ledger.layers)
-        counts = (0, most_layers(np.zeros_like(least.resident_layers), every, fit), every)
-        needs = [self.ledger.totals(self._on_disk(least.replace(resident_layers=layers))) for layers in counts]
-        return {tier: np.concatenate([need[tier] for need in needs]) for tier in TIERS}
+        every, none_resident = len(self.ledger.layers), needs(0)
+        yield none_resident
+        yield needs(every)
+        # The others have no resident layers either way.
+        least = least.take(none_resident["vram"] <= self.capacity["vram"])
+        yield needs(most_layers(np.zeros_like(least.resident_layers), every, fit))
 
     def _fits_in(self, totals: dict[str, Ints]) -> Bools:
         fits: Bools = np.logical_and.reduce([totals[tier] <= self.capacity[tier] for tier in TIERS])
@@ -310,8 +331,6 @@ def _notes(search: Search, decision: Decision) -> Iterator[str]:
             f"true FP32 products run at {rate['fp32'] / 1e12:.0f} TFLOP/s here, BF16 at {rate['bf16'] / 1e12:.0f}; "
             "precision='bf16' keeps the exact FP32 master too"
         )
-    if decision.disk_blocks:
-        yield "states on disk are planned as designed; engines of this version do not keep any there"
     if decision.disk_blocks and ASSUMED_DISK in search.disks:
         yield "the speed of the disk is assumed, and its free space not known"
     if not search.gpu:

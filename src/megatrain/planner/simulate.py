@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import LANES, STAGING_SLOTS, grad_slots, weight_slots
+from megatrain.geometry import DISK_STAGING_SLOTS, LANES, STAGING_SLOTS, grad_slots, weight_slots
 from megatrain.planner.arrays import Bools, Floats, Ints, Sums, Table, look_up
 from megatrain.planner.cost import CALL_SECONDS, FETCH_SECONDS, OFFLOAD_SECONDS, STEP_SECONDS, TRAINER_SECONDS, Costs
 from megatrain.planner.decision import GRAD_SLOTS, RESIDENT, SLOTS, STREAMED, Decision, Decisions, Windows
-from megatrain.planner.memory import DISK_STAGED_BLOCKS, Ledger
+from megatrain.planner.memory import Ledger
 
-AHEAD = DISK_STAGED_BLOCKS - 1
+AHEAD = DISK_STAGING_SLOTS - 1
 """How many blocks ahead of their update states are read from disk."""
 _weight_slots, _grad_slots = np.vectorize(weight_slots), np.vectorize(grad_slots)
 
@@ -37,7 +37,7 @@ class StepEstimate:
     waited: dict[str, float]
     """Lane → seconds that compute waits for the lane."""
     bottleneck: str
-    """The lane with the most seconds of work."""
+    """The lane with the most seconds of work; reads and writes of a drive count together."""
 
 
 class Simulator:
@@ -60,7 +60,8 @@ class Simulator:
         chosen, waited = Decisions.of([decision]), {lane: np.zeros(1) for lane in LANES}
         seconds = float(self.seconds(chosen, waited)[0])
         busy = {lane: float(spent[0]) for lane, spent in self.busy(chosen).items()}
-        bottleneck = max(LANES, key=lambda lane: busy[lane])
+        drive = busy["disk_in"] + busy["disk_out"]
+        bottleneck = max(LANES, key=lambda lane: (drive if lane.startswith("disk_") else busy[lane], busy[lane]))
         return StepEstimate(seconds, busy, {lane: float(spent[0]) for lane, spent in waited.items()}, bottleneck)
 
     def seconds(self, chosen: Decisions, waited: dict[str, Floats] | None = None) -> Floats:
@@ -83,7 +84,7 @@ class Simulator:
 
     def _links(self, busy: dict[str, Floats]) -> Floats:
         """A lower bound: the work of the disk, and of each direction of PCIe."""
-        longest = busy["disk"]
+        longest = busy["disk_in"] + busy["disk_out"]
         for link in ("in", "out"):
             shared = [busy[name] for name, lane in LANES.items() if lane.link == link]
             longest = np.maximum(longest, self._around + np.sum(shared, axis=0))
@@ -123,29 +124,30 @@ class Simulator:
             sums[name].after(chosen.resident_layers, False) - sums[name].after(chosen.gpu_updates, False)
             for name in ("stream_states", "fetch_backward")
         )
-        disk = self._disk(chosen)[0]
-        lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, states, states + weights, disk)
-        return dict(zip(LANES, lanes, strict=True))
+        # Updates of states on disk are counted with the others: they share the CPU.
+        reads, writes, _ = self._disk(chosen)
+        lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, states, states + weights)
+        return dict(zip(LANES, (*lanes, reads, np.zeros_like(reads), writes), strict=True))
 
-    def _disk(self, chosen: Decisions) -> tuple[Floats, Floats]:
-        """Seconds of disk work, and how long the last update of a block on disk waits: for all reads but the first, and
-        for the writes that free memory for them."""
+    def _disk(self, chosen: Decisions) -> tuple[Floats, Floats, Floats]:
+        """Seconds of reads and of writes, and how long the last update of a block on disk waits: for all reads but the
+        first, and for the writes that free memory for them."""
 
-        def seconds(resident: int, layers: int, disk: int) -> tuple[float, float]:
+        def seconds(resident: int, layers: int, disk: int) -> tuple[float, float, float]:
             pieces = self.costs.pieces
             staged = self.ledger.on_disk(resident, layers, disk)
-            total = sum(pieces[i].disk_read + pieces[i].disk_write for i in staged)
+            total = sum(pieces[i].disk_read for i in staged), sum(pieces[i].disk_write for i in staged)
             # The forward of a block without weights of its own waits for no update.
             while staged and not pieces[staged[-1]].fetch_bytes:
                 staged.pop()
             if disk <= AHEAD:
-                return total, 0.0
+                return *total, 0.0
             reads = sum(pieces[i].disk_read for i in staged[AHEAD:])
-            return total, reads + sum(pieces[i].disk_write for i in staged[:-AHEAD])
+            return *total, reads + sum(pieces[i].disk_write for i in staged[:-AHEAD])
 
         columns = chosen.other_blocks == RESIDENT, chosen.resident_layers, chosen.disk_blocks
-        total, waited = look_up(self._disk_seconds, seconds, *columns)
-        return total, waited
+        reads, writes, waited = look_up(self._disk_seconds, seconds, *columns)
+        return reads, writes, waited
 
     def bounds(self, chosen: Decisions) -> Floats:
         """A lower bound for the seconds of a step: the longest lane, or compute and its unavoidable waits. With
@@ -168,7 +170,7 @@ class Simulator:
             len(self.ledger.layers) - chosen.stored_graphs
         )
         after = self._around + compute - first * overlapped
-        updates = np.maximum(busy["states_in"], np.maximum(busy["update"], self._disk(chosen)[1]))
+        updates = np.maximum(busy["states_in"], np.maximum(busy["update"], self._disk(chosen)[2]))
         return np.maximum(longest, updates + after)
 
 

@@ -63,9 +63,27 @@ class ExportTensor(StoreTensor):
         return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self.numel() * self.dtype.itemsize)
 
 
-def exported(state: Mapping[str, Any]) -> dict[str, Any]:
+class SurvivingTensor(ExportTensor):
+    """A weight as it is in memory, after states on disk were lost. It is rounded to BF16 if the rest of its FP32 master
+    was there. All lanes must be idle.
+    """
+
+    def stored(self) -> torch.Tensor:
+        # Failed updates would raise here.
+        return self._strided(self.slab.weight)
+
+    def host(self) -> torch.Tensor:
+        if self.slab.homes.states.tier != "disk":
+            return super().host()
+        return self.stored().cpu().to(self.dtype).contiguous()
+
+    materialise = host
+
+
+def exported(state: Mapping[str, Any], kind: type[ExportTensor] = ExportTensor) -> dict[str, Any]:
     """A state dict whose store tensors are read only when they are written; other values are unchanged."""
-    return {
-        name: ExportTensor.of(value) if isinstance(value, StoreTensor) and value.role == "weight" else value
-        for name, value in state.items()
-    }
+    return {name: kind.of(value) if _is_stored(value) else value for name, value in state.items()}
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, StoreTensor) and not isinstance(value, ExportTensor) and value.role == "weight"

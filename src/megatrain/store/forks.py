@@ -11,6 +11,7 @@ import os
 import weakref
 from contextlib import suppress
 from functools import cache
+from typing import Protocol
 
 from megatrain.errors import ForkedProcess, MegaTrainError
 from megatrain.native import library as native
@@ -23,6 +24,14 @@ _parent_tickets: list[Ticket] = []
 """In a child: kept alive, since destroying another process's CUDA events aborts the process."""
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
 """Live mappings → (address, size)."""
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_files: weakref.WeakSet[Closable] = weakref.WeakSet()
+"""Open files that children must not use."""
 
 
 class Owner:
@@ -48,6 +57,12 @@ def protect(memory: mmap.mmap, address: int, nbytes: int) -> None:
     """Make this memory read-only in children forked during its lifetime."""
     _register()
     _mapped[memory] = (address, nbytes)
+
+
+def close_in_child(file: Closable) -> None:
+    """Close this file in children forked during its lifetime."""
+    _register()
+    _files.add(file)
 
 
 def wait_before_fork(order: Order) -> Order:
@@ -76,6 +91,8 @@ def _after_fork_in_child() -> None:
         if (order := reference()) is not None:
             # The parent's lanes do the submitted work.
             _parent_tickets.extend(order.reset())
+    for file in list(_files):
+        file.close()
     for address, nbytes in list(_mapped.values()):
         try:
             native.protect(address, nbytes)

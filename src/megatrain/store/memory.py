@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +24,18 @@ class Buffer:
 
     def view(self, dtype: torch.dtype) -> torch.Tensor:
         return self.bytes.view(dtype)
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """The bytes from `start` to `end`: a view, or a copy of what is on disk."""
+        return self.bytes[start:end]
+
+    @contextmanager
+    def changing(self, start: int, end: int) -> Iterator[torch.Tensor]:
+        """The bytes to be changed in place; what is on disk is written when the context ends."""
+        yield self.bytes[start:end]
+
+    def zero(self, start: int, end: int) -> None:
+        self.bytes[start:end].zero_()
 
 
 class Memory(Protocol):

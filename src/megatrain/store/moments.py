@@ -6,7 +6,7 @@ are therefore adjacent here, and one kernel call covers them. Scales follow the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -56,12 +56,17 @@ class Moment:
 
     def piece(self, index: int, count: int | None = None) -> Piece:
         """`count` elements from the start of a segment, across later ones of the same format (None: the segment)."""
+        format, *ranges = self._ranges(index, count)
+        payload, scales = (self.bytes[start:end] for start, end in ranges)
+        return Piece(format, payload, scales.view(torch.float32) if format.block else None)
+
+    def _ranges(self, index: int, count: int | None = None) -> tuple[Format, tuple[int, int], tuple[int, int]]:
+        """The format of a segment, and where the payload and the scales of `count` elements start and end."""
         count = self.layout.segments[index].numel if count is None else count
         start = self._starts[index]
-        nbytes = start.format.payload_bytes(round_up(count, start.format.block or 1))
-        payload = self.bytes[start.payload : start.payload + nbytes]
-        scales = self.bytes[start.scales : start.scales + start.format.scale_bytes(count)].view(torch.float32)
-        return Piece(start.format, payload, scales if start.format.block else None)
+        payload_bytes = start.format.payload_bytes(round_up(count, start.format.block or 1))
+        payload_end, scales_end = start.payload + payload_bytes, start.scales + start.format.scale_bytes(count)
+        return start.format, (start.payload, payload_end), (start.scales, scales_end)
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of one parameter's values, in FP32."""
@@ -76,13 +81,15 @@ class Moment:
         payload = torch.empty_like(piece.payload, device="cpu")
         scales = None if piece.scales is None else torch.empty_like(piece.scales, device="cpu")
         piece.format.encode(values.detach().reshape(-1).float().cpu(), payload, scales, None)
-        piece.payload.copy_(payload)
-        if piece.scales is not None and scales is not None:
-            piece.scales.copy_(scales)
+        self._store(index, [payload] if scales is None else [payload, scales])
 
-    def stored(self, index: int) -> dict[str, torch.Tensor]:
-        """One parameter's stored tensors by suffix of the moment's name, as checkpoints store them."""
+    def stored(self, index: int, *, values: bool = True) -> dict[str, torch.Tensor]:
+        """One parameter's stored tensors by suffix of the moment's name, as checkpoints store them: views, or copies
+        of what is on disk. Without `values`, they may be on the meta device."""
         piece = self.piece(index)
+        if values and piece.payload.is_meta:
+            payload, scales = (self.buffer.read(start, end) for start, end in self._ranges(index)[1:])
+            piece = Piece(piece.format, payload, None if piece.scales is None else scales.view(torch.float32))
         suffix = "" if piece.format is FP32 else f".{piece.format.name}"
         if piece.scales is not None:
             return {suffix: piece.payload, f"{suffix}.scale": piece.scales}
@@ -90,17 +97,22 @@ class Moment:
 
     def restore(self, index: int, saved: Mapping[str, torch.Tensor]) -> bool:
         """Load what `stored` returned, in any format (empty: zeros). Return False if values had to be rounded."""
-        current = self.stored(index)
+        current = self.stored(index, values=False)
         if not saved:
-            for view in current.values():
-                view.zero_()
+            for start, end in self._ranges(index)[1:]:
+                self.buffer.zero(start, end)
             return True
         if current.keys() == saved.keys():
-            for suffix, view in current.items():
-                view.copy_(saved[suffix].reshape(view.shape))
+            self._store(index, [saved[suffix].to(view.dtype) for suffix, view in current.items()])
             return True
         self.write(index, self._decoded(index, saved))
         return self.formats[index] is FP32
+
+    def _store(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Replace a parameter's payload and, if the format has them, its scales."""
+        for tensor, (start, end) in zip(tensors, self._ranges(index)[1:], strict=False):
+            with self.buffer.changing(start, end) as target:
+                target.view(tensor.dtype).copy_(tensor.reshape(-1))
 
     def _decoded(self, index: int, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
         suffix = next(suffix for suffix in saved if not suffix.endswith(".scale"))

@@ -77,7 +77,8 @@ class StoreTensor(torch.Tensor):
         weight = self.stored().cpu()
         if self.slab.residual is None:
             return weight
-        halves = [flat.contiguous().view(-1) for flat in (weight, self._strided(self.slab.residual).cpu())]
+        residual = self._residual_view(self.slab.read_residual(self.segment))
+        halves = [flat.contiguous().view(-1) for flat in (weight, residual.cpu())]
         master = torch.empty(weight.shape, dtype=torch.float32)
         # In pieces, to bound the integer temporaries.
         for target, high, low in zip(*(flat.split(PIECE) for flat in (master.view(-1), *halves)), strict=True):
@@ -96,7 +97,8 @@ class StoreTensor(torch.Tensor):
             self.slab.before_write()
             self._strided(self.slab.weight).copy_(values)
             if self.slab.residual is not None:
-                self._strided(self.slab.residual).zero_()
+                with self.slab.changing_residual(self.segment) as residual:
+                    self._residual_view(residual).zero_()
             # Another thread may have fetched the slab meanwhile.
             self.slab.version += 1
         else:
@@ -104,7 +106,12 @@ class StoreTensor(torch.Tensor):
 
     def _strided(self, flat: torch.Tensor) -> torch.Tensor:
         view = self.geometry
-        if flat.numel() < self.slab.layout.numel:
+        self._require_complete(flat.numel())
+        return flat.as_strided(view.size(), view.stride(), view.storage_offset())
+
+    def _require_complete(self, numel: int) -> None:
+        """Raise unless a buffer of `numel` elements covers the slab."""
+        if numel < self.slab.layout.numel:
             owned, layout = self.slab.owned, self.slab.layout
             raise UnsupportedCall(
                 f"this process has only a part of the state and gradient of {layout.segments[self.segment].name}, "
@@ -112,7 +119,14 @@ class StoreTensor(torch.Tensor):
                 f"{owned.begin:,} to {owned.begin + owned.numel:,} of {layout.numel:,} in {self.slab.name}; gather the "
                 "others first."
             )
-        return flat.as_strided(view.size(), view.stride(), view.storage_offset())
+
+    def _residual_view(self, residual: torch.Tensor) -> torch.Tensor:
+        """This tensor's part of the residual of its parameter."""
+        view, start = self.geometry, self.slab.layout.segments[self.segment].offset
+        self._require_complete(self.slab.owned.numel)
+        return residual.as_strided(
+            view.size(), view.stride(), residual.storage_offset() + view.storage_offset() - start
+        )
 
     # ---- attributes and methods
 
@@ -302,14 +316,19 @@ def user_hooks(parameter: Any) -> tuple[list[Any], list[Any]]:
     return before, after
 
 
-def states_of(parameter: StoreTensor, moments: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Views of one parameter's residual and moments (None: all), in their storage formats."""
+def states_of(
+    parameter: StoreTensor, moments: Iterable[str] | None = None, *, values: bool = True
+) -> dict[str, torch.Tensor]:
+    """One parameter's residual and moments (None: all), in their storage formats: views, or copies of what is on disk.
+    Without `values`, shapes and dtypes only: the tensors may be on the meta device."""
     slab, index = parameter.slab, parameter.segment
     states = {}
     if slab.residual is not None:
-        states["residual"] = slab.owned.view(slab.residual, index)
+        flat = slab.read_residual(index) if values else slab.owned.view(slab.residual, index)
+        states["residual"] = flat.view(slab.owned.segments[index].owned_shape)
     for role in slab.moments if moments is None else moments:
-        states |= {role + suffix: tensor for suffix, tensor in slab.moments[role].stored(index).items()}
+        stored = slab.moments[role].stored(index, values=values)
+        states |= {role + suffix: tensor for suffix, tensor in stored.items()}
     return states
 
 
@@ -318,8 +337,8 @@ def restore_states(parameter: StoreTensor, entry: Mapping[str, torch.Tensor]) ->
     slab, index = parameter.slab, parameter.segment
     if "residual" in entry and slab.residual is not None:
         # Without a split master the residual of a BF16 run has no meaning.
-        view = slab.owned.view(slab.residual, index)
-        view.copy_(entry["residual"].reshape(view.shape))
+        with slab.changing_residual(index) as residual:
+            residual.copy_(entry["residual"].reshape(-1))
     exact = True
     for role, moment in slab.moments.items():
         saved = {key.removeprefix(role): tensor for key, tensor in entry.items() if key.partition(".")[0] == role}

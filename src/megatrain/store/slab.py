@@ -6,7 +6,8 @@ and writers apart (store/ticket.py); there are no other locks. The gradient has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -50,7 +51,8 @@ class Slab:
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
         self.weight = self._weight_buffer.view(layout.dtype)
         self.residual: torch.Tensor | None = None
-        """Low halves of a split master; allocated for the first that is not zero, or by an optimizer."""
+        """Low halves of a split master; allocated for the first that is not zero, or by an optimizer. On the meta
+        device if states are on disk, as are the moments."""
         self._residual_buffer: Buffer | None = None
         self.moments: dict[str, Moment] = {}
         self.saved: list[torch.dtype] = [layout.dtype] * len(layout.segments)
@@ -92,20 +94,38 @@ class Slab:
         segment, owned = self.layout.segments[index], self.owned.segments[index]
         weight = self.weight[segment.offset : segment.end]
         values = values.detach().to("cpu").reshape(-1)
-        if self.split_master and values.dtype in (torch.float32, torch.float16):
+        if not self.split_master or values.dtype not in (torch.float32, torch.float16):
+            weight.copy_(values)
+            if self._residual_buffer is not None:
+                self._residual_buffer.zero(owned.offset * 2, owned.end * 2)
+            return
+        with ExitStack() as stack:
+            residual = None
             for start in range(0, segment.numel, PIECE):
                 high, low = split(values[start : start + PIECE].float())
                 weight[start : start + PIECE].copy_(high)
                 if self.residual is None and low.any():
                     self._allocate_residual()
-                if self.residual is not None:
+                if residual is None and self.residual is not None:
+                    residual = stack.enter_context(self.changing_residual(index))
+                if residual is not None:
                     low = low[max(0, owned.owned_start - start) : max(0, owned.owned_start + owned.numel - start)]
-                    at = owned.offset + max(0, start - owned.owned_start)
-                    self.residual[at : at + len(low)].copy_(low)
-        else:
-            weight.copy_(values)
-            if self.residual is not None:
-                self.residual[owned.offset : owned.end].zero_()
+                    at = max(0, start - owned.owned_start)
+                    residual[at : at + len(low)].copy_(low)
+
+    @contextmanager
+    def changing_residual(self, index: int) -> Iterator[torch.Tensor]:
+        """The residual of one parameter, flat, to be changed in place."""
+        owned = self.owned.segments[index]
+        assert self._residual_buffer is not None
+        with self._residual_buffer.changing(owned.offset * 2, owned.end * 2) as residual:
+            yield residual.view(torch.int16)
+
+    def read_residual(self, index: int) -> torch.Tensor:
+        """The residual of one parameter, flat: a view, or a copy of what is on disk."""
+        owned = self.owned.segments[index]
+        assert self._residual_buffer is not None
+        return self._residual_buffer.read(owned.offset * 2, owned.end * 2).view(torch.int16)
 
     @property
     def held_sum(self) -> bool:
@@ -151,6 +171,8 @@ class Span:
         self._open = {*reads, *writes}
         self.reads = [slab.orders[role] for role in reads]
         self.writes = [slab.orders[role] for role in writes]
+        self.changed = False
+        """Whether an update has changed weight and states."""
 
     @property
     def weight(self) -> torch.Tensor:

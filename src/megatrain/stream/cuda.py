@@ -17,7 +17,8 @@ import torch
 from megatrain.errors import SettingsError
 from megatrain.geometry import LANES
 from megatrain.store.ticket import Ticket, Wait
-from megatrain.stream.lanes import HostTicket, Lane, Lanes, SyncLanes, ThreadLane, ThreadLanes, Work
+from megatrain.stream.lanes import DiskLanes, HostTicket, Lane, Lanes, SyncLanes, ThreadLane, ThreadLanes, Work
+from megatrain.stream.timeline import current_stream
 
 
 class DeviceTicket(HostTicket):
@@ -45,7 +46,7 @@ class DeviceTicket(HostTicket):
 
     def order_stream(self) -> None:
         super().wait()
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+        current_stream(self._device).wait_event(self.event)
 
 
 class _ComputeMark:
@@ -57,7 +58,7 @@ class _ComputeMark:
         self._device = device
         self.event = torch.cuda.Event()
         # Of this device: the user's current device may be another GPU.
-        stream = torch.cuda.current_stream(device)
+        stream = current_stream(device)
         self.event.record(stream)
         # Threads that share a stream may register their marks in another order than they recorded them.
         self.queue = (threading.get_ident(), stream.cuda_stream)
@@ -70,7 +71,7 @@ class _ComputeMark:
         self.event.synchronize()
 
     def order_stream(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+        current_stream(self._device).wait_event(self.event)
 
 
 class StreamLane(ThreadLane):
@@ -87,14 +88,19 @@ class StreamLane(ThreadLane):
     def _do(self, work: Work, after: Sequence[Wait], ticket: HostTicket) -> None:
         assert isinstance(ticket, DeviceTicket)
         self._job = (ticket.label, time.monotonic())
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            for _, earlier in after:
-                # A stream waits for a stream on the device; for work of a CPU thread, this thread waits.
-                with self.timeline.waiting(self.name, earlier.lane):
-                    earlier.order_stream()
-            with self.timeline.device_span(self.name, ticket.label):
-                work()
-            ticket.event.record()
+        for _, earlier in after:
+            # A stream waits for a stream on the device; for work of a CPU thread, this thread waits.
+            with self.timeline.waiting(self.name, earlier.lane):
+                earlier.order_stream()
+        with self.timeline.device_span(self.name, ticket.label):
+            work()
+        ticket.event.record(self.stream)
+
+    def _run(self) -> None:
+        # For good: the thread is the lane's own.
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(self.stream)
+        super()._run()
 
     def close(self, patience: float | None = None) -> None:
         super().close(patience)
@@ -116,11 +122,13 @@ class CudaLanes(Lanes):
         return _ComputeMark(self.device)
 
 
-def choose_lanes(requested: Any, device: torch.device) -> Lanes:
-    """The lanes that the settings name; `Lanes` objects are returned unchanged."""
+def choose_lanes(requested: Any, device: torch.device, *, disk: bool = False) -> Lanes:
+    """The lanes that the settings name; `Lanes` objects are returned unchanged. `disk`: some states are on disk."""
     if not isinstance(requested, str):
         return requested  # type: ignore[no-any-return]
     if requested == "auto":
+        if disk and device.type != "cuda":
+            return DiskLanes()
         requested = "cuda" if device.type == "cuda" else "sync"
     if requested == "cuda":
         if device.type != "cuda":

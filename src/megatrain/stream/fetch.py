@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import torch
@@ -21,6 +22,11 @@ from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Order, Ticket
 from megatrain.stream.rings import DeviceBuffers
 from megatrain.stream.transfer import Link
+from megatrain.telemetry.counters import WeightUses
+
+LATE_SECONDS = 1e-4
+"""Compute that waits longer than this for a prefetched weight counts it as late. Between the two events that measure a
+wait on a GPU, the host may take so long even if there is nothing to wait for."""
 
 
 class Slot(DeviceBuffers):
@@ -67,6 +73,8 @@ class Lease:
     slots: list[Slot] = field(default_factory=list)
     read: list[Order] = field(default_factory=list)
     """Orders of the slots and resident slabs: refills and updates wait for the compute that reads them."""
+    found: list[Order] = field(default_factory=list)
+    """Orders of slots that had been filled, or were being filled, before they were acquired."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
     evaluating: bool = False
     """Whether an evaluation thread reads resident slabs in place."""
@@ -99,6 +107,11 @@ class Fetcher:
             wanted = weight_slots(self._slots, len(members))
             ring = Ring(nbytes, [Slot(nbytes, self._link) for _ in range(wanted)])
             self._rings |= {slab.index: ring for slab in members}
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights of any slab are fetched for every use."""
+        return len(self._rings) > len(self._held)
 
     @property
     def holding(self) -> bool:
@@ -146,8 +159,12 @@ class Fetcher:
                 lease.read += span.reads
                 lease.views[slab.index] = span.weight
             # Compute must not read a slot before its copy, nor a resident slab before its update, is done.
+            count = partial(self._count_use, self._lanes.timeline.weight_uses)
             for order in lease.read:
-                self._lanes.order_compute(order.before_reading())
+                found = order in lease.found
+                pending = self._lanes.order_compute(order.before_reading(), count if found else None)
+                if found and not pending:
+                    count(0.0)
             return lease
         except BaseException:
             self._unpin(lease)
@@ -168,13 +185,22 @@ class Fetcher:
             slot = self._rings[slab.index].find(slab)
             if slot is None:
                 slot = self._fill(slab, {*slabs})
+                self._counters.missed += 1
+                self._lanes.timeline.weight_uses.missed += 1
             else:
-                self._counters.hits += 1
+                lease.found.append(slot.order)
             slot.used = next(self._clock)
             slot.pins += 1
             lease.slots.append(slot)
             lease.read.append(slot.order)
             lease.views[slab.index] = slot.view(slab)
+
+    def _count_use(self, step: WeightUses, waited: float) -> None:
+        """Count the use of a slot that was found, in a step."""
+        with self.lock:
+            for uses in (self._counters, step):
+                uses.late += waited > LATE_SECONDS
+                uses.arrived += waited <= LATE_SECONDS
 
     def _unpin(self, lease: Lease, read: Ticket = DONE) -> None:
         with self.lock:

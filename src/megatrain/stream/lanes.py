@@ -1,7 +1,8 @@
 """Lanes: ordered queues of work that run alongside compute. Each job declares what it reads and writes.
 
-There are three implementations. `SyncLanes` runs work inline. `ThreadLanes` runs every lane on a CPU thread with seeded
-random delays, so that a missing wait fails in a test without a GPU. `CudaLanes` (stream/cuda.py) uses CUDA streams.
+There are four implementations. `SyncLanes` runs work inline, `DiskLanes` all but disk I/O. `ThreadLanes` runs every
+lane on a CPU thread with seeded random delays, so that a missing wait fails in a test without a GPU. `CudaLanes`
+(stream/cuda.py) uses CUDA streams.
 Compute is the caller's thread and its current CUDA stream. `megatrain/geometry.py` lists the lanes.
 """
 
@@ -20,7 +21,7 @@ from megatrain.errors import LaneFailed
 from megatrain.geometry import LANES
 from megatrain.store.forks import Owner
 from megatrain.store.ticket import DONE, Order, Ticket, Wait
-from megatrain.stream.timeline import Timeline
+from megatrain.stream.timeline import Measured, Timeline
 from megatrain.telemetry.notices import warn
 
 Work = Callable[[], None]
@@ -104,11 +105,16 @@ class Lanes:
         finally:
             writes.write(self.mark())
 
-    def order_compute(self, waits: Iterable[Wait]) -> None:
+    def order_compute(self, waits: Iterable[Wait], measured: Measured | None = None) -> bool:
+        """Order compute after work. Returns whether any of it was still pending; then `measured` is called with the
+        seconds that compute waited, once they are known."""
+        pending = False
         for wait in waits:
             if not wait.ticket.done:
-                with self.timeline.waiting("compute", wait.ticket.lane):
+                pending = True
+                with self.timeline.waiting("compute", wait.ticket.lane, measured):
                     wait.ticket.order_stream()
+        return pending
 
     def mark(self) -> Ticket:
         """A ticket for everything submitted to compute so far; on the CPU that is finished."""
@@ -141,6 +147,13 @@ class Lanes:
 
 class SyncLanes(Lanes):
     """All work inline in the caller's thread; the reference that other lanes must equal."""
+
+
+class DiskLanes(Lanes):
+    """Disk I/O and the updates that wait for it on threads, everything else inline."""
+
+    def _make(self, name: str) -> Lane:
+        return ThreadLane(name, self) if name.startswith("disk_") else Lane(name, self.timeline)
 
 
 class HostTicket:
@@ -266,8 +279,8 @@ class ThreadLane(Lane):
         if isinstance(cause, LaneFailed):
             return cause
         error = LaneFailed(
-            f"{label!r} failed on the {self._worker} lane ({type(cause).__name__}: {cause}); restart from the last "
-            "checkpoint."
+            f"{label!r} failed on the {self._worker} lane ({type(cause).__name__}: {str(cause).rstrip('.')}); restart "
+            "from the last checkpoint."
         )
         error.__cause__ = cause
         self._report(error)

@@ -47,11 +47,11 @@ class HostBuffers:
         self.order = Order(name)
         self.buffer: Buffer | None = None
 
-    def allocate(self, nbytes: int, memory: Memory) -> Buffer:
+    def allocate(self, nbytes: int, memory: Memory, *, transferred: bool = True) -> Buffer:
         """The buffer, of at least `nbytes`."""
         if self.buffer is None or self.buffer.nbytes < nbytes:
             self.free(memory)
-            self.buffer = memory.allocate(nbytes, transferred=True)
+            self.buffer = memory.allocate(nbytes, transferred=transferred)
         return self.buffer
 
     def free(self, memory: Memory) -> None:
@@ -82,7 +82,12 @@ class Rings(Generic[Slot]):
         return self._of.get(slab.index, ())
 
     def next(self, slab: Slab) -> Slot:
-        """The next slot of the slab's ring, round robin."""
+        """The slot of the slab's ring that was not used for longest."""
+        return self.use(slab, self._of[slab.index][0])
+
+    def use(self, slab: Slab, slot: Slot) -> Slot:
+        """Mark a slot of the slab's ring as the last one used."""
         ring = self._of[slab.index]
-        ring.rotate(-1)
-        return ring[-1]
+        ring.remove(slot)
+        ring.append(slot)
+        return slot

@@ -34,34 +34,40 @@ class _StateSlot(DeviceBuffers):
         return self.allocate(max(_size(slab) for slab in self._members))
 
 
-class StagedStates(Span):
+class StagedSpan(Span):
+    """A slab opened for one update, with copies of its states in other memory."""
+
+    def __init__(self, slab: Slab, memory: torch.Tensor, aligned: int) -> None:
+        super().__init__(slab, (), ("weight", "states"))
+        offset = 0
+        self.copies: list[tuple[torch.Tensor, Buffer]] = []
+        """The staged copy of each state, and the buffer in its home."""
+        for buffer in slab.state_buffers():
+            self.copies.append((memory[offset : offset + buffer.nbytes], buffer))
+            offset += round_up(buffer.nbytes, aligned)
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        return self.copies[0][0].view(torch.int16) if self.slab.residual is not None else None
+
+    @property
+    def moments(self) -> Mapping[str, Moment]:
+        moments = self.slab.moments
+        copies = self.copies[len(self.copies) - len(moments) :]
+        return {role: moments[role].with_storage(copy) for role, (copy, _) in zip(moments, copies, strict=True)}
+
+
+class StagedStates(StagedSpan):
     """A slab's weight and states on the device, for one update there."""
 
     def __init__(self, slab: Slab, held: Slot, slot: _StateSlot) -> None:
-        super().__init__(slab, (), ("weight", "states"))
+        super().__init__(slab, slot.allocate_largest(), ALIGNED)
         self.held, self.slot = held, slot
-        self.in_ram = slab.open(writes=("weight", "states"))
         self.writes = [held.order, slot.order]
-        memory, offset = slot.allocate_largest(), 0
-        self.copies: list[tuple[torch.Tensor, Buffer]] = []
-        """The staged copy of each state, and its buffer in RAM."""
-        for buffer in slab.state_buffers():
-            self.copies.append((memory[offset : offset + buffer.nbytes], buffer))
-            offset += round_up(buffer.nbytes, ALIGNED)
 
     @property
     def weight(self) -> torch.Tensor:
         return self.held.view(self.slab)
-
-    @property
-    def residual(self) -> torch.Tensor | None:
-        return self.copies[0][0].view(torch.int16) if self.in_ram.residual is not None else None
-
-    @property
-    def moments(self) -> Mapping[str, Moment]:
-        moments = self.in_ram.moments
-        copies = self.copies[len(self.copies) - len(moments) :]
-        return {role: moments[role].with_storage(copy) for role, (copy, _) in zip(moments, copies, strict=True)}
 
 
 class StateStream:

@@ -17,6 +17,10 @@ import torch
 
 from megatrain import files
 from megatrain.telemetry import trace
+from megatrain.telemetry.counters import WeightUses
+
+Measured = Callable[[float], None]
+"""Is called with the seconds of a span."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class StepTimes:
     wait counts for the update."""
     ended: float = 0.0
     """When it ended, in seconds since the epoch."""
+    weight_uses: WeightUses = field(default_factory=WeightUses)
 
 
 @dataclass
@@ -54,23 +59,31 @@ class _Page:
     origin: torch.cuda.Event | None
     spans: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
-    pending: list[tuple[bool, str, str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    pending: list[tuple[bool, str, str, torch.cuda.Event, torch.cuda.Event, Measured | None]] = field(
+        default_factory=list
+    )
     end: float = 0.0
     ended: float = 0.0
+    weight_uses: WeightUses = field(default_factory=WeightUses)
+    dropped: bool = False
+    """Whether it is no part of a step."""
 
     def add(self, waiting: bool, span: Span) -> None:
         (self.waits if waiting else self.spans).append(span)
 
     def resolve(self, wait: bool) -> bool:
         """Turn device events into spans; False if some have not happened yet (and `wait` is not set)."""
-        if not wait and not all(finish.query() for *_, finish in self.pending):
+        if not wait and not all(finish.query() for *_, finish, _ in self.pending):
             return False
-        for waiting, lane, label, begin, finish in self.pending:
+        for waiting, lane, label, begin, finish, measured in self.pending:
             if wait:
                 finish.synchronize()
             assert self.origin is not None
             start = self.begin + self.origin.elapsed_time(begin) / 1e3
-            self.add(waiting, Span(lane, label, start, start + begin.elapsed_time(finish) / 1e3))
+            seconds = begin.elapsed_time(finish) / 1e3
+            self.add(waiting, Span(lane, label, start, start + seconds))
+            if measured is not None:
+                measured(seconds)
         self.pending = []
         return True
 
@@ -84,7 +97,21 @@ class _Page:
                 blocked = _union(wait for wait in behind if wait.label == cause)
                 waited[cause] = waited.get(cause, 0.0) + _overlap(waits, blocked)
             waited[lane] = waited.get(lane, 0.0) + _length(waits) - _overlap(waits, _union(behind))
-        return StepTimes(self.step, self.end - self.begin, busy, waited, self.ended)
+        return StepTimes(self.step, self.end - self.begin, busy, waited, self.ended, self.weight_uses)
+
+
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device | None) -> torch.cuda.Stream:
+    """`torch.cuda.current_stream`, in a tenth of the time: every call of a block asks several times."""
+    if device is None or device.index is None:
+        return torch.cuda.current_stream(device)
+    key = torch._C._cuda_getCurrentStream(device.index)
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
 
 
 UNREAD = 2
@@ -124,17 +151,28 @@ class Timeline:
     def restart_step(self) -> None:
         """The step begins here: what came since the last one (an evaluation, a save) is not a part of it."""
         if not self.recording:
+            # Its waits are still counted; nothing else of it is read.
+            self._page.dropped = True
+            self._closed.append(self._page)
             self._page = self._new_page(self._page.step)
+            self.settle(wait=False)
 
     def settle(self, wait: bool) -> None:
         """Read the pages that are complete. Takes milliseconds: best while the device has work to go on with."""
         while self._closed and self._closed[0].resolve(wait):
             page = self._closed.pop(0)
+            if page.dropped:
+                continue
             self.last = page.times()
             for listener in [*self.listeners]:
                 listener(self.last, page.begin, page.spans)
             if self.recording:
                 self.spans += page.spans
+
+    @property
+    def weight_uses(self) -> WeightUses:
+        """Those of the current step."""
+        return self._page.weight_uses
 
     # ---- a trace
 
@@ -158,17 +196,24 @@ class Timeline:
     # ---- what is timed
 
     @contextmanager
-    def host_span(self, lane: str, label: str, waiting: bool = False) -> Iterator[None]:
+    def host_span(
+        self, lane: str, label: str, waiting: bool = False, measured: Measured | None = None
+    ) -> Iterator[None]:
         """Work that the calling thread does, or its wait for another lane."""
         start = self._now()
         try:
             yield
         finally:
+            end = self._now()
             if self._room(self._page):
-                self._page.add(waiting, Span(lane, label, start, self._now()))
+                self._page.add(waiting, Span(lane, label, start, end))
+            if measured is not None:
+                measured(end - start)
 
     @contextmanager
-    def device_span(self, lane: str, label: str, waiting: bool = False) -> Iterator[None]:
+    def device_span(
+        self, lane: str, label: str, waiting: bool = False, measured: Measured | None = None
+    ) -> Iterator[None]:
         """The same of what the calling thread puts on its current CUDA stream."""
         page = self._page
         if not self._room(page):
@@ -176,21 +221,21 @@ class Timeline:
             return
         begin, finish = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # Of the timed device, whichever is current; in a lane's thread that is the lane's own stream.
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self.device)
         begin.record(stream)
         try:
             yield
         finally:
             finish.record(stream)
-            page.pending.append((waiting, lane, label, begin, finish))
+            page.pending.append((waiting, lane, label, begin, finish, measured))
 
-    def waiting(self, who: str, on: str) -> AbstractContextManager[None]:
+    def waiting(self, who: str, on: str, measured: Measured | None = None) -> AbstractContextManager[None]:
         """What happens inside lets `who` go on only after `on`: in this thread, or for compute on its stream. Waits for
-        compute are not kept."""
+        compute are not kept. `measured` is called with the seconds of the wait once they are known."""
         if on in ("", "compute"):
             return nullcontext()
         on_stream = who == "compute" and self.device is not None
-        return (self.device_span if on_stream else self.host_span)(who, on, waiting=True)
+        return (self.device_span if on_stream else self.host_span)(who, on, waiting=True, measured=measured)
 
     # ---- what a trace says
 

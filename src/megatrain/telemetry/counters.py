@@ -6,15 +6,27 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Counters:
+class WeightUses:
+    """Uses of weights that stream, by where the weights were when compute came to them."""
+
+    arrived: int = 0
+    """They were in a slot."""
+    late: int = 0
+    """Their copy had been started, and compute waited for it."""
+    missed: int = 0
+    """Their copy was started by the use itself."""
+
+
+@dataclass
+class Counters(WeightUses):
     fetches: int = 0
     """Slabs copied from RAM into a slot."""
-    hits: int = 0
-    """Uses that found the current weights already in a slot."""
     prefetched: int = 0
     """Fetches that were submitted before their block asked for them."""
     bytes_h2d: int = 0
     bytes_d2h: int = 0
+    bytes_disk_in: int = 0
+    bytes_disk_out: int = 0
     drains: int = 0
     """Gradient slabs copied out."""
     steps: int = 0

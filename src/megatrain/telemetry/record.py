@@ -12,10 +12,10 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -26,13 +26,15 @@ import numpy
 import torch
 
 from megatrain._version import __version__
-from megatrain.errors import MegaTrainError, OutOfRam, SettingsError
+from megatrain.errors import DriveLimit, MegaTrainError, OutOfRam, SettingsError
 from megatrain.telemetry import notices
 from megatrain.telemetry.lines import LineFile
 
 FILE = "run.jsonl"
 FORMAT = 1
-RESERVED = ("event", "step", "time", "seconds", "tokens_per_second", "busy", "waited", "memory", "not_finite")
+RESERVED = (
+    "event", "step", "time", "seconds", "tokens_per_second", "busy", "waited", "weight_uses", "memory", "not_finite"
+)  # fmt: skip
 """Fields of a step's line that `Record.log` cannot set."""
 FIRST_SPANS = 3
 """The step after a start whose spans are written; then the tenth of it, the hundredth, and so on."""
@@ -86,6 +88,17 @@ class _Step:
         norm_known = self.fields["grad_norm"] is not None or self.outcome.ticket.done
         return norm_known and all(number.done for number in _pending(self.fields))
 
+    @property
+    def norm(self) -> Any:
+        """The gradient norm; None until it is known."""
+        norm = _value(self.fields["grad_norm"])
+        return self.outcome.norm if norm is None and self.outcome.ticket.done else norm
+
+    def known(self) -> dict[str, Any]:
+        """Number, loss, gradient norm and tokens, None for what is not known."""
+        loss, tokens = _value(self.fields["loss"]), _value(self.fields.get("tokens"))
+        return {"step": self.number, "loss": loss, "grad_norm": self.norm, "tokens": tokens}
+
 
 class Record:
     """Appends what a run does to a file of JSON lines. `engine.record(path)` makes one.
@@ -111,6 +124,8 @@ class Record:
         self._process = os.getpid()
         self._written = 0
         """Steps of this record that were written."""
+        self._weight_uses: Counter[str] = Counter()
+        """Those of these steps."""
         self._in_step = False
         """Whether a forward has run since the last step."""
         self._fields: dict[str, Any] = {}
@@ -160,7 +175,7 @@ class Record:
         with self._lock:
             while self._steps:
                 self._write_step(self._steps.popleft(), wait)
-        self.write("end", reason=reason, step=self.step, **details)
+        self.write("end", reason=reason, step=self.step, weight_uses=self._weight_uses, **details)
         self.closed = True
         notices.listeners.remove(self._write_notice)
         if self._file is not None:
@@ -207,11 +222,11 @@ class Record:
                 self._write_step(self._steps.popleft())
 
     def newest(self) -> dict[str, Any]:
-        """Number, loss and tokens of the newest step whose loss is known."""
+        """Number, loss, gradient norm and tokens of the newest step whose loss is known."""
         with self._lock:
             for step in reversed(self._steps):
-                if (loss := _value(step.fields["loss"])) is not None:
-                    return {"step": step.number, "loss": loss, "tokens": _value(step.fields.get("tokens"))}
+                if (known := step.known())["loss"] is not None:
+                    return known
             return self._newest
 
     @property
@@ -230,12 +245,11 @@ class Record:
                 ticket.wait()
             for number in _pending(step.fields):
                 number.wait()
-        fields = {name: _value(value) for name, value in step.fields.items()}
+        fields = {name: _value(value) for name, value in step.fields.items()} | {"grad_norm": step.norm}
         if ticket.done:
-            fields["grad_norm"] = step.outcome.norm if fields["grad_norm"] is None else fields["grad_norm"]
             fields |= {"skipped": True} if step.outcome.skipped else {}
         tokens = fields.get("tokens")
-        self._newest = {"step": step.number, "loss": fields["loss"], "tokens": tokens}
+        self._newest = step.known()
         self._written += 1
         times, begin, spans = self._times.get(step.page, (None, 0.0, ()))
         self._times = {page: known for page, known in self._times.items() if page > step.page}
@@ -248,6 +262,8 @@ class Record:
             measured["tokens_per_second"] = round(tokens / times.seconds, 3)
         for name, lanes in (("busy", times.busy), ("waited", times.waited)):
             measured[name] = {lane: round(spent, 6) for lane, spent in lanes.items()}
+        measured["weight_uses"] = asdict(times.weight_uses)
+        self._weight_uses.update(measured["weight_uses"])
         self.write("step", step=step.number, **fields, **measured)
         if _has_spans(self._written):
             earliest = sorted((s.start - begin, s.end - begin, s.lane, s.label) for s in spans)[:MOST_SPANS]
@@ -264,7 +280,7 @@ def ending(error: BaseException | None) -> dict[str, str]:
     """Why a run ended, for `Record.close`."""
     if error is None:
         return {"reason": "finished"}
-    reasons = {OutOfRam: "out_of_ram", KeyboardInterrupt: "interrupted"}
+    reasons = {OutOfRam: "out_of_ram", DriveLimit: "drive_limit", KeyboardInterrupt: "interrupted"}
     reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "failed")
     first = (str(error).strip().splitlines() or [""])[0]
     return {"reason": reason, "error": f"{type(error).__name__}: {first}"[:500]}

@@ -1,15 +1,23 @@
 """Compiled blocks on the CPU. There are few tests because each compilation takes seconds."""
 
 import copy
+import os
+import random
+import re
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
+from torch._functorch import partitioners
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
-from megatrain.compute import compiled
-from megatrain.compute.compiled import Compiled
+from megatrain.compute import compiled, partition
+from megatrain.compute.compiled import graph_count
+from megatrain.process import sdpa_key
 
 
 def llama():
@@ -46,10 +54,9 @@ def test_layers_share_a_graph_and_policies_agree(announced):
     """Four layers compile once, and all policies give bitwise equal losses and weights."""
     eager, _ = train(llama(), [16, 16])
     losses, weights = train(llama(), [16, 16], compile=True)
-    assert Compiled.graphs() == 1
-    assert [m for m in announced.messages if m.startswith("compiled")] == [
-        "compiled LlamaDecoderLayer (1 graphs so far)"
-    ]
+    assert graph_count() == 1
+    [message] = [m for m in announced.messages if m.startswith("compiled")]
+    assert re.fullmatch(r"compiled LlamaDecoderLayer for batches of up to 8 × 4096 in \d+\.\d s", message)
     assert losses == pytest.approx(eager, rel=1e-5)
     for policy in ("store", "offload"):
         other = train(llama(), [16, 16], compile=True, policy=policy, debug=mt.Debug(slots=2))
@@ -57,10 +64,10 @@ def test_layers_share_a_graph_and_policies_agree(announced):
         assert all(torch.equal(a, b) for a, b in zip(other[1], weights, strict=True))
 
 
-def test_varying_lengths_compile_a_bounded_number_of_graphs():
+def test_varying_lengths_share_a_graph():
     lengths = [16, 17, 23, 31, 12, 40, 9, 27, 35, 22]
     losses, _ = train(llama(), lengths, compile=True)
-    assert Compiled.graphs() <= 3
+    assert graph_count() == 1
     assert losses == pytest.approx(train(llama(), lengths)[0], rel=1e-4)
 
 
@@ -80,7 +87,9 @@ def test_too_many_shapes_raise_instead_of_falling_back(monkeypatch):
         raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile limit")
 
     monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: fail)
-    with pytest.raises(mt.errors.MegaTrainError, match="compiled 64 times for different shapes"):
+    with pytest.raises(
+        mt.errors.MegaTrainError, match="LlamaDecoderLayer was compiled 64 times for different arguments"
+    ):
         train(llama(), [16], compile=True)
 
 
@@ -143,31 +152,42 @@ def test_a_structure_that_cannot_be_compiled_leaves_the_others_compiled(no_erfin
         torch.testing.assert_close(ours, theirs)
 
 
-def test_compilation_failing_between_forward_and_backward(monkeypatch, announced):
-    """The next forward of the structure runs eagerly. Blocks that ran compiled are still recomputed compiled."""
-    failing = []
+def test_a_shape_that_fails_to_compile_raises_and_changes_nothing(monkeypatch, announced):
+    """The blocks stay compiled, also between a forward and its backward."""
     plain = torch.compile
 
     def compile(function, **options):
         inner = plain(function, **options)
 
-        def call(module, state, args, kwargs):
-            if failing and args[0].shape[0] == 7:
+        def call(module, state, args, kwargs, attention):
+            if args[0].shape[0] == 7:
                 raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("out of registers"), None)
-            return inner(module, state, args, kwargs)
+            return inner(module, state, args, kwargs, attention)
 
         return call
 
     monkeypatch.setattr(compiled.torch, "compile", compile)
 
     def another_shape(model):
-        failing.append(True)
-        model(torch.randn(7, 16))
+        with pytest.raises(mt.errors.MegaTrainError, match=r"Dropping ran compiled, but could not be compiled for"):
+            model(torch.randn(7, 16))
 
-    stored = mixed_gradients("recompute")
+    expected = mixed_gradients("recompute")
     actual = mixed_gradients("recompute", another_shape)
-    assert len([m for m in announced.messages if "run eagerly" in m]) == 2, "expected one notice per structure"
-    assert all(torch.equal(a, b) for a, b in zip(actual, stored, strict=True))
+    assert not [m for m in announced.messages if "run eagerly" in m]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_running_out_of_memory_while_compiling_is_not_a_reason_to_run_eagerly(monkeypatch, announced):
+    def fail(*args):
+        raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("autotuning"), None) from (
+            torch.OutOfMemoryError("CUDA out of memory")
+        )
+
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        mixed_gradients("recompute")
+    assert not [m for m in announced.messages if "run eagerly" in m]
 
 
 def test_a_failed_recompilation_in_the_backward_raises(monkeypatch):
@@ -186,7 +206,9 @@ def test_a_failed_recompilation_in_the_backward_raises(monkeypatch):
         return call
 
     monkeypatch.setattr(compiled.torch, "compile", compile)
-    with pytest.raises(mt.errors.MegaTrainError, match="ran compiled could not be compiled again"):
+    with pytest.raises(
+        mt.errors.MegaTrainError, match="Dropping ran compiled, but could not be compiled for batches of up to 8 × 4096"
+    ):
         mixed_gradients("recompute")
 
 
@@ -221,3 +243,207 @@ def test_eager_inference_in_another_thread_during_compiled_training():
     assert losses == alone
     assert all(torch.equal(a, b) for a, b in zip(actual, weights, strict=True))
     assert all(isinstance(error, mt.errors.EngineClosed) for error in errors)
+
+
+# ---- lengths map to graphs by a fixed rule
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = torch.nn.RMSNorm(16), *(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        hidden = self.norm(x)
+        return x + self.down(torch.nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class Sequence(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([Gated(), Gated()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def gradients_by_length(lengths, rows=2):
+    """Gradients of a batch of each length, in a new engine."""
+    model, found = Sequence().train(), {}
+    with mt.Engine(model, device="cpu", compile=True):
+        for length in lengths:
+            x = torch.randn(rows, length, 16, generator=torch.Generator().manual_seed(length))
+            model(x.requires_grad_()).backward()
+            gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+            assert torch.equal(found.setdefault(length, gradients), gradients)
+            for parameter in model.parameters():
+                parameter.grad = None
+    return found
+
+
+def test_results_do_not_depend_on_the_order_of_lengths():
+    """Nor on what the process has run: each engine starts with other lengths, as after a restart."""
+    runs = [gradients_by_length(lengths) for lengths in ((40, 9, 40), (9, 40, 9), (3000, 9), (40,))]
+    assert graph_count() == 5, "a graph per engine, and one more for a batch of 2 × 3000 on the CPU"
+    for run in runs[1:]:
+        for length in runs[0].keys() & run.keys():
+            assert torch.equal(run[length], runs[0][length])
+
+
+class Chosen(torch.nn.Module):
+    """Computes some of the rows, as experts do. How many is known only when it runs, so there are two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.all, self.some = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x, scale):
+        rows = (x + self.all(x).relu() * scale).reshape(-1, 16)
+        chosen = rows.mean(-1).gt(0).nonzero().flatten()
+        torch._dynamo.graph_break()
+        return rows.index_add(0, chosen, self.some(rows[chosen])).reshape(x.shape)
+
+
+def test_sizes_and_numbers_are_dynamic_after_a_graph_break_too():
+    gradients, graphs = {}, []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Module()
+        model.layers = torch.nn.ModuleList([Chosen(), Chosen()])
+        model.forward = lambda x, n, layers=model.layers: layers[1](layers[0](x, n), n).square().mean()
+        with mt.Engine(model, device="cpu", compile=compile):
+            for number, length in enumerate((9, 17, 31, 12)):
+                x = torch.randn(2, length, 16, generator=torch.Generator().manual_seed(length)).requires_grad_()
+                model(x, number + 2).backward()
+                graphs.append(graph_count())
+            gradients[compile] = [parameter.grad.clone() for parameter in model.parameters()]
+    assert graphs[4] > 1
+    assert graphs[4:] == [graphs[4]] * 4
+    for ours, theirs in zip(gradients[True], gradients[False], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_inductor_optimizes_for_the_largest_sizes_of_a_class_and_guards_the_actual_ones():
+    """Otherwise its choices would depend on the length that comes first."""
+    hints, guards = [], []
+
+    def backend(traced, inputs):
+        size = next(node for node in traced.graph.nodes if node.op == "placeholder").meta["example_value"]
+        with partition._largest_sizes(traced) as sizes:
+            env = size.node.shape_env
+            hints.append((sizes, env.optimization_hint((3 * size).node.expr), partitioners.optimization_hint(3 * size)))
+            guards.append(bool(size < 10))
+        return traced.forward
+
+    for length in (9, 17):
+        torch._dynamo.reset()
+        x = torch.zeros(length)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.compile(lambda x: x + 1, backend=backend)(x)
+    assert hints == [((4096,), 3 * 4096, 3 * 4096)] * 2
+    assert guards == [True, False]
+
+
+def test_planned_batches_have_static_sizes():
+    """The planned one has a graph of its own, whatever ran before it."""
+    planned = compiled.Compiled("Layer", torch.device("cpu"), (2, 512), recomputes=True)
+    shapes = [(torch.Size((2, length, 16)), torch.Size((1, length))) for length in (512, 511, 512, 5000)]
+    classes = [planned._class_of(of) for of in shapes]
+    assert [static for _, _, static in classes] == [True, False, True, False]
+    assert classes[0] == classes[2]
+    assert [words for _, words, _ in classes] == [
+        "batches of 2 × 512", "batches of up to 8 × 4096", "batches of 2 × 512", "batches of up to 8 × 8192",
+    ]  # fmt: skip
+
+
+def test_evaluation_runs_compiled_and_is_decided_on_its_own(announced):
+    model, losses = Sequence().eval(), set()
+    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
+    with mt.Engine(model, device="cpu", compile=True):
+        for context in (torch.no_grad, torch.no_grad, torch.inference_mode):
+            with context():
+                losses.add(model(x).item())
+    lines = {m.split(" in ")[0] for m in announced.messages if m.startswith("compiled")}
+    assert lines == {"compiled Gated for batches of up to 8 × 4096, without gradients"}
+    assert len(losses) == 1
+    assert losses.pop() == pytest.approx(Sequence()(x).item(), rel=1e-5)
+
+
+CACHED = """
+import sys
+import torch
+import megatrain as mt
+from tests.unit.compute.test_compiled import Sequence
+
+model = Sequence().train()
+with mt.Engine(model, device="cpu", compile=True):
+    model(torch.randn(2, int(sys.argv[1]), 16, requires_grad=True)).backward()
+counters = torch._dynamo.utils.counters
+print(*[counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss", "bypass")])
+print(*[counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in ("hit", "miss", "bypass")])
+"""
+
+
+def test_graphs_are_cached_between_processes(tmp_path):
+    """Those of a forward, its recompute and both backwards; for another length of the class too."""
+
+    def run(length):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", CACHED, str(length)]
+        return subprocess.check_output(command, env=environment, text=True, timeout=300).splitlines()
+
+    assert run(9) == ["0 4 0", "0 2 0"]
+    assert run(11) == ["4 0 0", "2 0 0"]
+
+
+# ---- the backend of attention
+
+
+def attend(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Attention(torch.nn.Module):
+    def forward(self, *states):
+        return attend(*states)
+
+
+def queries():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 64, 16, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def test_another_attention_backend_is_another_graph():
+    """Dynamo does not guard on the backends of attention."""
+    compiled_for = []
+
+    def count(graph, inputs):
+        compiled_for.append(sdpa_key())
+        return graph.forward
+
+    call, states = torch.compile(compiled._call, backend=count), queries()
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend):
+            call(Attention(), {}, tuple(states), {}, sdpa_key())
+    assert len(compiled_for) == len({*compiled_for}) == 2
+
+
+def test_a_graph_cached_on_disk_is_not_used_for_another_attention_backend():
+    # No earlier run has cached this function. Other tests seed Python's own generator.
+    scale, hits = random.SystemRandom().random(), []
+
+    def scaled(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        torch._dynamo.reset()
+        with sdpa_kernel(backend):
+            # The cache is written in the backward.
+            torch.compile(scaled, backend=partition.backend(scaled.__code__, lambda: False, recomputes=False))(
+                *queries()
+            ).sum().backward()
+        hits.append(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 0, 1]

@@ -49,7 +49,7 @@ def left_out(caplog):
 def compiled(function):
     """The function compiled as a layer, or as its recompute. Each call starts from seed 0."""
     recomputing = False
-    call = torch.compile(function, backend=backend(function, lambda: recomputing))
+    call = torch.compile(function, backend=backend(function.__code__, lambda: recomputing, recomputes=True))
 
     def run(x, w, recompute=False):
         nonlocal recomputing
@@ -119,3 +119,23 @@ def test_a_graph_before_a_graph_break_is_recomputed_in_full(caplog):
     x = torch.randn(6, 8, dtype=torch.float64).requires_grad_()
     assert torch.equal(run(x, w), run(x, w, recompute=True))
     assert not left_out(caplog)
+
+
+def test_grouped_products_do_not_split_a_graph(monkeypatch):
+    """Not even if dynamo does not know the operation, as in some versions."""
+    rules = torch._dynamo.trace_rules
+    for listed in rules.torch_name_rule_map:
+        monkeypatch.delitem(listed, "torch._grouped_mm", raising=False)
+    rules.get_torch_obj_rule_map.cache_clear()
+    x, weight = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(3, 16, 16, dtype=torch.bfloat16)
+    ends = torch.tensor([2, 2, 8], dtype=torch.int32)
+
+    def experts(x, weight):
+        return functional.grouped_mm(x.sin(), weight, offs=ends).cos()
+
+    backend(experts.__code__, lambda: False, recomputes=True)
+    try:
+        call = torch.compile(experts, backend="eager", fullgraph=True)
+        assert torch.equal(call(x, weight), experts(x, weight))
+    finally:
+        rules.get_torch_obj_rule_map.cache_clear()

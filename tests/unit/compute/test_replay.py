@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from tests.tiny import Layer, Stack, engine_of, gradients, inputs, same_bits
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.compute.replay import AmbientState
+from megatrain.process import sdpa_state
 
 CPU = torch.device("cpu")
 
@@ -143,3 +145,52 @@ def test_autocast_does_not_reuse_the_cast_of_another_layer():
         assert torch.equal(model(inputs(0)), plain(inputs(0)))
         with torch.no_grad():
             assert torch.equal(model(inputs(1)), plain(inputs(1)))
+
+
+class Attends(nn.Module):
+    """Attention over four heads. Its backends differ in bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x):
+        heads = [(x @ weight).view(*x.shape[:2], 4, 16).transpose(1, 2) for weight in self.weight]
+        return x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+class AttentionStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Attends() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def attention_gradients(backend, **settings):
+    """Gradients of a model whose forward runs in `sdpa_kernel(backend)` and whose backward runs outside."""
+    model = AttentionStack()
+    x = torch.randn(2, 96, 64, generator=torch.Generator().manual_seed(1))
+    engine = engine_of(model, **settings) if settings else None
+    with sdpa_kernel(backend):
+        loss = model(x).square().mean()
+    before = sdpa_state()
+    loss.backward()
+    assert sdpa_state() == before
+    made = gradients(model)
+    if engine is not None:
+        engine.close()
+    return made
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload", "store"])
+def test_a_recompute_uses_the_attention_backend_of_its_forward(policy):
+    plain = attention_gradients(SDPBackend.MATH)
+    other = attention_gradients(SDPBackend.FLASH_ATTENTION)
+    assert any(not torch.equal(plain[name], other[name]) for name in plain), "the backends differ in bits"
+    streamed = attention_gradients(SDPBackend.MATH, policy=policy)
+    assert all(torch.equal(streamed[name], plain[name]) for name in plain)

@@ -78,7 +78,7 @@ def test_marks_use_the_stream_of_the_engines_device(monkeypatch: Any) -> None:
             events.append(("wait", self))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device))
+    monkeypatch.setattr(cuda, "current_stream", Stream)
     lanes = cuda.CudaLanes.__new__(cuda.CudaLanes)
     lanes.device = torch.device("cuda", 1)  # type: ignore[attr-defined]
     mark = lanes.mark()

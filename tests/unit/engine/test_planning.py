@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from megatrain.errors import NotEnoughMemory, SettingsError
 
 
 def planned(**options: Any) -> mt.Plan:
-    return mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, **options)
+    """For a GPU, but eager, as engines on the CPU run."""
+    return mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, compile=False, **options)
 
 
 def test_plans_from_a_model_and_its_config_agree() -> None:
@@ -80,10 +82,27 @@ def test_a_plan_does_not_change_bits() -> None:
     assert differences(run(plan=planned(accumulation=4)), run()) == []
 
 
+def test_an_engine_keeps_states_on_disk_as_planned(tmp_path: Path) -> None:
+    def run(**settings: Any) -> Any:
+        model = small.llama()
+        engine = engine_of(model, **settings)
+        optimizer = engine.optimizer(lr=1e-2)
+        for step in range(2):
+            model(**small.batch(2, seed=step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine, roles(engine)
+
+    plan = dataclasses.replace(planned(), resident=(), on_disk=("model.layers.0", "lm_head"))
+    engine, found = run(plan=plan, offload_dir=tmp_path, allow_tmpfs=True)
+    assert {slab.name for slab in engine.slabs if slab.homes.states.tier == "disk"} == {"model.layers.0", "lm_head"}
+    assert differences(found, run()[1]) == []
+
+
 def test_unusable_plans_are_refused() -> None:
     with pytest.raises(SettingsError, match="plan must be a Plan"):
         engine_of(small.llama(), plan={"resident": ()})
-    with pytest.raises(SettingsError, match="offload_dir is not implemented yet"):
+    with pytest.raises(SettingsError, match="states of 1 blocks are to be on disk; name a directory"):
         engine_of(small.llama(), plan=dataclasses.replace(planned(), resident=(), on_disk=("model.layers.0",)))
 
 

@@ -108,7 +108,8 @@ def test_a_model_of_one_block_is_announced(announced: pytest.LogCaptureFixture) 
 
 
 def test_a_plan_is_printed_and_differences_from_it_are_announced(announced: pytest.LogCaptureFixture) -> None:
-    plan = mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, precision="bf16", optimizer_compression=True)
+    options = {"precision": "bf16", "optimizer_compression": True, "compile": False}
+    plan = mt.plan(small.llama(), machine="h200-128gb", batch=2, length=8, **options)
     engine_of(small.llama(), plan=plan, precision="bf16", optimizer_compression="4bit")
     assert not [record for record in announced.records if record.levelname == "WARNING"]
     text = "\n".join(printed(announced))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch.utils.data import IterableDataset
 from transformers import BatchEncoding, DataCollatorWithFlattening, default_data_collator
 
 import megatrain as mt
+from megatrain import planner
 from megatrain.errors import NotEnoughMemory
 from megatrain.hf import planning
+from megatrain.planner.api import dense_shape
+from megatrain.settings import Settings
 
 MACHINE = "h200-128gb"
 """A described machine with a GPU. On the CPU its memory tiers are emulated."""
@@ -362,3 +366,18 @@ def test_model_init_plans_again_and_frees_the_first_model(tmp_path: Path) -> Non
     gc.collect()
     assert first() is None
     assert model() is None
+
+
+def test_a_trainer_plans_with_a_disk_only_if_nothing_else_fits(tmp_path: Path) -> None:
+    model, folder = dense_shape(64, 64), tmp_path / "new"
+    settings = Settings(offload_dir=folder)
+    fits = planning._with_disk(
+        partial(planner.plan, model, machine="h200-1.5tb", optimizer_compression="8bit"), settings
+    )
+    assert fits.on_disk == ()
+    assert not folder.exists()
+    short = partial(planner.plan, model, machine="h100-512gb")
+    with pytest.raises(NotEnoughMemory):
+        planning._with_disk(short, Settings())
+    assert planning._with_disk(short, settings).on_disk
+    assert folder.is_dir()

@@ -14,6 +14,7 @@ import megatrain as mt
 STOCK = {
     "declared": None, "why_in_turn": None, "repeatable": True, "own_loss": False, "own_step": False,
     "looks_at_logits": False, "evaluates_logits": False, "watches_gradients": False, "chooses_optimizer": False,
+    "reads_gradients_after_step": False,
 }  # fmt: skip
 
 
@@ -44,6 +45,7 @@ DETECTED = {
     "_prepare_inputs": {"why_in_turn": "{} overrides _prepare_inputs", "repeatable": False},
     "prediction_step": {"evaluates_logits": True},
     "_get_grad_norm": {"watches_gradients": True},
+    "_clip_grad_norm": {"watches_gradients": True},
     "get_optimizer_cls_and_kwargs": {"chooses_optimizer": True},
 }  # fmt: skip
 

@@ -195,8 +195,8 @@ def test_a_step_line_shows_values_of_its_step_without_waiting(
     run(mt.Trainer, tmp_path, logging_steps=500, **options)
     shown = [line.split(", ") for line in announced.messages if line.startswith("step ")]
     assert [line[0].split(": ")[1] for line in shown] == [f"loss {entry['loss']:.4g}" for entry in logged]
-    assert all(line[1].endswith(" tokens/s") for line in shown)
-    assert [line[2] for line in shown] == [f"grad norm {entry['grad_norm']:.4g}" for entry in logged]
+    assert all(line[2].endswith(" tokens/s") for line in shown)
+    assert [line[1] for line in shown] == [f"grad norm {entry['grad_norm']:.4g}" for entry in logged]
     assert [line[3] for line in shown] == [f"lr {entry['learning_rate']:.3g}" for entry in logged]
     assert not waited
 

@@ -1,4 +1,4 @@
-"""The planner against runs of `benchmarks/accuracy.py` on eight H200 machines, each as probed.
+"""The planner against runs of `benchmarks/accuracy.py` on nine H200 machines, each as probed.
 
 Each row records the decision of that run, and the planner's prediction for that decision is compared; the planner might
 decide differently now. VRAM is compared only where nothing was resident, because gradients of resident blocks took a
@@ -9,6 +9,7 @@ fitted.
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -17,14 +18,14 @@ import pytest
 from tests.unit.planner.made_up import shape_of
 
 from megatrain.hardware.machine import PROCESS_BYTES, Machine
-from megatrain.planner import activations, cost
+from megatrain.planner import activations, cost, simulate
 from megatrain.planner.decision import Decision
 from megatrain.planner.run import resolve_run
 from megatrain.planner.search import Search
 
 RUNS = json.loads((Path(__file__).parent / "accuracy.json").read_text())
 """Commit → the probed machine, and the measurements of every row."""
-OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_compression", "trainer")
+OPTIONS = ("max_vram_gb", "accumulation", "compile", "precision", "optimizer_compression", "trainer", "padded")
 TAKEN_AHEAD = list(RUNS)[2:]
 """Runs in which the engine reserved a plan's VRAM when it was attached. For these the test shows that steps fit into
 it; `test_memory.py` compares tensors alone.
@@ -33,6 +34,13 @@ OLD_HEAD = list(RUNS)[:6]
 """Runs with PyTorch's own cross-entropy and chunks of half as many logits."""
 OLD_PARTITION = list(RUNS)[:8]
 """Runs in which PyTorch's default split compiled layers, and a recompute computed the full layer."""
+SPLIT_EXPERTS = list(RUNS)[:9]
+"""Runs in which compiled layers with experts were several graphs, which saved input rows and the product too."""
+WAITED = list(RUNS)[:9]
+"""Runs in which a Trainer's host waited for the GPU in every step, and heads summed their gradients after the product.
+"""
+TRAINER_SECONDS = 50e-3
+"""What the waits took."""
 FITTED_RUN = "533b65e"
 """Its ten rows gave the overhead of calls, fetches and offloaded inputs, and the RAM of the process."""
 FITTED_ROWS = [
@@ -67,10 +75,16 @@ def planned(commit, number):
     with ExitStack() as patches:
         for each in (traffic, memory) if old else ():
             patches.enter_context(each)
+        if commit in SPLIT_EXPERTS:
+            saved = replace(activations.COMPILED, rows=5, clamped=6)
+            patches.enter_context(patch.object(activations, "COMPILED", saved))
         if commit in OLD_PARTITION:
-            saved = activations.SavedBytes(hidden=0, norm=4, fused_norm=4, head_norm=2, mlp=6)
+            saved = replace(activations.COMPILED, norm=4, fused_norm=4, mlp=6)
             patches.enter_context(patch.object(activations, "COMPILED", saved))
             patches.enter_context(patch.object(cost.Costs, "left_out", lambda *_: 0.0))
+        if commit in WAITED:
+            shape = replace(shape, bare_head=False)
+            patches.enter_context(patch.object(simulate, "TRAINER_SECONDS", TRAINER_SECONDS))
         search, decision = Search(shape, machine, run, **limits), Decision(**row["decision"])
         return search.simulator.step(decision).seconds, search.ledger.account(decision)
 
@@ -108,7 +122,7 @@ def test_more_rows_are_held_out_than_fitted():
     fitted = {configuration(*case) for case in FITTED}
     elsewhere = [case for case in HELD_OUT if configuration(*case) in fitted]
     otherwise = {configuration(*case) for case in HELD_OUT} - fitted
-    assert (len(FITTED), len(HELD_OUT)) == (17, 52)
+    assert (len(FITTED), len(HELD_OUT)) == (20, 52)
     assert len(elsewhere) == 31
     assert len(otherwise) == 18
     assert {dict(kind)["shape"] for kind in otherwise} > {"gpt2-xl", "gemma2-2b", "qwen3-30b-a3b", "deepseek-v2-lite"}

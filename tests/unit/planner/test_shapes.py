@@ -20,6 +20,18 @@ def tiny(**overrides):
     return random_model("tiny", torch.bfloat16, **overrides)
 
 
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_only_active_experts_count_as_matmul_parameters(shape):
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 48, "vocab_size": 256}
+    model = random_model(shape, torch.bfloat16, **small)
+    described, experts = describe(model), [p for name, p in model.named_parameters() if ".experts." in name]
+    config = model.config
+    per_token, total = config.num_experts_per_tok, getattr(config, "num_experts", 0) or config.n_routed_experts
+    active = sum(p.numel() for p in experts) * per_token // total
+    assert sum(block.expert_matmul_parameters for block in described.blocks) == active
+    assert described.matmul_parameters == pytest.approx(matmul_parameters(model), rel=0.01)
+
+
 def test_a_config_and_its_model_are_described_alike():
     model = tiny()
     live, config = describe(model), describe(model.config)
@@ -42,7 +54,7 @@ def test_a_model_attached_to_an_engine():
         after = describe(model)
         assert after.blocks == before.blocks
         real = [slab.layout.nbytes for slab in engine.slabs]
-        assert [slab_bytes(slab, Run())[0] for block in after.blocks for slab in block.slabs] == real
+        assert [slab_bytes(slab, Run().itemsize)[0] for block in after.blocks for slab in block.slabs] == real
 
 
 def test_a_model_on_meta():

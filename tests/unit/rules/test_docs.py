@@ -129,7 +129,7 @@ def test_no_paragraph_is_over_six_lines(page):
 def test_every_page_is_in_the_tour_and_opens_with_its_purpose():
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
     index = (ROOT / "docs" / "index.md").read_text()
-    assert pages == sorted(re.findall(r"\]\((\w+\.md)\)", index))
+    assert pages == sorted(re.findall(r"\]\(([\w-]+\.md)\)", index))
     openings = {name: (ROOT / "docs" / name).read_text().split("\n\n")[1] for name in pages}
     assert not [name for name, opening in openings.items() if not opening.startswith("After this page you")]
 

@@ -28,18 +28,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aliases": set(),
     "geometry": set(),
     "generators": set(),
+    "lazy": set(),
     "process": set(),
     "telemetry": set(),
     "errors": set(),
 }
 
 # Parts that every other part may import, and what the lowest parts may import.
-EVERYBODY = {"aliases", "errors", "generators", "geometry", "process", "settings", "telemetry", "files"}
+EVERYBODY = {"aliases", "errors", "generators", "geometry", "lazy", "process", "settings", "telemetry", "files"}
 BOTTOM = {
     "aliases": set(),
     "errors": set(),
     "geometry": set(),
     "generators": set(),
+    "lazy": set(),
     "process": set(),
     "settings": {"aliases", "errors", "geometry"},
     "telemetry": {"errors"},

@@ -1,6 +1,7 @@
 """Rings of slots: current weights are not copied again, stale ones are, and slots in use are not evicted."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_a_slab_in_its_slot_is_a_hit():
     bench = Bench(1, 1, 1)
     for _ in range(3):
         assert [bench.use(i) for i in range(3)] == [[1.0], [2.0], [3.0]]
-    assert (bench.counters.fetches, bench.counters.hits) == (3, 6)
+    assert (bench.counters.fetches, bench.counters.arrived) == (3, 6)
     assert bench.counters.bytes_h2d == 3 * PAGE * 4
 
 
@@ -92,7 +93,7 @@ def test_the_least_recently_used_slot_is_refilled():
     bench = Bench(1, 1, 1, slots=2)
     for index in (0, 1, 0, 2, 0):
         assert bench.use(index) == [index + 1.0]
-    assert (bench.counters.fetches, bench.counters.hits) == (3, 2)
+    assert (bench.counters.fetches, bench.counters.arrived) == (3, 2)
 
 
 def test_one_slot_allows_no_prefetch():
@@ -110,7 +111,35 @@ def test_prefetched_slabs_are_hits_later():
     assert (bench.counters.fetches, bench.counters.prefetched) == (3, 2)
     assert bench.use(1) == [2.0]
     assert bench.use(2) == [3.0]
-    assert bench.counters.hits == 2
+    assert bench.counters.arrived == 2
+
+
+class Pending:
+    """A copy that compute waits for, for a millisecond."""
+
+    lane = queue = "h2d"
+    done = False
+
+    def wait(self):
+        time.sleep(1e-3)
+
+    order_stream = wait
+
+
+def test_uses_are_counted_by_where_the_weights_were():
+    bench = Bench(1, 1, 1, 1)
+    bench.use(0, ahead=[1, 2])
+    bench.fetcher._rings[2].find(bench.slabs[2]).order.written = Pending()
+    bench.use(1)
+    bench.use(2)
+    bench.use(3)
+    step = bench.lanes.timeline.weight_uses
+    for uses in (bench.counters, step):
+        assert (uses.arrived, uses.late, uses.missed) == (1, 1, 2)
+    bench.lanes.timeline.cut()
+    bench.use(3)
+    assert bench.lanes.timeline.last is None
+    assert (bench.counters.arrived, step.arrived, bench.lanes.timeline.weight_uses.arrived) == (2, 1, 1)
 
 
 def test_prefetching_stops_when_slots_run_out():
@@ -121,7 +150,7 @@ def test_prefetching_stops_when_slots_run_out():
     bench.fetcher.release(lease)
     bench.use(1)
     bench.use(2)
-    assert bench.counters.hits == 2
+    assert bench.counters.arrived == 2
 
 
 def test_a_version_change_fetches_again():
@@ -130,7 +159,7 @@ def test_a_version_change_fetches_again():
     bench.slabs[0].before_write()
     bench.slabs[0].weight.fill_(7.0)
     assert bench.use(0) == [7.0]
-    assert (bench.counters.fetches, bench.counters.hits) == (2, 0)
+    assert (bench.counters.fetches, bench.counters.arrived) == (2, 0)
 
 
 def test_a_stale_slot_is_evicted_first():
@@ -141,7 +170,7 @@ def test_a_stale_slot_is_evicted_first():
     bench.slabs[1].version += 1
     bench.use(2)
     bench.use(0)
-    assert bench.counters.hits == 1
+    assert bench.counters.arrived == 1
 
 
 def test_slots_in_use_are_never_refilled():
@@ -160,7 +189,7 @@ def test_a_block_with_more_slabs_than_slots():
     assert bench.use(0, 1, 2) == [1.0, 2.0, 3.0]
     assert bench.counters.grown_slots == 2
     assert bench.use(0, 1, 2) == [1.0, 2.0, 3.0]
-    assert bench.counters.hits == 3
+    assert bench.counters.arrived == 3
 
 
 def test_a_slab_acquired_twice_at_once():

@@ -134,6 +134,17 @@ def test_every_step_is_timed():
     engine.close()
 
 
+def test_waits_outside_steps_are_measured():
+    record, measured, times = Timeline(), [], []
+    record.listeners.append(lambda *page: times.append(page))
+    for _ in range(5):
+        with record.waiting("compute", "h2d", measured.append):
+            pass
+        record.restart_step()
+    assert len(measured) == 5
+    assert record._closed == times == []
+
+
 def test_pages_do_not_pile_up():
     model = Stack()
     engine = engine_of(model)

@@ -1,6 +1,5 @@
 """Timelines do not grow without bound."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ class FakeEvent:
 def test_spans_of_a_stream_lane_are_dropped(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: FakeEvent())
-    monkeypatch.setattr(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
+    for name in ("set_device", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     lanes = cuda.CudaLanes(torch.device("cpu"))
     lane, timeline = lanes["h2d"], lanes.timeline

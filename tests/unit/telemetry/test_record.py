@@ -75,6 +75,10 @@ def test_steps_of_a_training_loop(tmp_path: Path, late: bool, lanes: str) -> Non
     assert all(step["grad_norm"] > 0 and step["seconds"] > 0 and step["memory"]["ram"] > 0 for step in steps)
     assert all(step["tokens_per_second"] == pytest.approx(32 / step["seconds"], abs=1) for step in steps)
     assert all(step["busy"]["compute"] <= step["seconds"] for step in steps)
+    for step in steps:
+        assert list(step["weight_uses"]) == ["arrived", "late", "missed"]
+        assert step["weight_uses"]["arrived"] > 0
+    assert end["weight_uses"] == {name: sum(step["weight_uses"][name] for step in steps) for name in end["weight_uses"]}
     (spans,) = lines(tmp_path / "run.jsonl", "spans")
     assert spans["step"] == 3
     assert {"forward model.layers.0", "backward model.layers.0"} <= {label for _, label, *_ in spans["spans"]}

@@ -1,0 +1,68 @@
+// The C ABI of disk I/O: pieces of files, read and written by a pool of threads. Python declares the same in
+// src/megatrain/native/disk.py.
+//
+// As in megatrain.h: functions that can fail return 0 or an errno value, and nothing throws. Nothing is synced: these
+// files are scratch.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "megatrain.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The unit of a transfer and of a checksum. A write sets `checksum` and `written`; a read verifies the checksum. A piece
+// that was never written reads as zeros, without I/O. For direct I/O, `offset` and `length` are multiples of what
+// mt_disk_describe reports.
+struct mt_disk_piece {
+    int32_t file;  // descriptor
+    int32_t written;
+    uint64_t offset, length;
+    uint64_t checksum;
+};
+
+// The first failure of a transfer. `code` is an errno value, EBADMSG for a wrong checksum, ENODATA for the end of the
+// file.
+struct mt_disk_fault {
+    int32_t code;
+    int32_t file;
+    uint64_t offset;
+};
+
+struct mt_disk_file {
+    uint64_t magic;         // f_type of statfs
+    uint32_t memory_align;  // of direct I/O, from STATX_DIOALIGN; 0: not known or not supported
+    uint32_t offset_align;
+    int32_t align_known;    // whether the kernel reported the two
+};
+
+struct mt_disk;
+struct mt_disk_transfer;
+
+MT_API int mt_disk_describe(int file, struct mt_disk_file* found);
+
+// A pool of `threads` threads. It must be used by the process that started it only.
+MT_API int mt_disk_start(int threads, struct mt_disk** pool);
+
+// Cancels pieces that were not started (ECANCELED) and ends the threads. ETIMEDOUT: some are still in a system call after
+// `milliseconds`; its files and the memory of its transfers must then stay valid.
+MT_API int mt_disk_stop(struct mt_disk* pool, int milliseconds);
+
+// Reads `count` pieces into consecutive memory, or writes them from it. Transfers that are submitted together take turns,
+// piece by piece. Pieces and memory must stay valid until the transfer is done.
+MT_API int mt_disk_submit(struct mt_disk* pool, struct mt_disk_piece* pieces, size_t count, void* memory, int write,
+                          struct mt_disk_transfer** transfer);
+
+// Waits until all pieces are done; frees the transfer and sets `fault`, if it returns anything but ETIMEDOUT. Returns the
+// code of the fault, or 0.
+MT_API int mt_disk_wait(struct mt_disk_transfer* transfer, int milliseconds, struct mt_disk_fault* fault);
+
+// XXH64, the checksum of a piece, with seed 0.
+MT_API uint64_t mt_disk_checksum(const void* bytes, size_t count);
+
+#ifdef __cplusplus
+}
+#endif

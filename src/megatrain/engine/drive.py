@@ -1,0 +1,88 @@
+"""What a run writes to its drives, as a share of what they are rated for.
+
+SSDs wear out: a drive is rated for a number of bytes written (TBW). The rating is `drive_tbw`, or 600 TB per TB of
+size, a common value. A run's states are written once per step.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatrain.errors import DriveLimit
+from megatrain.store.disk import DiskMemory
+from megatrain.telemetry.notices import announce, warn
+
+TB = 10**12
+RATED_PER_BYTE = 600
+"""Bytes written per byte of size."""
+WARN_SHARE = 0.1
+
+
+class DriveLife:
+    """Bytes that one engine writes to disk; all zero without states on disk."""
+
+    def __init__(self, disk: DiskMemory | None, drive_tbw: float | None, max_drive_tb: float | None) -> None:
+        self._disk, self._limit = disk, max_drive_tb
+        self._last = 0
+        self._committed = 0
+        """Bytes written once all steps taken so far are on disk. Unlike `written`, it does not depend on timing."""
+        self._warned = False
+        self.rating = 0.0
+        """Bytes that the drives are rated for, all together."""
+        if disk is not None:
+            systems = {os.fstat(f.descriptor).st_dev: os.fstatvfs(f.descriptor) for f in disk.files}
+            sizes = [system.f_blocks * system.f_frsize for system in systems.values()]
+            self.rating = drive_tbw * TB * len(sizes) if drive_tbw is not None else RATED_PER_BYTE * sum(sizes)
+
+    @property
+    def per_step(self) -> int:
+        """Bytes that a step writes."""
+        return 0 if self._disk is None else self._disk.padded_bytes
+
+    @property
+    def written(self) -> int:
+        """Bytes written so far."""
+        return 0 if self._disk is None else self._disk.written_bytes
+
+    def since_last(self) -> dict[str, float] | None:
+        """For a record: bytes written since the last call, in total, and their share of the rating."""
+        if self._disk is None:
+            return None
+        last, self._last = self._last, self.written
+        return {"written": self._last - last, "total": self._last, "share": self._last / self.rating}
+
+    def forecast(self, steps: int) -> None:
+        """Announce what this many steps will write; a warning if that is more than a tenth of the rating."""
+        if not self.per_step:
+            return
+        total = self.per_step * steps
+        share = total / self.rating
+        said = (
+            f"{self.per_step / 1e9:.3g} GB are written to disk per step, {total / TB:.3g} TB in {steps} steps: "
+            f"{share:.2%} of the {self.rating / TB:.3g} TB that the drive is rated for"
+        )
+        if share > WARN_SHARE:
+            warn(f"{said}; use low-bit moments, more tokens per step or more RAM to write less")
+        else:
+            announce(said)
+
+    def stepped(self) -> None:
+        """A step was submitted, whose states will be written."""
+        self._committed = max(self._committed, self.written) + self.per_step
+
+    def spent(self) -> str | None:
+        """Why the run must end: it has written as much as `max_drive_tb` allows. None: it has not."""
+        written = self._committed
+        if not self._warned and self.rating and written > WARN_SHARE * self.rating:
+            self._warned = True
+            warn(
+                f"this run has written {written / TB:.3g} TB to disk, {written / self.rating:.0%} of the drive's rating"
+            )
+        if self._limit is None or written < self._limit * TB:
+            return None
+        return f"{written / TB:.3g} TB were written to disk, and max_drive_tb={self._limit:g}"
+
+    def require(self) -> None:
+        """Raise `DriveLimit` if nothing more may be written."""
+        if (reason := self.spent()) is not None:
+            raise DriveLimit(f"{reason}, so no further step is taken; save the model, or raise max_drive_tb.")

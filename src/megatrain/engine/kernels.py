@@ -1,0 +1,63 @@
+"""Which kernels a run computes with, as far as its bits depend on them: in checkpoints, and compared on a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.engine.summary import attention_used
+from megatrain.errors import CheckpointError
+from megatrain.telemetry.notices import announce, warn
+
+if TYPE_CHECKING:
+    from megatrain.engine.session import Engine
+
+
+def kernels_of(engine: Engine) -> dict[str, Any]:
+    """What a checkpoint says of the kernels that its run used."""
+    plan, attention = engine.settings.plan, attention_used(engine)
+    versions: dict[str, str | None] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    with suppress(PackageNotFoundError):
+        versions["triton"] = version("triton")
+    return {
+        "compile": bool(engine.settings.compile),
+        "batch": None if plan is None else [plan.run.micro_batch, plan.run.length],
+        "layers": {compiled.name: compiled.described for compiled in engine.compiled},
+        "gpu": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
+        "attention": attention["sdpa"],
+        "deterministic": attention["deterministic"],
+        **versions,
+    }
+
+
+def check_resume(engine: Engine, manifest: Mapping[str, Any], directory: object) -> None:
+    """Refuse a checkpoint whose run had other kernels; if the user has set `compile`, warn."""
+    now, saved = kernels_of(engine), manifest.get("kernels")
+    if saved is None:
+        if now["compile"]:
+            announce(
+                f"{directory} does not say whether its layers were compiled: the last bits may differ from its run"
+            )
+        return
+    eager = not (saved["compile"] or now["compile"])
+    if eager and saved.get("gpu") is None and now["gpu"] is None:
+        return  # PyTorch's own kernels on the CPU
+    names = [name for name in now if name != "layers" and not (eager and name in ("batch", "triton"))]
+    other = [f"{name} {saved.get(name)} → {now[name]}" for name in names if saved.get(name) != now[name]]
+    for compiled in engine.compiled:
+        compiled.expect(saved["layers"].get(compiled.name), lambda change: _differ(engine, directory, [change]))
+    if other:
+        _differ(engine, directory, other)
+
+
+def _differ(engine: Engine, directory: object, other: list[str]) -> None:
+    what = f"{directory} was written by a run with other kernels ({', '.join(other)}), so the last bits will differ"
+    if not engine.compile_chosen:
+        raise CheckpointError(
+            f"{what}; resume where that run was, or set compile=True or compile=False to continue all the same."
+        )
+    warn(what)

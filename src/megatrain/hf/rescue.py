@@ -1,0 +1,82 @@
+"""After the drive of the optimizer states has failed, a Trainer saves the weights that are in memory.
+
+They go to `rescue-<step>`, an ordinary Hugging Face directory that no run resumes from: it has no optimizer states, and
+some parts of the model may have taken a step that others have not.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from megatrain import files
+from megatrain.checkpoint import lock, replace, space
+from megatrain.checkpoint.weights import without_aliases
+from megatrain.engine.session import Engine
+from megatrain.errors import DiskFailed, DiskFull
+from megatrain.telemetry.notices import warn
+
+PREFIX = "rescue"
+
+
+def rescue(trainer: Any, error: BaseException) -> None:
+    """Save the weights if the error is that of a drive and they are not in a checkpoint. Never raises: if it fails, a
+    note of the error says why."""
+    stop, step = trainer._ram_stop, trainer.state.global_step
+    if not _drive_failed(error) or not _trained(trainer.engine):
+        return
+    if stop.sealed is not None and stop.sealed[0] == step and not stop.moved:
+        return
+    folder = os.path.join(trainer._get_output_dir(trial=trainer._trial), f"{PREFIX}-{step}")
+    try:
+        _save(trainer, folder)
+    except Exception as failure:
+        said = space.fault_of(failure) or str(failure) or type(failure).__name__
+        error.add_note(f"megatrain: the weights in memory could not be saved in {folder}: {said.rstrip('.')}.")
+        return
+    warn(
+        f"the weights in memory were saved in {folder}, without optimizer states: {_progress(trainer.engine)}; "
+        "from_pretrained loads it, and resume_from_checkpoint=True uses the last checkpoint"
+    )
+
+
+def _save(trainer: Any, folder: str) -> None:
+    state = trainer.engine.surviving_state_dict()
+    if not hasattr(trainer.model, "save_pretrained"):
+        state = without_aliases(state)
+    with ExitStack() as lasting:
+        lasting.callback(lock.acquire(os.path.dirname(folder)))
+        replacement = lasting.enter_context(replace.replacing(folder))
+        space.require(replacement.fresh, space.needed(trainer.model, state, None))
+        trainer._save(str(replacement.fresh), state)
+        files.sync_tree(replacement.fresh, files.regular_files(replacement.fresh))
+        replacement.commit()
+
+
+def _drive_failed(error: BaseException | None) -> bool:
+    """Whether a drive failed during training. `DiskFull` comes before it."""
+    while error is not None:
+        if isinstance(error, DiskFailed):
+            return not isinstance(error, DiskFull)
+        error = error.__cause__
+    return False
+
+
+def _steps(engine: Engine) -> dict[str, int]:
+    """Optimizer steps of each part of the model that trains."""
+    return {slab.name: max(slab.steps) for slab in engine.slabs if slab.trains}
+
+
+def _trained(engine: Engine) -> bool:
+    return any(_steps(engine).values())
+
+
+def _progress(engine: Engine) -> str:
+    steps = _steps(engine)
+    last = max(steps.values())
+    behind = [name for name, count in steps.items() if count < last]
+    if not behind:
+        return f"all parts of the model have taken step {last}"
+    named = ", ".join(behind if len(behind) <= 6 else [*behind[:3], "…", behind[-1]])
+    return f"{len(steps) - len(behind)} of {len(steps)} parts of the model have taken step {last}, not {named}"

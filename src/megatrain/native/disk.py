@@ -1,0 +1,121 @@
+"""Disk I/O by native threads: pieces of files, each with a checksum. csrc/disk.h describes the functions.
+
+Calls release the GIL. A pool belongs to the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from typing import Any, NamedTuple
+
+from megatrain.native import library
+
+POLL_MS = 1000
+"""How often a waiting thread returns from the library, to let Ctrl-C through."""
+STOP_MS = 3000
+_unfinished: list[object] = []
+"""What transfers use that nobody waited for until their end. It must never be freed."""
+
+
+class Piece(ctypes.Structure):
+    """`struct mt_disk_piece`: the unit of a transfer and of a checksum."""
+
+    _fields_ = [
+        ("file", ctypes.c_int32),
+        ("written", ctypes.c_int32),
+        ("offset", ctypes.c_uint64),
+        ("length", ctypes.c_uint64),
+        ("checksum", ctypes.c_uint64),
+    ]
+
+
+class _Fault(ctypes.Structure):
+    """`struct mt_disk_fault`."""
+
+    _fields_ = [("code", ctypes.c_int32), ("file", ctypes.c_int32), ("offset", ctypes.c_uint64)]
+
+
+class _File(ctypes.Structure):
+    """`struct mt_disk_file`."""
+
+    _fields_ = [
+        ("magic", ctypes.c_uint64),
+        ("memory_align", ctypes.c_uint32),
+        ("offset_align", ctypes.c_uint32),
+        ("align_known", ctypes.c_int32),
+    ]
+
+
+class FileKind(NamedTuple):
+    """A file's system, and the alignment of direct I/O: of memory and of offsets; None if the kernel does not say."""
+
+    magic: int
+    alignment: tuple[int, int] | None
+
+
+class TransferFailed(OSError):
+    """A piece could not be transferred: `file` and `offset` say which. EBADMSG: its checksum was wrong."""
+
+    def __init__(self, code: int, file: int, offset: int) -> None:
+        super().__init__(code, os.strerror(code))
+        self.file, self.offset = file, offset
+
+
+def describe(file: int) -> FileKind:
+    found = _File()
+    library.check(library.load().mt_disk_describe(file, ctypes.byref(found)), "asking for the file system")
+    return FileKind(found.magic, (found.memory_align, found.offset_align) if found.align_known else None)
+
+
+def checksum(address: int, nbytes: int) -> int:
+    """XXH64 of a range of memory."""
+    return int(library.load().mt_disk_checksum(address, nbytes))
+
+
+class Transfer:
+    """A submitted read or write."""
+
+    def __init__(self, handle: Any, keep: object) -> None:
+        self._handle: Any = handle
+        self._keep = keep
+        """What the threads use meanwhile: pieces and memory."""
+
+    def wait(self) -> None:
+        """Block until it is done; raise `TransferFailed` if a piece failed."""
+        fault = _Fault()
+        while self._handle is not None:
+            code = library.load().mt_disk_wait(self._handle, POLL_MS, ctypes.byref(fault))
+            if code == errno.ETIMEDOUT and fault.code == 0:
+                continue
+            self._handle = self._keep = None
+            if code != 0:
+                raise TransferFailed(code, fault.file, fault.offset)
+
+    def __del__(self) -> None:
+        # After Ctrl-C the threads may still use the memory.
+        if self._handle is not None:
+            _unfinished.append(self._keep)
+
+
+class Pool:
+    """Threads that read and write pieces."""
+
+    def __init__(self, threads: int) -> None:
+        self._handle: Any = ctypes.c_void_p()
+        library.check(library.load().mt_disk_start(threads, ctypes.byref(self._handle)), f"starting {threads} threads")
+
+    def submit(self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object) -> Transfer:
+        """Transfer `count` pieces from number `first` of an array, from or to consecutive memory."""
+        handle = ctypes.c_void_p()
+        start = ctypes.addressof(pieces) + first * ctypes.sizeof(Piece)
+        code = library.load().mt_disk_submit(self._handle, start, count, address, write, ctypes.byref(handle))
+        library.check(code, f"submitting {count} pieces")
+        return Transfer(handle, (pieces, keep))
+
+    def stop(self) -> bool:
+        """End the threads. False if one is stuck in a system call: files and memory must then stay as they are."""
+        if self._handle is not None and library.load().mt_disk_stop(self._handle, STOP_MS) == 0:
+            self._handle = None
+        return self._handle is None

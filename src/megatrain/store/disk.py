@@ -1,0 +1,180 @@
+"""The disk as a tier for states: nameless files in the directories of `offload_dir`, striped piece by piece.
+
+A buffer on disk has no memory: its tensors are on the meta device, so that sizes, shapes and dtypes are those of a
+buffer in RAM. `read`, `changing` and `transfer` move its bytes. Files are scratch: they are never synced, and they
+vanish with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.errors import DiskFailed, EngineClosed
+from megatrain.geometry import ALIGN_BYTES, round_up
+from megatrain.native import disk as native
+from megatrain.store import forks
+from megatrain.store.memory import Buffer
+from megatrain.store.scratch import ScratchFile, open_scratch
+
+PIECE_BYTES = 8 << 20
+"""Bytes per transfer and per checksum."""
+THREADS = 8
+"""Transfers in flight per directory."""
+MAX_THREADS = 64
+_stuck: list[object] = []
+"""Memories whose threads hang in a system call: their files must stay open."""
+
+
+class DiskBuffer(Buffer):
+    """Bytes on disk, in pieces."""
+
+    def __init__(self, nbytes: int, memory: DiskMemory, pieces: Any) -> None:
+        super().__init__(torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned=False)
+        self._memory, self._pieces = memory, pieces
+
+    def transfer(self, address: int, *, write: bool, keep: object) -> native.Transfer:
+        """Submit a read of the whole buffer into memory, or a write from it; `ALIGN_BYTES` aligned and padded."""
+        return self._memory.submit(self._pieces, 0, len(self._pieces), address, write=write, keep=keep)
+
+    def wait(self, transfer: native.Transfer) -> None:
+        """Wait for a transfer of this buffer; raise `DiskFailed` if it failed."""
+        self._memory.wait(transfer)
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """A copy of the bytes, in host memory."""
+        first, count, base, held = self._covering(start, end)
+        self._move(first, count, held, write=False)
+        return held[start - base : end - base]
+
+    @contextmanager
+    def changing(self, start: int, end: int) -> Iterator[torch.Tensor]:
+        first, count, base, held = self._covering(start, end)
+        self._move(first, count, held, write=False)
+        yield held[start - base : end - base]
+        self._move(first, count, held, write=True)
+
+    def zero(self, start: int, end: int) -> None:
+        """Fill with zeros. Pieces that become zero as a whole need no I/O."""
+        for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES) if start < end else 0):
+            begin, piece = number * PIECE_BYTES, self._pieces[number]
+            stop = min(begin + PIECE_BYTES, self.nbytes)
+            if start <= begin and stop <= end:
+                piece.written = 0
+            elif piece.written:
+                with self.changing(max(start, begin), min(end, stop)) as part:
+                    part.zero_()
+
+    def _covering(self, start: int, end: int) -> tuple[int, int, int, torch.Tensor]:
+        """The pieces that hold a range: the first, their number, where they start, and memory for them."""
+        first = start // PIECE_BYTES
+        count = max(0, -(-end // PIECE_BYTES) - first)
+        nbytes = sum(piece.length for piece in self._pieces[first : first + count])
+        return first, count, first * PIECE_BYTES, _aligned(nbytes)
+
+    def _move(self, first: int, count: int, held: torch.Tensor, *, write: bool) -> None:
+        self._memory.wait(self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held))
+
+
+class DiskMemory:
+    """Scratch files in one or several directories, and the threads that read and write them."""
+
+    def __init__(self, directories: Sequence[str | os.PathLike[str]], *, allow_tmpfs: bool = False) -> None:
+        self.tier = "disk"
+        self.allocated_bytes = self.padded_bytes = 0
+        self.written_bytes = 0
+        """Bytes written since the start; what wears the drive."""
+        self.owner = forks.Owner()
+        self.files: list[ScratchFile] = []
+        self._next = 0
+        self._pool = native.Pool(min(THREADS * len(directories), MAX_THREADS))
+        self._close = weakref.finalize(self, _close, self._pool, self.files, self.owner)
+        for directory in directories:
+            self.files.append(open_scratch(Path(directory), allow_tmpfs))
+            forks.close_in_child(self.files[-1])
+
+    def require(self, nbytes: int) -> None:
+        """Raise `DiskFull` unless the file systems have room for this much more."""
+        share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES) if nbytes else 0
+        for file in self.files:
+            file.require(share)
+
+    def allocate(self, nbytes: int, *, transferred: bool) -> DiskBuffer:
+        """Reserved space that reads as zeros."""
+        self.owner.require("give its model more memory")
+        self.require(nbytes)
+        padded = round_up(nbytes, ALIGN_BYTES)
+        pieces: Any = (native.Piece * -(-padded // PIECE_BYTES))()
+        for number, piece in enumerate(pieces):
+            file = self.files[(self._next + number) % len(self.files)]
+            piece.length = min(PIECE_BYTES, padded - number * PIECE_BYTES)
+            piece.file, piece.offset = file.descriptor, file.place(piece.length)
+        self._next = (self._next + len(pieces)) % len(self.files)
+        for file in self.files:
+            file.reserve()
+        self.allocated_bytes += nbytes
+        self.padded_bytes += padded
+        return DiskBuffer(nbytes, self, pieces)
+
+    def free(self, buffer: DiskBuffer) -> None:
+        """The space is kept until the files are closed."""
+        self.allocated_bytes -= buffer.nbytes
+        self.padded_bytes -= round_up(buffer.nbytes, ALIGN_BYTES)
+
+    def submit(
+        self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object
+    ) -> native.Transfer:
+        self.owner.require("read or write states on disk")
+        if not self._close.alive:
+            raise EngineClosed("the model was released from its engine, which freed the optimizer states on disk.")
+        if write:
+            self.written_bytes += sum(piece.length for piece in pieces[first : first + count])
+        return self._pool.submit(pieces, first, count, address, write=write, keep=(keep, self))
+
+    def wait(self, transfer: native.Transfer) -> None:
+        """Wait for a transfer; raise `DiskFailed` if it failed."""
+        try:
+            transfer.wait()
+        except native.TransferFailed as fault:
+            raise self._failed(fault) from fault
+
+    def close(self) -> None:
+        """End the threads and close the files, which frees their space."""
+        self._close()
+
+    def _failed(self, fault: native.TransferFailed) -> DiskFailed:
+        where = next((str(file.directory) for file in self.files if file.descriptor == fault.file), "offload_dir")
+        place = f"the scratch file in {where}, at offset {fault.offset:,}"
+        if fault.errno == errno.EBADMSG:
+            return DiskFailed(
+                f"states read back from {place}, are not what was written there (wrong checksum): the drive, its cable "
+                "or RAM is faulty; check them."
+            )
+        if fault.errno == errno.ENODATA:
+            return DiskFailed(f"states are missing in {place}: the file was truncated; find out what did that.")
+        if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return DiskFailed(f"{fault.strerror} in {place}: free space, or raise the quota or file size limit.")
+        return DiskFailed(f"{fault.strerror} (errno {fault.errno}) in {place}: check the drive (dmesg, smartctl).")
+
+
+def _aligned(nbytes: int) -> torch.Tensor:
+    """Memory for direct I/O. A shared mapping: pages of private ones could be copied by a fork during a read."""
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def _close(pool: native.Pool, files: Sequence[ScratchFile], owner: forks.Owner) -> None:
+    if not owner.is_current:
+        return
+    if not pool.stop():
+        _stuck.append((pool, files))
+        return
+    for file in files:
+        file.close()

@@ -1,0 +1,143 @@
+"""Scratch files without a name: they vanish with the process, even if it is killed.
+
+O_TMPFILE makes one that never had a name. Where the file system does not support it, a file of mode 0600 is created and
+unlinked at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from functools import cache
+from pathlib import Path
+
+from megatrain import files
+from megatrain.errors import DiskFull, SettingsError
+from megatrain.geometry import ALIGN_BYTES
+from megatrain.native import disk as native
+from megatrain.telemetry.notices import warn
+
+MEMORY_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+"""File systems in RAM, by the magic number of statfs."""
+NETWORK_SYSTEMS = {
+    0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x00C36400: "Ceph", 0x0BD00BD0: "Lustre", 0x01021997: "9P",
+    0x65735546: "FUSE", 0x5346414F: "AFS", 0x47504653: "GPFS",
+}  # fmt: skip
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
+KEPT_FREE = 64 << 20
+"""Bytes that stay free on a file system."""
+
+
+class ScratchFile:
+    """An open file without a name."""
+
+    def __init__(self, directory: Path, descriptor: int, direct: bool) -> None:
+        self.directory, self.descriptor, self.direct = directory, descriptor, direct
+        self._end = self._reserved = 0
+
+    def place(self, nbytes: int) -> int:
+        """The offset of `nbytes` more bytes. Call `reserve` before they are written."""
+        self._end += nbytes
+        return self._end - nbytes
+
+    def require(self, nbytes: int) -> None:
+        """Raise `DiskFull` unless `nbytes` more can be reserved."""
+        system = os.fstatvfs(self.descriptor)
+        free = system.f_bavail * system.f_frsize
+        if nbytes + KEPT_FREE > free:
+            raise DiskFull(
+                f"states need {nbytes / 1e9:.3g} GB in {self.directory}, but only {free / 1e9:.3g} GB are free, of "
+                f"which {KEPT_FREE / 1e9:.2g} must stay free; free some space, or name a directory on another drive in "
+                "offload_dir."
+            )
+
+    def reserve(self) -> None:
+        """Allocate the blocks of everything placed so far, so that writing cannot run out of space."""
+        missing = self._end - self._reserved
+        if not missing:
+            return
+        try:
+            os.posix_fallocate(self.descriptor, self._reserved, missing)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                self._end = self._reserved
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise DiskFull(
+                    f"{missing / 1e9:.3g} GB for states could not be reserved in {self.directory} "
+                    f"({error.strerror}); free some space, raise the quota or file size limit, or name a directory on "
+                    "another drive in offload_dir."
+                ) from error
+            if error.errno not in UNSUPPORTED:
+                raise
+            _warn_once(self.directory, "cannot reserve space: a full drive shows only when states are written")
+            os.ftruncate(self.descriptor, self._end)
+        self._reserved = self._end
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
+    """Open a nameless file for direct I/O. File systems in RAM are refused; without direct I/O, a warning says so."""
+    try:
+        files.make_directory(directory)
+        descriptor = _open_nameless(directory, os.O_DIRECT)
+        kind = native.describe(descriptor)
+        direct = _transfers_directly(descriptor, kind)
+        if not direct:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise SettingsError(f"offload_dir={str(directory)!r} cannot be used: {error.strerror or error}.") from error
+        direct = False
+    if not direct:
+        _warn_once(directory, "does not support direct I/O: states pass through the page cache, which takes RAM")
+        descriptor = _open_nameless(directory, 0)
+        kind = native.describe(descriptor)
+    if kind.magic in MEMORY_SYSTEMS and not allow_tmpfs:
+        os.close(descriptor)
+        raise SettingsError(
+            f"offload_dir={str(directory)!r} is on {MEMORY_SYSTEMS[kind.magic]}, which is RAM, so nothing would be "
+            "gained; name a directory on a drive."
+        )
+    if kind.magic in NETWORK_SYSTEMS:
+        _warn_once(directory, f"is on a network file system ({NETWORK_SYSTEMS[kind.magic]}): states move at its speed")
+    return ScratchFile(directory, descriptor, direct)
+
+
+def _transfers_directly(descriptor: int, kind: native.FileKind) -> bool:
+    """Whether a page can be written directly. Some file systems accept the flag and refuse the transfer."""
+    if kind.alignment is not None and not 0 < max(kind.alignment) <= ALIGN_BYTES:
+        return False
+    try:
+        # Anonymous mappings are page-aligned.
+        os.pwrite(descriptor, mmap.mmap(-1, ALIGN_BYTES), 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _open_nameless(directory: Path, more: int) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC | more
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    path = directory / f".megatrain-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    finally:
+        # Also after an error: some kernels create the file before they refuse O_DIRECT.
+        files.remove(path)
+
+
+@cache
+def _warn_once(directory: Path, what: str) -> None:
+    warn(f"{directory} {what}")

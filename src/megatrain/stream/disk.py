@@ -1,0 +1,157 @@
+"""States on disk: residual and moments are read into a staging buffer in RAM for their update, and written back.
+
+Reads, updates and writes have lanes of their own. Two orders keep them apart: that of the staging buffer (*state in
+RAM*) and that of the slab's states (*state on disk*). After a step, the states that the next step is expected to update
+first are read into the buffers that become free; a wrong guess costs one more read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatrain.errors import DiskFailed
+from megatrain.geometry import ALIGN_BYTES, DISK_STAGING_SLOTS, round_up
+from megatrain.store.disk import DiskBuffer
+from megatrain.store.memory import Memory
+from megatrain.store.slab import Slab
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.rings import HostBuffers, Rings
+from megatrain.stream.states import StagedSpan
+from megatrain.telemetry.counters import Counters
+
+
+class _Staging(HostBuffers):
+    """A buffer in RAM for the states of one slab of a ring."""
+
+    def __init__(self, members: Sequence[Slab], ram: Memory) -> None:
+        super().__init__("staged states")
+        self._members, self._ram = members, ram
+        self.content: tuple[int, int] | None = None
+        """The slab, and the version of it, whose states are or will be in the buffer."""
+
+    def allocate_largest(self) -> torch.Tensor:
+        nbytes = max(_size(slab) for slab in self._members)
+        if self.buffer is None or self.buffer.nbytes < nbytes:
+            self.content = None
+        return self.allocate(nbytes, self._ram, transferred=False).bytes
+
+
+class DiskStates(StagedSpan):
+    """A slab's weight in RAM and its states in a staging buffer, for one update."""
+
+    def __init__(self, slab: Slab, staging: _Staging) -> None:
+        super().__init__(slab, staging.allocate_largest(), ALIGN_BYTES)
+        self.staging = staging
+        self.writes = [slab.orders["weight"], staging.order]
+
+    def move(self, *, write: bool) -> None:
+        """Read or write all states."""
+        transfers = []
+        for copy, buffer in self.copies:
+            assert isinstance(buffer, DiskBuffer)
+            transfers.append((buffer, buffer.transfer(copy.data_ptr(), write=write, keep=copy)))
+        failed: DiskFailed | None = None
+        for buffer, transfer in transfers:
+            # The others use the staging buffer until they are done.
+            try:
+                buffer.wait(transfer)
+            except DiskFailed as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+
+class DiskStream:
+    """Reads states from disk for their update, and writes them back."""
+
+    def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, counters: Counters) -> None:
+        self._lanes, self._counters = lanes, counters
+        self.progress: Callable[[], str] = lambda: ""
+        """Says which parts of the model have taken the current step (optim/schedule.py)."""
+        self.failed: DiskFailed | None = None
+        """The first failure. Some parts of the model may have taken a step that others have not."""
+        self._submitted: list[Slab] = []
+        """Slabs in the order of their updates in this step."""
+        on_disk = [slab for slab in slabs if slab.homes.states.tier == "disk"]
+        self.rings = Rings(
+            on_disk, lambda members: _Staging(members, ram), slots=lambda slabs: min(DISK_STAGING_SLOTS, slabs)
+        )
+
+    def allocate(self, slab: Slab) -> None:
+        """Allocate what `stage` needs. It may fail, so call it before anything of a step is submitted."""
+        for staging in self.rings.of(slab):
+            staging.allocate_largest()
+
+    def stage(self, slab: Slab) -> DiskStates | None:
+        """The states of a slab in RAM once its order allows it; None if they are not on disk."""
+        if not self.rings.of(slab):
+            return None
+        slab.require_owner()
+        self._submitted.append(slab)
+        staging = self._holding(slab)
+        if staging is None:
+            return self._read(slab, self.rings.next(slab))
+        self.rings.use(slab, staging)
+        return DiskStates(slab, staging)
+
+    def send_back(self, staged: DiskStates) -> None:
+        """Submit the write, after the update was submitted."""
+        slab, staging = staged.slab, staged.staging
+
+        def work() -> None:
+            # A skipped step changes nothing.
+            if staged.changed:
+                self._move(staged, write=True)
+                self._counters.bytes_disk_out += _size(slab)
+
+        on_disk = slab.open(writes=("states",))
+        self._lanes.submit(
+            "disk_out", "write states", work, reads=[staging.order], writes=on_disk.writes, label=slab.name
+        )
+        staging.content = slab.index, slab.version
+
+    def read_ahead(self) -> None:
+        """Submit reads for the next step, as far as staging buffers suffice, in the order of this step's updates."""
+        order, self._submitted = dict.fromkeys(self._submitted), []
+        wanted: dict[int, list[Slab]] = {}
+        for slab in order:
+            ring = self.rings.of(slab)
+            first = wanted.setdefault(id(ring), [])
+            if len(first) < len(ring):
+                first.append(slab)
+        for first in wanted.values():
+            kept = {(slab.index, slab.version) for slab in first}
+            for slab in first:
+                if self._holding(slab) is None:
+                    self._read(slab, next(s for s in self.rings.of(slab) if s.content not in kept))
+
+    def _holding(self, slab: Slab) -> _Staging | None:
+        return next((s for s in self.rings.of(slab) if s.content == (slab.index, slab.version)), None)
+
+    def _read(self, slab: Slab, staging: _Staging) -> DiskStates:
+        staged = DiskStates(slab, staging)
+        staging.content = None
+        on_disk = slab.open(reads=("states",))
+
+        def work() -> None:
+            self._move(staged, write=False)
+            self._counters.bytes_disk_in += _size(slab)
+
+        self._lanes.submit("disk_in", "read states", work, reads=on_disk.reads, writes=[staging.order], label=slab.name)
+        staging.content = slab.index, slab.version
+        return staged
+
+    def _move(self, staged: DiskStates, *, write: bool) -> None:
+        try:
+            staged.move(write=write)
+        except DiskFailed as error:
+            done, lane = ("written", "disk_out") if write else ("read", "disk_in")
+            said = f"the states of {staged.slab.name} could not be {done} (lane {lane}): {error} {self.progress()}"
+            self.failed = self.failed or DiskFailed(said)
+            raise DiskFailed(said) from error
+
+
+def _size(slab: Slab) -> int:
+    return sum(round_up(buffer.nbytes, ALIGN_BYTES) for buffer in slab.state_buffers())

@@ -1,0 +1,47 @@
+"""On the GPU, in deterministic mode: states on disk give the bits of states in RAM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.shapes import random_model
+
+import megatrain as mt
+from megatrain.store.parameter import states_of
+
+
+def train(clip: float | None, compression: Any = False, steps: int = 3, **settings: Any) -> dict[str, Any]:
+    model: Any = random_model("tiny", torch.bfloat16, num_hidden_layers=6).train()
+    with mt.Engine(model, device="cuda", precision="bf16", optimizer_compression=compression, **settings) as engine:
+        optimizer = engine.optimizer(lr=1e-3, max_grad_norm=clip)
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(steps):
+            ids = torch.randint(0, 512, (2, 96), generator=generator).cuda()
+            with optimizer.final_backward():
+                model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.synchronize()
+        found = {name: p.detach().cpu() for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            found |= {f"{name}/{role}": view.clone() for role, view in states_of(parameter).items()}
+        found["written"] = engine.counters.bytes_disk_out
+        return found
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["early", "clipped"])
+@pytest.mark.parametrize("compression", [False, "8bit"])
+@pytest.mark.parametrize("held", [False, True], ids=["streamed", "held"])
+def test_states_on_disk_are_bitwise(tmp_path: Path, clip: float | None, compression: Any, held: bool) -> None:
+    more: dict[str, Any] = {"held_weights": ["*"], "held_gradients": ["*"]} if held else {}
+    expected = train(clip, compression, **more)
+    debug = mt.Debug(allow_tmpfs=True)
+    found = train(clip, compression, offload_dir=tmp_path, on_disk=["*"], debug=debug, **more)
+    assert expected.pop("written") == 0
+    assert found.pop("written") > 0
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []

@@ -1,0 +1,150 @@
+"""A made-up drive: it takes its time, completes out of order, returns old bytes until a write is complete, and fills
+buffers with garbage until a read is. Training on it gives the bits of training in RAM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import forked
+from tests.races.test_delays import MissingWait, is_detected, tampered
+from tests.tiny import Stack, differences, engine_of, inputs, roles
+
+from megatrain.native import disk as native
+from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes
+
+ON_DISK: dict[str, Any] = {"on_disk": ("*",), "allow_tmpfs": True}
+
+
+class SlowTransfer:
+    """One transfer of the made-up drive, on a thread of its own."""
+
+    def __init__(self, drive: SlowDrive, pieces: Any, address: int, write: bool, delay: float, keep: object) -> None:
+        self._drive, self._pieces, self._address, self._write, self._delay = drive, pieces, address, write, delay
+        if not write:
+            ctypes.memset(address, 0xAA, sum(piece.length for piece in pieces))
+        self._keep = keep
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        time.sleep(self._delay)
+        at = self._address
+        for piece in self._pieces:
+            key = piece.file, piece.offset
+            if self._write:
+                # What the buffer holds now, not what it held when the write was submitted.
+                self._drive.stored[key] = ctypes.string_at(at, piece.length)
+                piece.written = 1
+            else:
+                stored = self._drive.stored.get(key, b"") if piece.written else b""
+                ctypes.memmove(at, stored.ljust(piece.length, b"\0"), piece.length)
+            at += piece.length
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+class SlowDrive:
+    """Takes the place of `native.Pool`."""
+
+    longest = 2e-3
+
+    def __init__(self, threads: int) -> None:
+        self.stored: dict[tuple[int, int], bytes] = {}
+        self._source = random.Random(threads)
+
+    def submit(self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object) -> Any:
+        delay = self._source.uniform(0, self.longest)
+        return SlowTransfer(self, pieces[first : first + count], address, write, delay, (pieces, keep))
+
+    def stop(self) -> bool:
+        return True
+
+
+def train(lanes: Lanes, directory: Path, **settings: Any) -> list[Any]:
+    """Steps with clipping and without, and whatever users do in between."""
+    model = Stack(depth=5)
+    engine = engine_of(model, lanes=lanes, precision="bf16", **settings)
+    seen: list[Any] = []
+    for number, clip in enumerate((0.5, None)):
+        optimizer = engine.optimizer(lr=0.1, max_grad_norm=clip)
+        for step in range(5):
+            with optimizer.final_backward():
+                model(inputs(10 * number + step), skip=(1,) if step == 2 else ()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                with torch.no_grad():
+                    seen.append(model(inputs(99)))
+            if step == 1:
+                state = optimizer.state_dict()["state"]
+                seen.append([{role: view + 0 for role, view in entry.items()} for entry in state.values()])
+            if step == 2:
+                model.layers[2].scale.data = torch.linspace(-1, 1, 8)
+            if step == 3:
+                engine.save(directory / str(number), optimizer)
+                seen.append(forked.run(lambda: float(model.gain.sum())).value)
+    engine.load(directory / "1", optimizer)
+    model(inputs(7)).square().mean().backward()
+    optimizer.step()
+    seen.append(roles(engine))
+    engine.close()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        return train(SyncLanes(), Path(directory))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_slow_drive_changes_nothing(
+    seed: int, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "Pool", SlowDrive)
+    lanes = ThreadLanes(seed=seed, max_delay=3e-4)
+    assert differences(train(lanes, tmp_path, offload_dir=tmp_path, **ON_DISK), expected) == []
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        ("disk_in", "read states", "staged states read", "disk_out"),
+        ("disk_update", "update", "staged states written", "disk_in"),
+        ("disk_out", "write states", "staged states written", "disk_update"),
+    ],
+    ids=lambda missing: f"{missing[0]}: {missing[2]}",
+)
+def test_a_missing_wait_is_detected(
+    missing: tuple[str, str, str, str], expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "Pool", SlowDrive)
+    wait = MissingWait(*missing, train, lag=5e-3)  # type: ignore[arg-type]
+
+    def run(seed: int) -> list[Any]:
+        return train(tampered(wait, seed), tmp_path / str(seed), offload_dir=tmp_path, **ON_DISK)
+
+    assert is_detected(run, expected, seeds=3)
+
+
+def test_a_transfer_that_is_not_waited_for_is_detected(
+    expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "Pool", SlowDrive)
+    monkeypatch.setattr(SlowTransfer, "wait", lambda transfer: None)
+
+    def run(seed: int) -> list[Any]:
+        lanes = ThreadLanes(seed=seed, max_delay=3e-4)
+        return train(lanes, tmp_path / str(seed), offload_dir=tmp_path, **ON_DISK)
+
+    assert is_detected(run, expected, seeds=3)

@@ -1,0 +1,120 @@
+"""What a run writes to disk: counted, shown, and limited."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import small
+from tests.tiny import Stack, backward, engine_of
+
+import megatrain as mt
+from megatrain.engine.drive import DriveLife
+from megatrain.errors import CheckpointError, DriveLimit, SettingsError
+from megatrain.store.disk import DiskMemory
+
+DISK: dict[str, Any] = {"on_disk": ["*"], "debug": mt.Debug(allow_tmpfs=True)}
+
+
+def test_the_rating_is_that_of_the_drive_or_of_its_size(tmp_path: Path) -> None:
+    memory = DiskMemory([tmp_path / "a", tmp_path / "b"], allow_tmpfs=True)
+    system = os.statvfs(tmp_path)
+    # Both directories are on one drive.
+    assert DriveLife(memory, None, None).rating == 600 * system.f_blocks * system.f_frsize
+    assert DriveLife(memory, 300, None).rating == 300e12
+    memory.close()
+
+
+@pytest.mark.parametrize(("tbw", "level"), [(1e9, "INFO"), (1e-9, "WARNING")])
+def test_a_run_that_takes_a_tenth_of_the_rating_is_warned_about(
+    tmp_path: Path, tbw: float, level: str, announced: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(Stack(), offload_dir=tmp_path, drive_tbw=tbw, **DISK)
+    engine.optimizer(lr=0.1)
+    announced.clear()
+    engine.drive.forecast(1000)
+    (line,) = announced.records
+    assert line.levelname == level
+    # Five slabs with two moments, a page each.
+    total = 1000 * 5 * 2 * 4096
+    assert f"{total / 1e12:.3g} TB in 1000 steps: {total / tbw / 1e12:.2%} of" in line.getMessage()
+
+
+def test_nothing_is_said_without_states_on_disk(announced: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(Stack(), max_drive_tb=1e-9)
+    announced.clear()
+    engine.drive.forecast(1000)
+    assert announced.records == []
+    assert engine.drive.spent() is None
+
+
+def test_an_engine_takes_no_step_beyond_the_limit(tmp_path: Path) -> None:
+    model = Stack()
+    engine = engine_of(model, offload_dir=tmp_path, max_drive_tb=100_000 / 1e12, **DISK)
+    optimizer = engine.optimizer(lr=0.1)
+    taken: list[int] = []
+
+    def steps() -> None:
+        for seed in range(20):
+            backward(model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+            taken.append(seed)
+
+    with pytest.raises(DriveLimit, match=r"1.23e-07 TB were written to disk, and max_drive_tb=1e-07, so no"):
+        steps()
+    # A step writes one page per moment and slab: 40,960 bytes.
+    assert len(taken) == 3
+    engine.save(tmp_path / "saved", optimizer)
+
+
+def test_a_trainer_stops_with_a_checkpoint_and_records_what_it_wrote(
+    tmp_path: Path, announced: pytest.LogCaptureFixture
+) -> None:
+    mt.init(device="cpu", offload_dir=tmp_path / "scratch", max_drive_tb=1e-6, **DISK)
+    out = tmp_path / "out"
+    args = small.arguments(out, max_steps=50, save_strategy="no", max_grad_norm=0.5, logging_steps=99)
+    trainer = mt.Trainer(model=small.llama(), args=args, train_dataset=small.rows())
+    with pytest.raises(
+        DriveLimit, match=r"were written to disk.*was stopped after step \d+ and saved in .*; raise max"
+    ):
+        trainer.train()
+    step = trainer.state.global_step
+    assert 0 < step < 50
+    assert (out / f"checkpoint-{step}" / "megatrain" / "manifest.json").exists()
+    lines = [json.loads(line) for line in (out / "run.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert len(steps) == step
+    # The last writes may follow the line of their step.
+    assert steps[-1]["disk"]["total"] == sum(line["disk"]["written"] for line in steps) <= trainer.engine.drive.written
+    assert 0 < steps[-1]["disk"]["share"] < 1
+    assert lines[-1]["reason"] == "drive_limit"
+    assert any("GB written to disk" in message for message in announced.messages if message.startswith("step "))
+    mt.init(device="cpu")
+    again = mt.Trainer(model=small.llama(1), args=small.arguments(out, max_steps=step + 1), train_dataset=small.rows())
+    assert again.train(resume_from_checkpoint=True).global_step == step + 1
+
+
+@pytest.mark.parametrize("name", ["drive_tbw", "max_drive_tb"])
+def test_limits_are_positive_numbers(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name} must be a positive number of TB"):
+        mt.init(**{name: 0})
+
+
+def test_a_checkpoint_that_will_not_fit_beside_the_states_is_announced(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mt.init(device="cpu", offload_dir=tmp_path / "scratch", **DISK)
+    args = small.arguments(tmp_path / "out", max_steps=1, save_strategy="steps", save_steps=5, max_grad_norm=0.5)
+    trainer = mt.Trainer(model=small.llama(), args=args, train_dataset=small.rows())
+    trainer.train()
+    assert not any("saving will fail" in message for message in announced.messages)
+    # A real full drive would affect other tests.
+    monkeypatch.setattr("megatrain.files.free_bytes", lambda path: 1000)
+    trainer = mt.Trainer(model=small.llama(), args=args, train_dataset=small.rows())
+    with pytest.raises(CheckpointError, match="could not be saved"):
+        trainer.train()
+    assert any("saving will fail" in message for message in announced.messages)

@@ -1,0 +1,106 @@
+"""A Trainer with a plan compiles its layers when it is made, and changes nothing else by it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import small
+from torch._dynamo.utils import counters
+
+import megatrain as mt
+from megatrain.compute import compiled
+from megatrain.engine.warmup import compile_layers
+from megatrain.hf import trainer as hf_trainer
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` without a C compiler."""
+    torch._dynamo.reset()
+    counters.clear()
+    plain = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: plain(function, backend="eager"))
+
+
+def made(directory: Path, **changes: Any) -> mt.Trainer:
+    mt.init(machine="h200-128gb", compile=True)
+    model = small.llama(attention_dropout=0.1).eval()
+    return mt.Trainer(model=model, args=small.arguments(directory, **changes), train_dataset=small.rows(32))
+
+
+def test_a_trainer_compiles_when_it_is_made(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = made(tmp_path / "a", max_steps=3)
+    rows, length = trainer.engine.settings.plan.run.micro_batch, trainer.engine.settings.plan.run.length
+    [line] = [line for line in announced.messages if line.startswith("compiled")]
+    assert line.startswith(f"compiled LlamaDecoderLayer for batches of {rows} × {length} in ")
+    assert [of.described for of in trainer.engine.compiled] == ["compiled"]
+    assert not trainer.model.training
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    graphs = compiled.graph_count()
+    trainer.train()
+    assert compiled.graph_count() == graphs, "the first step had nothing left to compile"
+    start = json.loads((tmp_path / "a" / "run.jsonl").read_text().splitlines()[0])
+    assert start["compiled"] == {"LlamaDecoderLayer": "compiled"}
+    monkeypatch.setattr(hf_trainer, "compile_layers", lambda *_: None)
+    other = made(tmp_path / "b", max_steps=3)
+    assert [of.described for of in other.engine.compiled] == [None]
+    other.train()
+    assert small.losses(trainer) == small.losses(other)
+    assert small.same(small.snapshot(trainer.model), small.snapshot(other.model))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.norm(self.linear(x)), 0.5, self.training)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer(), Layer()])
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            self.seen += 1
+        return x
+
+
+def test_buffers_random_numbers_and_modes_are_as_before() -> None:
+    model = Model()
+    model.layers[2].eval()
+    with mt.Engine(model, device="cpu", compile=True) as engine:
+        buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+        states = torch.get_rng_state(), random.getstate()
+        compile_layers(engine, lambda: model(torch.ones(4, 8)))
+        assert model.seen == 1, "the forward stops after the first layer of the last structure"
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        for name, buffer in model.named_buffers():
+            assert buffer is buffers[name][0]
+            assert torch.equal(buffer, buffers[name][1])
+        assert [layer.training for layer in model.layers] == [True, True, False]
+        model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_forward_that_fails_leaves_the_decision_to_the_first_step(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such column")
+
+    monkeypatch.setattr(hf_trainer, "planned_batch", fail)
+    trainer = made(tmp_path, max_steps=1)
+    assert [line for line in announced.messages if "layers are compiled in the first step" in line]
+    trainer.train()
+    assert [of.described for of in trainer.engine.compiled] == ["compiled"]

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.native import disk
+
+PAGE = 4096
+
+
+@pytest.fixture
+def pool() -> Iterator[disk.Pool]:
+    made = disk.Pool(4)
+    yield made
+    assert made.stop()
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    with tempfile.TemporaryFile() as opened:
+        yield opened.fileno()
+
+
+def memory(nbytes: int, seed: int | None = None) -> torch.Tensor:
+    """Page-aligned bytes, random with a seed."""
+    made = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    if seed is not None:
+        made.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return made
+
+
+def pieces(file: int, lengths: list[int], start: int = 0) -> Any:
+    made = (disk.Piece * len(lengths))()
+    for piece, length in zip(made, lengths, strict=True):
+        piece.file, piece.offset, piece.length = file, start, length
+        start += length
+    return made
+
+
+def move(pool: disk.Pool, parts: Any, tensor: torch.Tensor, *, write: bool) -> None:
+    pool.submit(parts, 0, len(parts), tensor.data_ptr(), write=write, keep=tensor).wait()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"", 0xEF46DB3751D8E999),
+        (b"a", 0xD24EC4F1A98C6E5B),
+        (b"abc", 0x44BC2CF5AD770999),
+        (b"Nobody inspects the spammish repetition", 0xFBCEA83C8A378BF1),
+    ],
+)
+def test_the_checksum_is_xxh64(text: bytes, expected: int) -> None:
+    # Values of the reference implementation with seed 0.
+    held = bytearray(text or b"\0")
+    tensor = torch.frombuffer(held, dtype=torch.uint8)
+    assert disk.checksum(tensor.data_ptr(), len(text)) == expected
+
+
+def test_every_byte_and_length_counts_in_the_checksum() -> None:
+    tensor = memory(PAGE, seed=0)
+    before = {length: disk.checksum(tensor.data_ptr(), length) for length in range(80)}
+    assert len(set(before.values())) == 80
+    for at in range(79):
+        tensor[at] ^= 1
+        assert disk.checksum(tensor.data_ptr(), 79) != before[79], at
+        tensor[at] ^= 1
+
+
+@pytest.mark.parametrize("lengths", [[PAGE], [PAGE, 5 * PAGE, 2 * PAGE], [1 << 20] * 9, [17, 4097]])
+def test_what_is_written_is_read_back(pool: disk.Pool, file: int, lengths: list[int]) -> None:
+    parts, source = pieces(file, lengths, start=PAGE), memory(sum(lengths), seed=1)
+    move(pool, parts, source, write=True)
+    target = memory(sum(lengths), seed=2)
+    move(pool, parts, target, write=False)
+    assert torch.equal(source, target)
+    assert os.pread(file, lengths[0], PAGE) == bytes(source[: lengths[0]])
+
+
+def test_a_part_of_the_pieces_can_be_moved(pool: disk.Pool, file: int) -> None:
+    parts, source = pieces(file, [PAGE] * 4), memory(4 * PAGE, seed=1)
+    move(pool, parts, source, write=True)
+    target = memory(2 * PAGE)
+    pool.submit(parts, 1, 2, target.data_ptr(), write=False, keep=target).wait()
+    assert torch.equal(target, source[PAGE : 3 * PAGE])
+
+
+def test_pieces_that_were_never_written_read_as_zeros(pool: disk.Pool, file: int) -> None:
+    os.pwrite(file, b"\1" * 2 * PAGE, 0)
+    target = memory(2 * PAGE, seed=3)
+    move(pool, pieces(file, [PAGE, PAGE]), target, write=False)
+    assert not target.any()
+
+
+def test_a_transfer_of_nothing_is_done(pool: disk.Pool, file: int) -> None:
+    pool.submit(pieces(file, [PAGE]), 0, 0, 0, write=False, keep=None).wait()
+
+
+def test_transfers_of_several_threads_take_turns(pool: disk.Pool, file: int) -> None:
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            parts, source, target = (
+                pieces(file, [PAGE] * 8, start=8 * PAGE * number),
+                memory(8 * PAGE),
+                memory(8 * PAGE),
+            )
+            for turn in range(20):
+                source.fill_(turn * 7 + number)
+                move(pool, parts, source, write=True)
+                move(pool, parts, target, write=False)
+                assert torch.equal(source, target)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def written(pool: disk.Pool, file: int, count: int = 3) -> tuple[Any, torch.Tensor]:
+    parts, source = pieces(file, [PAGE] * count), memory(count * PAGE, seed=1)
+    move(pool, parts, source, write=True)
+    return parts, source
+
+
+def fault(pool: disk.Pool, parts: Any, tensor: torch.Tensor, *, write: bool) -> tuple[int | None, int]:
+    with pytest.raises(disk.TransferFailed) as caught:
+        move(pool, parts, tensor, write=write)
+    assert caught.value.file == parts[0].file
+    return caught.value.errno, caught.value.offset
+
+
+def test_a_flipped_bit_is_found(pool: disk.Pool, file: int) -> None:
+    parts, source = written(pool, file)
+    byte = os.pread(file, 1, PAGE + 99)
+    os.pwrite(file, bytes([byte[0] ^ 4]), PAGE + 99)
+    assert fault(pool, parts, source, write=False) == (errno.EBADMSG, PAGE)
+
+
+def test_a_lost_write_is_found(pool: disk.Pool, file: int) -> None:
+    parts, source = written(pool, file, 1)
+    old = os.pread(file, PAGE, 0)
+    move(pool, parts, source.add_(1), write=True)
+    os.pwrite(file, old, 0)
+    assert fault(pool, parts, source, write=False) == (errno.EBADMSG, 0)
+
+
+def test_a_truncated_file_is_found(pool: disk.Pool, file: int) -> None:
+    parts, source = written(pool, file)
+    os.ftruncate(file, 2 * PAGE)
+    assert fault(pool, parts, source, write=False) == (errno.ENODATA, 2 * PAGE)
+
+
+def test_no_space_is_reported_with_its_offset(pool: disk.Pool, file: int) -> None:
+    parts, source = written(pool, file)
+    with open("/dev/full", "r+b", buffering=0) as full:
+        os.dup2(full.fileno(), file)
+    assert fault(pool, parts, source, write=True)[0] == errno.ENOSPC
+
+
+def test_an_error_of_the_device_is_reported(pool: disk.Pool, file: int) -> None:
+    parts, source = written(pool, file)
+    # Address 0 of a process cannot be read, which the kernel reports as EIO.
+    with open("/proc/self/mem", "rb", buffering=0) as unreadable:
+        os.dup2(unreadable.fileno(), file)
+    assert fault(pool, parts, source, write=False) == (errno.EIO, 0)
+
+
+def test_a_file_size_limit_ends_a_write_after_a_short_one(pool: disk.Pool, file: int) -> None:
+    parts, source = pieces(file, [4 * PAGE]), memory(4 * PAGE, seed=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE + 100, before[1]))
+    try:
+        assert fault(pool, parts, source, write=True) == (errno.EFBIG, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    # A piece whose write failed cannot be mistaken for an older one.
+    assert fault(pool, parts, source, write=False)[0] in (errno.EBADMSG, errno.ENODATA)
+
+
+def test_the_pool_goes_on_after_a_fault(pool: disk.Pool, file: int) -> None:
+    parts, source = written(pool, file)
+    os.ftruncate(file, 0)
+    fault(pool, parts, source, write=False)
+    written(pool, file)
+
+
+def test_stopping_cancels_what_has_not_started(file: int) -> None:
+    pool = disk.Pool(1)
+    parts, source = pieces(file, [1 << 20] * 64), memory(64 << 20)
+    transfers = [pool.submit(parts, 0, 64, source.data_ptr(), write=True, keep=source) for _ in range(4)]
+    assert pool.stop()
+    codes = []
+    for transfer in transfers:
+        try:
+            transfer.wait()
+            codes.append(0)
+        except disk.TransferFailed as error:
+            codes.append(error.errno)
+    assert codes[-1] == errno.ECANCELED
+
+
+def test_describes_file_systems(file: int) -> None:
+    alignment = disk.describe(file).alignment
+    assert alignment is None or all(size & (size - 1) == 0 for size in alignment)
+    with open("/proc/self/status") as proc:
+        assert disk.describe(proc.fileno()).magic == 0x9FA0

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import forked
+
+from megatrain.errors import DiskFailed, DiskFull, SettingsError
+from megatrain.store import disk, scratch
+from megatrain.store.disk import PIECE_BYTES, DiskMemory
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[DiskMemory]:
+    made = DiskMemory([tmp_path / "a", tmp_path / "b"], allow_tmpfs=True)
+    yield made
+    made.close()
+
+
+def descriptors() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def filled(buffer: disk.DiskBuffer, seed: int = 0) -> torch.Tensor:
+    values = torch.randint(0, 256, (buffer.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    with buffer.changing(0, buffer.nbytes) as held:
+        held.copy_(values)
+    return values
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, PIECE_BYTES, 2 * PIECE_BYTES + 12_345])
+def test_bytes_come_back(memory: DiskMemory, nbytes: int) -> None:
+    buffer = memory.allocate(nbytes, transferred=False)
+    assert buffer.nbytes == nbytes
+    assert buffer.bytes.is_meta
+    assert not buffer.read(0, nbytes).any()
+    values = filled(buffer)
+    assert torch.equal(buffer.read(0, nbytes), values)
+
+
+def test_ranges_are_read_and_changed_alone(memory: DiskMemory) -> None:
+    before, buffer, after = (memory.allocate(3 * PIECE_BYTES + 100, transferred=False) for _ in range(3))
+    others, values = [filled(before, 1), filled(after, 2)], filled(buffer)
+    for start, end in [(0, 1), (PIECE_BYTES - 3, PIECE_BYTES + 5), (17, 3 * PIECE_BYTES + 99), (100, 100)]:
+        assert torch.equal(buffer.read(start, end), values[start:end])
+        with buffer.changing(start, end) as part:
+            part.add_(3)
+        values[start:end] += 3
+        assert torch.equal(buffer.read(0, buffer.nbytes), values)
+    assert torch.equal(before.read(0, before.nbytes), others[0])
+    assert torch.equal(after.read(0, after.nbytes), others[1])
+
+
+def test_pieces_are_striped_over_the_directories(memory: DiskMemory) -> None:
+    buffer: Any = memory.allocate(4 * PIECE_BYTES, transferred=False)
+    files = [piece.file for piece in buffer._pieces]
+    assert files == [memory.files[0].descriptor, memory.files[1].descriptor] * 2
+    small: list[Any] = [memory.allocate(4096, transferred=False) for _ in range(4)]
+    assert len({piece.file for each in small for piece in each._pieces}) == 2
+
+
+def test_zeroing_whole_pieces_writes_nothing(memory: DiskMemory) -> None:
+    buffer = memory.allocate(2 * PIECE_BYTES + 10, transferred=False)
+    values = filled(buffer)
+    before = memory.written_bytes
+    buffer.zero(PIECE_BYTES, buffer.nbytes)
+    assert memory.written_bytes == before
+    values[PIECE_BYTES:] = 0
+    assert torch.equal(buffer.read(0, buffer.nbytes), values)
+    buffer.zero(5, 9)
+    buffer.zero(9, 9)
+    values[5:9] = 0
+    assert torch.equal(buffer.read(0, buffer.nbytes), values)
+    assert memory.written_bytes == before + PIECE_BYTES
+
+
+def test_the_files_have_no_names_and_are_closed(tmp_path: Path) -> None:
+    memory = DiskMemory([tmp_path], allow_tmpfs=True)
+    filled(memory.allocate(1 << 20, transferred=False))
+    assert list(tmp_path.iterdir()) == []
+    assert any(str(tmp_path) in name for name in descriptors())
+    memory.close()
+    memory.close()
+    assert not any(str(tmp_path) in name for name in descriptors())
+
+
+def test_the_files_are_closed_with_the_last_buffer(tmp_path: Path) -> None:
+    buffer = DiskMemory([tmp_path], allow_tmpfs=True).allocate(100, transferred=False)
+    gc.collect()
+    assert torch.equal(buffer.read(0, 100), torch.zeros(100, dtype=torch.uint8))
+    del buffer
+    gc.collect()
+    assert not any(str(tmp_path) in name for name in descriptors())
+
+
+def test_without_nameless_files_they_are_unlinked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.open
+
+    def without_tmpfile(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE here")
+        return plain(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", without_tmpfile)
+    memory = DiskMemory([tmp_path], allow_tmpfs=True)
+    buffer = memory.allocate(100, transferred=False)
+    values = filled(buffer)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(buffer.read(0, 100), values)
+    memory.close()
+
+
+def test_without_direct_io_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = os.open
+
+    def without_direct(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return plain(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", without_direct)
+    for _ in range(2):
+        memory = DiskMemory([tmp_path], allow_tmpfs=True)
+        buffer = memory.allocate(10_000, transferred=False)
+        values = filled(buffer)
+        assert torch.equal(buffer.read(0, 10_000), values)
+        memory.close()
+    assert caplog.text.count("does not support direct I/O") == 1
+
+
+def test_memory_is_refused_as_a_disk() -> None:
+    if scratch.native.describe(os.open("/dev/shm", os.O_RDONLY)).magic not in scratch.MEMORY_SYSTEMS:
+        pytest.skip("/dev/shm is no tmpfs here")
+    with (
+        pytest.raises(SettingsError, match="is on tmpfs, which is RAM"),
+        tempfile.TemporaryDirectory(dir="/dev/shm") as d,
+    ):
+        DiskMemory([d])
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"offload_dir=.*file.* cannot be used"):
+        DiskMemory([tmp_path / "file"])
+
+
+def test_more_than_is_free_is_refused_with_the_numbers(memory: DiskMemory) -> None:
+    with pytest.raises(DiskFull, match=r"states need 5.76e\+08 GB in .*, but only .* GB are free"):
+        memory.require(1 << 60)
+    with pytest.raises(DiskFull, match="GB are free"):
+        memory.allocate(1 << 50, transferred=False)
+    # The failed allocation does not count.
+    filled(memory.allocate(4096, transferred=False))
+
+
+def test_damage_is_reported_with_file_and_offset(tmp_path: Path) -> None:
+    memory = DiskMemory([tmp_path], allow_tmpfs=True)
+    buffer = memory.allocate(2 * PIECE_BYTES, transferred=False)
+    filled(buffer)
+    with open(f"/proc/self/fd/{memory.files[0].descriptor}", "r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, PIECE_BYTES + 5)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), PIECE_BYTES + 5)
+    with pytest.raises(DiskFailed, match=rf"the scratch file in {tmp_path}, at offset 8,388,608, .*wrong checksum"):
+        buffer.read(0, buffer.nbytes)
+    # The first piece is intact.
+    buffer.read(0, PIECE_BYTES)
+    memory.close()
+
+
+def test_children_close_the_files_and_do_not_use_them(memory: DiskMemory, tmp_path: Path) -> None:
+    buffer = memory.allocate(10_000, transferred=False)
+    values = filled(buffer)
+    assert forked.run(lambda: [name for name in descriptors() if str(tmp_path) in name]).value == []
+    ended = forked.run(lambda: buffer.read(0, 10))
+    assert ended.raised is not None
+    assert ended.raised[0] == "ForkedProcess"
+    assert forked.run(memory.close).raised is None
+    assert torch.equal(buffer.read(0, 10_000), values)
