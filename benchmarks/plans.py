@@ -1,10 +1,13 @@
 """Plans of models from 7B to 120B on the shipped machines, as Markdown. Downloads and runs nothing.
 
 PYTHONPATH=src python -m benchmarks.plans > docs/plans.md
+PYTHONPATH=src python -m benchmarks.plans --seconds     how long plans and refusals of 100 layers take
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
 
 from transformers import AutoConfig
@@ -13,7 +16,7 @@ from benchmarks.shapes import SHAPES
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
 from megatrain.planner import Plan, Refusal, Run, plan
-from megatrain.planner.api import largest_batch, largest_context, largest_model
+from megatrain.planner.api import dense_shape, largest_batch, largest_context, largest_model
 from megatrain.planner.memory import GIB
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8}
@@ -139,9 +142,27 @@ def inverse(shape: ModelShape) -> list[str]:
     return lines
 
 
+def seconds() -> None:
+    """Plans and refusals of 100 layers, by CPU time of this thread."""
+    shape = dense_shape(64, 100)
+    large = {"batch": 64, "length": 32768, "accumulation": 192, "evaluation": 131072}
+    for machine, options in (
+        ("h200-1.5tb", {"batch": 2}),
+        ("h200-1.5tb", {"batch": 2, "accumulation": 128}),
+        ("h100-512gb", {"batch": 2, "offload_dir": "/disk"}),
+        ("gh200", large),
+        ("gh200", {**large, "max_vram_gb": 3, "max_ram_gb": 3}),
+    ):
+        began = time.thread_time()
+        answer = "planned" if "short" not in cell(shape, machine, **options) else "refused"
+        print(f"{time.thread_time() - began:.2f} s  {answer} on {machine}  {options}")
+
+
 def main() -> None:
     from megatrain.planner.search import USABLE_SHARE
 
+    if "--seconds" in sys.argv:
+        return seconds()
     shapes = {name: shape_of(name) for name in CONFIGS}
     lines = [HEAD.format(usable=USABLE_SHARE)]
     for title, settings in TABLES:

@@ -1,6 +1,9 @@
 """Models of known shape, and random machines and runs."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
+from unittest import mock
 
 from benchmarks.shapes import SHAPES
 from hypothesis import strategies as st
@@ -9,7 +12,10 @@ from transformers import AutoConfig
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
 from megatrain.planner.api import dense_shape
+from megatrain.planner.decision import Decisions
+from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
+from megatrain.planner.simulate import Simulator
 
 GB = 10**9
 
@@ -84,3 +90,23 @@ def runs(draw: st.DrawFn) -> Run:
         compile=draw(st.booleans()),
         clipping=draw(st.booleans()),
     )
+
+
+def work_of(action: Callable[[], object]) -> dict[str, int]:
+    """How much `action` plans: decisions whose memory was added up, decisions that were simulated, and calls. Planning
+    takes as long as these say, on any machine."""
+    work = dict.fromkeys(("added up", "simulated", "calls"), 0)
+
+    def counted(owner: type, method: str, what: str) -> AbstractContextManager[object]:
+        original = getattr(owner, method)
+
+        def count(self: object, chosen: Decisions, *args: object) -> object:
+            work[what] += len(chosen)
+            work["calls"] += 1
+            return original(self, chosen, *args)
+
+        return mock.patch.object(owner, method, count)
+
+    with counted(Ledger, "totals", "added up"), counted(Simulator, "seconds", "simulated"):
+        action()
+    return work

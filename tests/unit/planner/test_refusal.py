@@ -4,12 +4,11 @@ import copy
 import dataclasses
 import pickle
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.planner.made_up import GB, any_machines, cpu_only, runs, shape_of, shapes
+from tests.unit.planner.made_up import GB, any_machines, cpu_only, runs, shape_of, shapes, work_of
 
 from megatrain.hardware.machine import AvailableMemory, Machine
 from megatrain.planner import plan
@@ -140,21 +139,24 @@ def test_the_machine_that_is_named_is_enough():
     plan(dense_shape(64, 60), machine=named_machine(tiny, text))
 
 
-def test_a_refusal_is_quick_for_a_hundred_layers():
-    options = {"batch": 64, "length": 32768, "accumulation": 192, "evaluation": 131072}
-    for limits in ({}, {"max_vram_gb": 3, "max_ram_gb": 3}):
-        began = time.thread_time()
-        assert refusal(dense_shape(64, 100), {"machine": "gh200", **options, **limits}) is not None
-        assert time.thread_time() - began < 2
+@pytest.mark.parametrize("limits", [{}, {"max_vram_gb": 3, "max_ram_gb": 3}], ids=["no caps", "caps"])
+def test_a_refusal_of_a_hundred_layers_is_bounded_work(limits):
+    options = {"machine": "gh200", "batch": 64, "length": 32768, "accumulation": 192, "evaluation": 131072, **limits}
+    refused = []
+    work = work_of(lambda: refused.append(refusal(dense_shape(64, 100), options)))
+    assert isinstance(refused[0], Refusal)
+    assert work["added up"] < 400_000
+    assert work["simulated"] == 0
+    assert work["calls"] < 1_500
 
 
 @pytest.mark.parametrize("name", ["batch", "length", "evaluation"])
-def test_absurd_numbers_are_refused_as_quickly(name):
+def test_absurd_numbers_take_no_more_work(name):
     options = {"machine": "h200-1.5tb", name: 10**30}
-    began = time.thread_time()
-    suggestion = refusal(dense_shape(8, 8), options).suggestions[0]
-    assert time.thread_time() - began < 2
-    plan(dense_shape(8, 8), **options | suggestion.changes)
+    refused = []
+    work = work_of(lambda: refused.append(refusal(dense_shape(8, 8), options)))
+    assert work["calls"] < 1_500
+    plan(dense_shape(8, 8), **options | refused[0].suggestions[0].changes)
 
 
 def test_a_refusal_can_be_sent_to_another_process():

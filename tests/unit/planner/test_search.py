@@ -4,13 +4,12 @@ import dataclasses
 import itertools
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe, runs, shape_of, shapes
+from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe, runs, shape_of, shapes, work_of
 
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine
@@ -77,13 +76,15 @@ def test_a_plan_uses_only_available_memory():
 
 
 @pytest.mark.parametrize("accumulation", [1, 128])
-def test_a_hundred_layers_take_less_than_two_seconds(accumulation):
-    shape = dense_shape(64, 100)
-    for name, limits in (("h200-1.5tb", {}), ("h100-512gb", {"offload_dir": "/disk"}), ("gh200", {})):
-        # CPU time of this thread: other load on the machine must not count.
-        began = time.thread_time()
-        solved(shape, Machine.load(name), Run(micro_batch=2, accumulation=accumulation), **limits)
-        assert time.thread_time() - began < 2
+@pytest.mark.parametrize("name", ["h200-1.5tb", "h100-512gb", "gh200"])
+def test_planning_a_hundred_layers_is_bounded_work(accumulation, name):
+    """`python -m benchmarks.plans --seconds` measures the time of the same plans."""
+    shape, run = dense_shape(64, 100), Run(micro_batch=2, accumulation=accumulation)
+    limits = {"offload_dir": "/disk"} if name == "h100-512gb" else {}
+    work = work_of(lambda: solved(shape, Machine.load(name), run, **limits))
+    assert work["added up"] < 1_000_000
+    assert work["simulated"] < 1_500
+    assert work["calls"] < 1_000
 
 
 def test_planning_leaves_cuda_alone():
