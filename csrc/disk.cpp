@@ -1,9 +1,10 @@
-// Disk I/O: a pool of threads that read and write pieces of files, each with a checksum.
+// Disk I/O: a pool of threads that read and write pieces of files, each with a checksum, some of them coded.
 #include "disk.h"
 
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/vfs.h>
@@ -62,55 +63,132 @@ uint64_t xxh64(const unsigned char* at, size_t count) {
     return hash ^ hash >> 32;
 }
 
+// ---- memory for encodings
+
+constexpr size_t round_up(size_t bytes) { return (bytes + MT_DISK_ALIGN - 1) / MT_DISK_ALIGN * MT_DISK_ALIGN; }
+
+// Page-aligned memory of one thread, kept between pieces.
+class Scratch {
+   public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() {
+        if (memory_ != nullptr) munmap(memory_, size_);
+    }
+
+    // At least `bytes` bytes, with any content; null if there is no memory.
+    unsigned char* get(size_t bytes) {
+        if (bytes <= size_) return memory_;
+        void* const made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (made == MAP_FAILED) return nullptr;
+        // A fork during a direct read could leave this process with a copy of the page that is not read into.
+        if (madvise(made, bytes, MADV_DONTFORK) != 0) {
+            munmap(made, bytes);
+            return nullptr;
+        }
+        if (memory_ != nullptr) munmap(memory_, size_);
+        memory_ = static_cast<unsigned char*>(made);
+        size_ = bytes;
+        return memory_;
+    }
+
+   private:
+    unsigned char* memory_ = nullptr;
+    size_t size_ = 0;
+};
+
 // ---- transfers
 
-// After a partial transfer, direct I/O continues at a multiple of this.
-constexpr size_t kAlign = 4096;
+// What of a piece is on the disk.
+struct Extent {
+    int file;
+    size_t offset, length;
+};
+
+Extent extent(const mt_disk_piece& piece) {
+    return {piece.file, piece.offset, piece.stored < piece.length ? round_up(piece.stored) : piece.length};
+}
 
 // Returns 0 or an error code.
-int move(const mt_disk_piece& piece, unsigned char* memory, bool write) {
+int move(const Extent& extent, unsigned char* memory, bool write) {
     size_t done = 0;
-    while (done < piece.length) {
-        const size_t left = piece.length - done;
-        const off_t at = static_cast<off_t>(piece.offset + done);
+    while (done < extent.length) {
+        const size_t left = extent.length - done;
+        const off_t at = static_cast<off_t>(extent.offset + done);
         const ssize_t moved =
-            write ? pwrite(piece.file, memory + done, left, at) : pread(piece.file, memory + done, left, at);
+            write ? pwrite(extent.file, memory + done, left, at) : pread(extent.file, memory + done, left, at);
         if (moved < 0 && errno == EINTR) continue;
         // Direct I/O cannot continue inside a block.
-        if (moved < 0) return errno == EINVAL && done % kAlign != 0 ? EIO : errno;
+        if (moved < 0) return errno == EINVAL && done % MT_DISK_ALIGN != 0 ? EIO : errno;
         if (moved == 0) return write ? EIO : ENODATA;
         const size_t reached = done + static_cast<size_t>(moved);
         // After a short transfer, the block that was begun is transferred again, once.
-        const size_t aligned = reached == piece.length ? reached : reached / kAlign * kAlign;
+        const size_t aligned = reached == extent.length ? reached : reached / MT_DISK_ALIGN * MT_DISK_ALIGN;
         done = aligned > done ? aligned : reached;
     }
     return 0;
 }
 
 // Without direct I/O, pages of these files would fill the page cache. Starts writing them back, and drops clean ones.
-void leave_cache(const mt_disk_piece& piece, bool write) {
-    if ((fcntl(piece.file, F_GETFL) & O_DIRECT) != 0) return;
-    const off_t offset = static_cast<off_t>(piece.offset), length = static_cast<off_t>(piece.length);
-    if (write) sync_file_range(piece.file, offset, length, SYNC_FILE_RANGE_WRITE);
-    posix_fadvise(piece.file, offset, length, POSIX_FADV_DONTNEED);
+void leave_cache(const Extent& extent, bool write) {
+    if ((fcntl(extent.file, F_GETFL) & O_DIRECT) != 0) return;
+    const off_t offset = static_cast<off_t>(extent.offset), length = static_cast<off_t>(extent.length);
+    if (write) sync_file_range(extent.file, offset, length, SYNC_FILE_RANGE_WRITE);
+    posix_fadvise(extent.file, offset, length, POSIX_FADV_DONTNEED);
 }
 
-int read_piece(const mt_disk_piece& piece, unsigned char* memory) {
+size_t elements(const mt_disk_piece& piece) { return piece.length / (piece.dtype == MT_LOSSLESS_FP32 ? 4 : 2); }
+
+// Codes a piece into scratch memory, and sets `bytes` to what is to be written: the encoding, or the piece itself if
+// coding it saves nothing.
+int encode(mt_disk_piece& piece, unsigned char*& bytes, Scratch& scratch) {
+    piece.stored = piece.length;
+    if (piece.dtype == 0 || piece.length % MT_DISK_ALIGN != 0 || piece.length <= MT_DISK_ALIGN) return 0;
+    const size_t capacity = piece.length - MT_DISK_ALIGN;
+    unsigned char* const coded = scratch.get(capacity);
+    if (coded == nullptr) return ENOMEM;
+    size_t used = 0;
+    const int failure = mt_lossless_encode(bytes, elements(piece), piece.dtype, coded, capacity, &used, 1);
+    if (failure == ENOSPC) return 0;
+    if (failure != 0) return failure;
+    std::memset(coded + used, 0, round_up(used) - used);
+    piece.stored = used;
+    bytes = coded;
+    return 0;
+}
+
+int decode(const mt_disk_piece& piece, const unsigned char* coded, unsigned char* memory) {
+    size_t bad_chunk;
+    const int failure =
+        mt_lossless_decode(coded, piece.stored, memory, elements(piece), piece.dtype, 1, &bad_chunk);
+    return failure == EMSGSIZE ? EBADMSG : failure;
+}
+
+int read_piece(const mt_disk_piece& piece, unsigned char* memory, Scratch& scratch) {
     if (!piece.written) {
         std::memset(memory, 0, piece.length);
         return 0;
     }
-    if (const int failure = move(piece, memory, false)) return failure;
-    leave_cache(piece, false);
-    return xxh64(memory, piece.length) == piece.checksum ? 0 : EBADMSG;
+    const Extent stored = extent(piece);
+    const bool coded = piece.stored < piece.length;
+    unsigned char* const bytes = coded ? scratch.get(stored.length) : memory;
+    if (bytes == nullptr) return ENOMEM;
+    if (const int failure = move(stored, bytes, false)) return failure;
+    leave_cache(stored, false);
+    if (xxh64(bytes, stored.length) != piece.checksum) return EBADMSG;
+    return coded ? decode(piece, bytes, memory) : 0;
 }
 
-int write_piece(mt_disk_piece& piece, unsigned char* memory) {
-    piece.checksum = xxh64(memory, piece.length);
+int write_piece(mt_disk_piece& piece, unsigned char* memory, Scratch& scratch) {
+    unsigned char* bytes = memory;
+    if (const int failure = encode(piece, bytes, scratch)) return failure;
+    const Extent stored = extent(piece);
+    piece.checksum = xxh64(bytes, stored.length);
     // Also if the write fails: then no piece of this checksum is on the disk, and reading it reports that.
     piece.written = 1;
-    if (const int failure = move(piece, memory, true)) return failure;
-    leave_cache(piece, true);
+    if (const int failure = move(stored, bytes, true)) return failure;
+    leave_cache(stored, true);
     return 0;
 }
 
@@ -123,8 +201,13 @@ struct mt_disk_transfer {
     unsigned char* memory;
     bool write;
     size_t taken = 0, done = 0;  // guarded by the pool's mutex, as is what follows
-    mt_disk_fault fault{};
+    mt_disk_outcome outcome{};
     mt_disk_transfer* next = nullptr;
+
+    // Only the first failure counts.
+    void fail(int code, int file, uint64_t offset) {
+        if (outcome.code == 0) outcome.code = code, outcome.file = file, outcome.offset = offset;
+    }
 };
 
 struct mt_disk {
@@ -155,6 +238,7 @@ struct mt_disk {
     }
 
     void serve() {
+        Scratch scratch;
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
             wake.wait(lock, [this] { return stopping || first != nullptr; });
@@ -164,11 +248,15 @@ struct mt_disk {
             unsigned char* const memory = transfer->memory;
             transfer->memory += piece.length;
             if (transfer->taken < transfer->count) append(transfer);
-            if (transfer->fault.code == 0) {
+            if (transfer->outcome.code == 0) {
                 lock.unlock();
-                const int failure = transfer->write ? write_piece(piece, memory) : read_piece(piece, memory);
+                const bool empty = !transfer->write && !piece.written;
+                const int failure =
+                    transfer->write ? write_piece(piece, memory, scratch) : read_piece(piece, memory, scratch);
+                const size_t moved = empty || failure != 0 ? 0 : extent(piece).length;
                 lock.lock();
-                if (failure != 0 && transfer->fault.code == 0) transfer->fault = {failure, piece.file, piece.offset};
+                transfer->outcome.moved += moved;
+                if (failure != 0) transfer->fail(failure, piece.file, piece.offset);
             }
             if (++transfer->done == transfer->count) finished.notify_all();
         }
@@ -240,7 +328,7 @@ int mt_disk_stop(mt_disk* pool, int milliseconds) {
     pool->stopping = true;
     while (pool->first != nullptr) {
         mt_disk_transfer* const transfer = pool->take();
-        if (transfer->fault.code == 0) transfer->fault = {ECANCELED, transfer->pieces[transfer->taken].file, 0};
+        transfer->fail(ECANCELED, transfer->pieces[transfer->taken].file, 0);
         transfer->done += transfer->count - transfer->taken;
         transfer->taken = transfer->count;
     }
@@ -271,13 +359,13 @@ int mt_disk_submit(mt_disk* pool, mt_disk_piece* pieces, size_t count, void* mem
     return 0;
 }
 
-int mt_disk_wait(mt_disk_transfer* transfer, int milliseconds, mt_disk_fault* fault) {
+int mt_disk_wait(mt_disk_transfer* transfer, int milliseconds, mt_disk_outcome* outcome) {
     mt_disk* const pool = transfer->pool;
     std::unique_lock<std::mutex> lock(pool->mutex);
     const auto complete = [transfer] { return transfer->done == transfer->count; };
     if (!pool->finished.wait_for(lock, std::chrono::milliseconds(milliseconds), complete)) return ETIMEDOUT;
-    *fault = transfer->fault;
+    *outcome = transfer->outcome;
     delete transfer;
     pool->drop(lock);
-    return fault->code;
+    return outcome->code;
 }

@@ -8,28 +8,37 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "lossless.h"
 #include "megatrain.h"
+
+#define MT_DISK_ALIGN 4096  // direct I/O at multiples of this
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// The unit of a transfer and of a checksum. A write sets `checksum` and `written`; a read verifies the checksum. A piece
-// that was never written reads as zeros, without I/O. For direct I/O, `offset` and `length` are multiples of what
-// mt_disk_describe reports.
+// The unit of a transfer and of a checksum. A write sets `written`, `stored` and `checksum`; a read verifies the checksum
+// of what it reads, and decodes that if it is coded. A piece that was never written reads as zeros, without I/O. For
+// direct I/O, `offset` and `length` are multiples of what mt_disk_describe reports.
+//
+// If `dtype` is one of mt_lossless_dtype and `length` a multiple of MT_DISK_ALIGN, a write codes the piece if that saves
+// a multiple of MT_DISK_ALIGN. `stored` is then the size of the encoding; what is written is rounded up with zeros.
 struct mt_disk_piece {
     int32_t file;  // descriptor
     int32_t written;
     uint64_t offset, length;
-    uint64_t checksum;
+    uint64_t checksum;  // of what is on the disk
+    uint64_t stored;    // `length`: as it is in memory; less: coded
+    int32_t dtype;      // 0: not coded
 };
 
-// The first failure of a transfer. `code` is an errno value, EBADMSG for a wrong checksum, ENODATA for the end of the
-// file.
-struct mt_disk_fault {
+// The end of a transfer: its first failure, and the bytes that were read from or written to files. `code` is an errno
+// value, EBADMSG for a wrong checksum or an encoding that is not one, ENODATA for the end of the file.
+struct mt_disk_outcome {
     int32_t code;
     int32_t file;
     uint64_t offset;
+    uint64_t moved;
 };
 
 struct mt_disk_file {
@@ -56,9 +65,9 @@ MT_API int mt_disk_stop(struct mt_disk* pool, int milliseconds);
 MT_API int mt_disk_submit(struct mt_disk* pool, struct mt_disk_piece* pieces, size_t count, void* memory, int write,
                           struct mt_disk_transfer** transfer);
 
-// Waits until all pieces are done; frees the transfer and sets `fault`, if it returns anything but ETIMEDOUT. Returns the
-// code of the fault, or 0.
-MT_API int mt_disk_wait(struct mt_disk_transfer* transfer, int milliseconds, struct mt_disk_fault* fault);
+// Waits until all pieces are done; frees the transfer and sets `outcome`, if it returns anything but ETIMEDOUT. Returns
+// the outcome's code.
+MT_API int mt_disk_wait(struct mt_disk_transfer* transfer, int milliseconds, struct mt_disk_outcome* outcome);
 
 // XXH64, the checksum of a piece, with seed 0.
 MT_API uint64_t mt_disk_checksum(const void* bytes, size_t count);

@@ -79,7 +79,7 @@ def roles(engine: mt.Engine) -> dict[str, Any]:
     engine.synchronize()
     found: dict[str, Any] = {}
     for slab in engine.slabs:
-        found[f"{slab.index}/weight"] = slab.weight.clone()
+        found[f"{slab.index}/weight"] = slab.weight_buffer.read(0, slab.layout.nbytes).view(slab.layout.dtype).clone()
         # Also of states on disk.
         states = [buffer.read(0, buffer.nbytes).clone() for buffer in slab.state_buffers()]
         found[f"{slab.index}/residual"] = None if slab.residual is None else states.pop(0).view(torch.int16)

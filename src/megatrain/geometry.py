@@ -20,6 +20,8 @@ OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states", "on_disk")
 """Settings that list block name patterns: which state of those blocks is kept in or streamed through GPU memory, or is
 on disk."""
+PATTERN_SETTINGS = (*PLACEMENT_SETTINGS, "weights_on_disk")
+"""All settings that list block name patterns. Plans do not decide the last one."""
 PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
 """Settings that a plan decides unless the user sets them."""
 PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")
@@ -73,6 +75,7 @@ LANES = {
     "disk_in": Lane("thread"),  # states on disk, into staging buffers in RAM
     "disk_update": Lane("thread"),  # updates of those; apart, so that a late read holds up no other update
     "disk_out": Lane("thread"),  # states back to disk
+    "disk_weights": Lane("thread"),  # weights on disk, into staging buffers; compute waits for them, so they are apart
 }
 """All lanes by name, as the engine, the timeline and the simulator use them."""
 
@@ -95,7 +98,8 @@ TIERS = {
 STAGING_SLOTS = 2
 """Slots per ring for data that moves once per step: held gradient sums on their way to RAM, and streamed states."""
 DISK_STAGING_SLOTS = 3
-"""Staging buffers per ring for states on disk: one being read, one updated and one written."""
+"""Staging buffers per ring for state on disk: one being read, one updated and one written. Weights have rings of their
+own, of as many."""
 
 # ---- slabs and rings
 

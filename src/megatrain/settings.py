@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
-from megatrain.geometry import PLACEMENT_SETTINGS, POLICIES, PRECISIONS, WIDTHS
+from megatrain.geometry import PATTERN_SETTINGS, POLICIES, PRECISIONS, WIDTHS
 
 COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
 KERNELS = ("native", "reference")
+CODINGS = ("auto", "always", "never")
 LANES = ("auto", "sync", "threads", "cuda")
 CHANGE_RESULTS = ("device", "precision", "optimizer_compression", "head_chunk", "compile")
 """The settings that change results."""
@@ -53,6 +54,9 @@ class Debug(_Choices):
     """Pin host memory for transfers. False: copy through a pinned staging ring."""
     allow_tmpfs: bool = False
     """Accept an `offload_dir` in RAM."""
+    disk_coding: str = "auto"
+    """Whether optimizer_compression="lossless" codes moments on disk: "auto" (if that is faster here), "always" or
+    "never"."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "grad_slots"):
@@ -60,6 +64,8 @@ class Debug(_Choices):
                 raise SettingsError(f"{name} must be an integer of at least 1, not {value!r}.")
         if isinstance(self.lanes, str) and self.lanes not in LANES:
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
+        if self.disk_coding not in CODINGS:
+            raise SettingsError(f"disk_coding must be one of {', '.join(CODINGS)}, not {self.disk_coding!r}.")
         if self.kernels not in KERNELS:
             raise SettingsError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}.")
 
@@ -107,7 +113,7 @@ class Settings(_Choices, metaclass=_HadDebug):
     """The most host RAM that this process may take, in GiB. None: what is free."""
     optimizer_compression: bool | str = False
     """How the optimizer's moments are stored: False (FP32), True (= "4bit"), "bf16", "8bit" or "4bit", which lose
-    precision; or "lossless": FP32 in memory, compressed in checkpoints."""
+    precision; or "lossless": FP32 in memory, compressed in checkpoints and, where that is faster, on disk."""
     plan: Any = "auto"
     """A `Plan` of `megatrain.plan`: decides `resident`, holds, `policy`, `window` and slots where they are not set.
     "auto": a Trainer on a GPU makes one; an engine without a Trainer has none. None: no plan, all blocks stream."""
@@ -134,6 +140,9 @@ class Settings(_Choices, metaclass=_HadDebug):
     on_disk: Sequence[str] = ()
     """Patterns of block names. Their residual and moments are on disk, in `offload_dir`, and are read, updated and
     written once per step."""
+    weights_on_disk: Sequence[str] = ()
+    """Patterns of block names. Their frozen weights are on disk, in `offload_dir`, and are read for every use. Weights
+    that train are there too if the block is also in `on_disk`."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool | str = "auto"
@@ -161,7 +170,7 @@ class Settings(_Choices, metaclass=_HadDebug):
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
         moment_width(self.optimizer_compression)
-        for name in PLACEMENT_SETTINGS:
+        for name in PATTERN_SETTINGS:
             value = getattr(self, name)
             if isinstance(value, str):
                 raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")

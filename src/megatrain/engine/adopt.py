@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from megatrain.compute.block import Block, unbind
 from megatrain.engine.placement import Placement
 from megatrain.engine.undo import Undo
-from megatrain.errors import ModelMoved
+from megatrain.errors import ModelMoved, NotEnoughMemory
+from megatrain.geometry import TIERS
 from megatrain.hardware import inventory
 from megatrain.lazy import contents, is_lazy, ram_bytes, temporary_bytes
 from megatrain.model.blocks import BlockSpec
@@ -100,6 +101,7 @@ class Adoption:
 
         May be called again after a Ctrl-C.
         """
+        self._require_ram_for_release()
         replaced: dict[int, torch.nn.Parameter] = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
@@ -111,6 +113,18 @@ class Adoption:
                 if buffer is not None:
                     module._buffers[key] = buffer.cpu()
         unbind(self.model)
+
+    def _require_ram_for_release(self) -> None:
+        """Raise if weights on disk do not fit in RAM. If attaching failed, what was there before fits."""
+        nbytes = sum(slab.layout.nbytes for slab in self.slabs if slab.weight_on_disk)
+        if nbytes and not self._original_dtypes:
+            try:
+                self.placement.ram.require(nbytes)
+            except NotEnoughMemory as refused:
+                raise NotEnoughMemory(
+                    f"release() would copy {nbytes / 1e9:.3g} GB of weights from disk to RAM: {refused} Use "
+                    "engine.save() and load what you need."
+                ) from refused
 
     def _as_plain_parameter(self, parameter: StoreTensor) -> torch.nn.Parameter:
         original = self._lazy_originals.get((parameter.slab.index, parameter.segment))
@@ -126,28 +140,30 @@ class Adoption:
     def _require_ram(self, specs: list[BlockSpec]) -> None:
         """Raise before the first block is moved if RAM does not suffice: each block exists twice while it is moved."""
         seen: set[int] = set()
-        extra = peak = total = resident = 0
-        temporary = 0
+        extra = peak = total = temporary = 0
+        added = dict.fromkeys(TIERS, 0)
         for spec in specs:
-            added = freed = 0
-            on_disk = self.placement.homes(spec.label).states.tier == "disk"
-            for (target, _), parameters in self._group_parameters(spec, seen).items():
-                added += lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
+            freed, before = 0, added["ram"]
+            for (target, trains), parameters in self._group_parameters(spec, seen).items():
+                homes = self.placement.homes(spec.label, trains)
+                nbytes = lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
+                added[homes.weight.tier] += nbytes
                 for parameter in parameters.values():
                     # The low halves of FP32 originals become residuals.
-                    low_half = target == torch.bfloat16 and parameter.dtype == torch.float32 and not on_disk
-                    added += parameter.numel() * (2 if low_half and self.precision != "bf16-sr" else 0)
+                    low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
+                    if low_half and self.precision != "bf16-sr":
+                        added[homes.states.tier] += 2 * parameter.numel()
                     freed += ram_bytes(parameter)
-                    temporary = max(temporary, temporary_bytes(parameter))
-            if self.placement.homes(spec.label).weight is not self.placement.ram:
-                resident, extra = resident + added, extra - freed
-                continue
-            total += added
-            peak = max(peak, extra + added)
-            extra += added - freed
-        self.placement.ram.require(peak + temporary, total)
-        if resident:
-            inventory.require_vram(self.device, resident, "the weights of resident blocks")
+                    on_disk = parameter.numel() * target.itemsize if homes.weight.tier == "disk" else 0
+                    temporary = max(temporary, temporary_bytes(parameter) + on_disk)
+            total = added["ram"] - before
+            peak = max(peak, extra + total)
+            extra += total - freed
+        self.placement.ram.require(peak + temporary, added["ram"])
+        if self.placement.disk is not None:
+            self.placement.disk.require(added["disk"])
+        if added["vram"]:
+            inventory.require_vram(self.device, added["vram"], "the weights of resident blocks")
 
     def _group_parameters(self, spec: BlockSpec, seen: set[int]) -> Groups:
         """A block's parameters by (stored dtype, trains). Tied parameters belong to the first block that has them."""
@@ -167,9 +183,16 @@ class Adoption:
             layout = lay_out([(name, p.shape) for name, p in parameters.items()], dtype)
             master = self.precision != "bf16-sr"
             slab = Slab(
-                len(self.slabs), spec.label, layout, self.placement.homes(spec.label), master=master, trains=trains
+                len(self.slabs),
+                spec.label,
+                layout,
+                self.placement.homes(spec.label, trains),
+                master=master,
+                trains=trains,
             )
             self.slabs.append(slab)
+            if self.placement.disk is not None and slab.weight_on_disk and not trains:
+                self.placement.disk.constant_bytes += layout.nbytes
             for index, parameter in enumerate(parameters.values()):
                 self._original_dtypes[slab.index, index] = parameter.dtype
                 if is_lazy(parameter):

@@ -40,6 +40,7 @@ from megatrain.store.slab import Slab
 from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
 from megatrain.stream.disk import DiskStream
+from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import SyncLanes
@@ -105,7 +106,7 @@ class Attachment:
         on_close = self.on_close
         with DeferInterrupts():
             self.lanes = lanes = cuda.choose_lanes(
-                self.settings.debug.lanes, self.device, disk=bool(self.settings.on_disk)
+                self.settings.debug.lanes, self.device, disk=self.placement.disk is not None
             )
             on_close.add(lambda: lanes.close(patience=on_close.timeout))
         on_close.add(lambda: process.release(on_close))
@@ -129,7 +130,7 @@ class Attachment:
         self.adoption.adopt(self.specs, add_loose_gradient, lambda *call: self.step.forward(*call), self.on_release)
         # Parameters outside any block are in slabs that are named after the module that owns them.
         names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
-        self.placement.check(names)
+        self.placement.check(names, self.adoption.slabs)
 
     def build_step(self) -> None:
         """Build the training step and the parts that move its data."""
@@ -139,11 +140,13 @@ class Attachment:
         link = Link(device, lanes, counters, inventory.cores())
         # Loose parameters are read where they are used, so they need no slot.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
-        fetcher = Fetcher(fetched, settings.debug.slots, link)
+        weights = DiskWeights(slabs, self.placement.ram, lanes, counters)
+        fetcher = Fetcher(fetched, settings.debug.slots, link, weights)
         drain = Drain(slabs, settings.debug.grad_slots, link)
         sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
         disk = DiskStream(slabs, self.placement.ram, lanes, counters)
+        weights.on_failure = disk.note_failure
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor

@@ -25,7 +25,7 @@ class DriveLife:
         self._disk, self._limit = disk, max_drive_tb
         self._last = 0
         self._committed = 0
-        """Bytes written once all steps taken so far are on disk. Unlike `written`, it does not depend on timing."""
+        """Bytes of states on disk once all steps taken so far are written. It does not depend on timing."""
         self._warned = False
         self.rating = 0.0
         """Bytes that the drives are rated for, all together."""
@@ -37,7 +37,7 @@ class DriveLife:
     @property
     def per_step(self) -> int:
         """Bytes that a step writes."""
-        return 0 if self._disk is None else self._disk.padded_bytes
+        return 0 if self._disk is None else self._disk.step_bytes
 
     @property
     def written(self) -> int:
@@ -68,11 +68,12 @@ class DriveLife:
 
     def stepped(self) -> None:
         """A step was submitted, whose states will be written."""
-        self._committed = max(self._committed, self.written) + self.per_step
+        if self._disk is not None:
+            self._committed = max(self._committed, self._disk.covered_bytes) + self._disk.changing_bytes
 
     def spent(self) -> str | None:
         """Why the run must end: it has written as much as `max_drive_tb` allows. None: it has not."""
-        written = self._committed
+        written = self.written + self._pending()
         if not self._warned and self.rating and written > WARN_SHARE * self.rating:
             self._warned = True
             warn(
@@ -81,6 +82,13 @@ class DriveLife:
         if self._limit is None or written < self._limit * TB:
             return None
         return f"{written / TB:.3g} TB were written to disk, and max_drive_tb={self._limit:g}"
+
+    def _pending(self) -> int:
+        """Bytes that steps taken so far will still write; estimated if states are coded."""
+        if self._disk is None or not self._disk.changing_bytes:
+            return 0
+        missing = max(0, self._committed - self._disk.covered_bytes)
+        return missing * self._disk.step_bytes // self._disk.changing_bytes
 
     def require(self) -> None:
         """Raise `DriveLimit` if nothing more may be written."""

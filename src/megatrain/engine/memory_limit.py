@@ -83,7 +83,7 @@ class HeldState:
             for slab in sums:
                 slab.grad.clear()
                 slab.grad.free_unused()
-                slab.homes.sums = slab.homes.weight
+                slab.homes.sums = slab.homes.transit
             self._sums_out.stop_holding(sums)
             self._states.stop_holding(sums)
             self._fetcher.stop_holding()

@@ -9,18 +9,20 @@ import torch
 
 from megatrain.engine.drive import DriveLife
 from megatrain.errors import SettingsError
-from megatrain.geometry import DISK_STAGING_SLOTS, PLACEMENT_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
+from megatrain.geometry import DISK_STAGING_SLOTS, PATTERN_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.hardware.validation import folders
 from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
+from megatrain.store.coding import choose_coding
 from megatrain.store.disk import DiskMemory
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
+from megatrain.stream.disk_weights import staged_bytes
 from megatrain.telemetry.notices import announce, warn
 
 
@@ -38,15 +40,18 @@ class Placement:
             ),
         )
         self.vram = DeviceMemory(device)
-        self.disk = self._open_disk() if settings.on_disk else None
+        self.disk = self._open_disk() if settings.on_disk or settings.weights_on_disk else None
         self.drive = DriveLife(self.disk, settings.drive_tbw, settings.max_drive_tb)
         self.ram_monitor = RamMonitor(held=lambda: self.ram.allocated_bytes, trim=self.ram.trim)
 
     def _open_disk(self) -> DiskMemory:
-        return DiskMemory(folders(self._settings.offload_dir), allow_tmpfs=self._settings.debug.allow_tmpfs)
+        directories, debug = folders(self._settings.offload_dir), self._settings.debug
+        lossless = self._settings.optimizer_compression == "lossless"
+        ratio = choose_coding(directories, debug.disk_coding, debug.allow_tmpfs) if lossless else None
+        return DiskMemory(directories, allow_tmpfs=debug.allow_tmpfs, ratio=ratio)
 
-    def homes(self, block: str) -> Homes:
-        """The tiers of a block's weight, optimizer states and gradient sum."""
+    def homes(self, block: str, trains: bool = True) -> Homes:
+        """The tiers of a block's weights that train, or of those that do not, of their states and gradient sums."""
         if _matches(block, self._settings.resident):
             return Homes.all_in(self.vram)
         held, summed = _matches(block, self._settings.held_weights), _matches(block, self._settings.held_gradients)
@@ -61,11 +66,21 @@ class Placement:
             raise SettingsError(f"{block} is named in on_disk and in streamed_states; name it in one of them.")
         states = self.disk if self.disk is not None and on_disk else self.ram
         sums = self.vram if summed else self.ram
-        return Homes(self.ram, states, sums, holds_weight=held, streams_states=streams_states)
+        # Reading a weight for its update costs as much as reading its states, so these go first.
+        far = _matches(block, self._settings.weights_on_disk) and (on_disk or not trains)
+        weight = self.disk if self.disk is not None and far else self.ram
+        return Homes(weight, states, sums, holds_weight=held, streams_states=streams_states, ram=self.ram)
 
-    def check(self, blocks: Sequence[str]) -> None:
-        """Raise if a pattern matches no block."""
-        for setting in PLACEMENT_SETTINGS:
+    def check(self, blocks: Sequence[str], slabs: Sequence[Slab]) -> None:
+        """Raise if a pattern matches no block, or no weight that can be on disk."""
+        for pattern in self._settings.weights_on_disk:
+            found = [slab for slab in slabs if fnmatch(slab.name, pattern) and not slab.on_device]
+            if found and not any(slab.weight_on_disk for slab in found):
+                raise SettingsError(
+                    f"weights_on_disk={pattern!r} matches {found[0].name}, whose weights train: they can be on disk "
+                    "only together with their states, so name it in on_disk too."
+                )
+        for setting in PATTERN_SETTINGS:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
                     named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
@@ -93,7 +108,10 @@ class Placement:
             )
         staged = [slab for slab in slabs if slab.homes.states is self.disk]
         for ring in group_by_size(staged, lambda slab: slab.layout.nbytes):
-            largest = max(slab.state_bytes(rule.moments, width) for slab in ring)
+            largest = max(
+                slab.state_bytes(rule.moments, width) + (staged_bytes(slab) if slab.weight_on_disk else 0)
+                for slab in ring
+            )
             needed["ram"] += min(DISK_STAGING_SLOTS, len(ring)) * largest
         if self.disk is not None:
             self.disk.require(needed["disk"])

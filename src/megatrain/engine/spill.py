@@ -52,10 +52,8 @@ def with_states_on_disk(
     Changes nothing without `offload_dir`, or if a plan or the user has decided.
     """
     directories = folders(settings.offload_dir)
-    if settings.on_disk and not directories:
-        raise SettingsError(
-            f"states of {len(settings.on_disk)} blocks are to be on disk; name a directory for them with offload_dir."
-        )
+    if (settings.on_disk or settings.weights_on_disk) and not directories:
+        raise SettingsError("on_disk and weights_on_disk name blocks; name a directory for them with offload_dir.")
     if not directories or settings.plan is not None or "on_disk" in settings.given:
         return settings
     needs = [need for need in _needs(settings, model, specs, precision, kind) if need.weights]

@@ -15,6 +15,8 @@ from megatrain.native import library
 POLL_MS = 1000
 """How often a waiting thread returns from the library, to let Ctrl-C through."""
 STOP_MS = 3000
+FP32 = 1
+"""MT_LOSSLESS_FP32 in csrc/lossless.h: the dtype of pieces that are coded."""
 _unfinished: list[object] = []
 """What transfers use that nobody waited for until their end. It must never be freed."""
 
@@ -28,13 +30,20 @@ class Piece(ctypes.Structure):
         ("offset", ctypes.c_uint64),
         ("length", ctypes.c_uint64),
         ("checksum", ctypes.c_uint64),
+        ("stored", ctypes.c_uint64),
+        ("dtype", ctypes.c_int32),
     ]
 
 
-class _Fault(ctypes.Structure):
-    """`struct mt_disk_fault`."""
+class _Outcome(ctypes.Structure):
+    """`struct mt_disk_outcome`."""
 
-    _fields_ = [("code", ctypes.c_int32), ("file", ctypes.c_int32), ("offset", ctypes.c_uint64)]
+    _fields_ = [
+        ("code", ctypes.c_int32),
+        ("file", ctypes.c_int32),
+        ("offset", ctypes.c_uint64),
+        ("moved", ctypes.c_uint64),
+    ]
 
 
 class _File(ctypes.Structure):
@@ -56,7 +65,7 @@ class FileKind(NamedTuple):
 
 
 class TransferFailed(OSError):
-    """A piece could not be transferred: `file` and `offset` say which. EBADMSG: its checksum was wrong."""
+    """A piece could not be transferred: `file` and `offset` say which. EBADMSG: its checksum or encoding was wrong."""
 
     def __init__(self, code: int, file: int, offset: int) -> None:
         super().__init__(code, os.strerror(code))
@@ -82,16 +91,18 @@ class Transfer:
         self._keep = keep
         """What the threads use meanwhile: pieces and memory."""
 
-    def wait(self) -> None:
-        """Block until it is done; raise `TransferFailed` if a piece failed."""
-        fault = _Fault()
+    def wait(self) -> int:
+        """Block until it is done; raise `TransferFailed` if a piece failed. Returns the bytes read or written: fewer
+        than those of the pieces if some are coded or were never written, 0 if it was waited for before."""
+        outcome = _Outcome()
         while self._handle is not None:
-            code = library.load().mt_disk_wait(self._handle, POLL_MS, ctypes.byref(fault))
-            if code == errno.ETIMEDOUT and fault.code == 0:
+            code = library.load().mt_disk_wait(self._handle, POLL_MS, ctypes.byref(outcome))
+            if code == errno.ETIMEDOUT and outcome.code == 0:
                 continue
             self._handle = self._keep = None
             if code != 0:
-                raise TransferFailed(code, fault.file, fault.offset)
+                raise TransferFailed(code, outcome.file, outcome.offset)
+        return int(outcome.moved)
 
     def __del__(self) -> None:
         # After Ctrl-C the threads may still use the memory.

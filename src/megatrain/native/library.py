@@ -20,7 +20,7 @@ import torch
 from megatrain.errors import NativeLibraryMissing
 from megatrain.geometry import WIDTHS
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """Equal to MT_ABI_VERSION in csrc/megatrain.h."""
 
 FILE_NAME = "libmegatrain.so"

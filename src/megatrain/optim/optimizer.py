@@ -202,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
         nbytes = sum(view.nbytes for view in views)
         if nbytes:
             try:
-                on_disk[0].slab.homes.weight.require(nbytes)
+                on_disk[0].slab.homes.transit.require(nbytes)
             except NotEnoughMemory as refused:
                 raise NotEnoughMemory(
                     f"state_dict() would copy {nbytes / 1e9:.3g} GB of states from disk to RAM: {refused} Use "

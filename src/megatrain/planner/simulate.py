@@ -127,7 +127,7 @@ class Simulator:
         # Updates of states on disk are counted with the others: they share the CPU.
         reads, writes, _ = self._disk(chosen)
         lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, states, states + weights)
-        return dict(zip(LANES, (*lanes, reads, np.zeros_like(reads), writes), strict=True))
+        return dict(zip(LANES, (*lanes, reads, 0 * reads, writes, 0 * reads), strict=True))
 
     def _disk(self, chosen: Decisions) -> tuple[Floats, Floats, Floats]:
         """Seconds of reads and of writes, and how long the last update of a block on disk waits: for all reads but the

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,13 +42,24 @@ class DiskBuffer(Buffer):
         super().__init__(torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned=False)
         self._memory, self._pieces = memory, pieces
 
+    @property
+    def coded(self) -> bool:
+        return len(self._pieces) > 0 and self._pieces[0].dtype != 0
+
     def transfer(self, address: int, *, write: bool, keep: object) -> native.Transfer:
         """Submit a read of the whole buffer into memory, or a write from it; `ALIGN_BYTES` aligned and padded."""
         return self._memory.submit(self._pieces, 0, len(self._pieces), address, write=write, keep=keep)
 
-    def wait(self, transfer: native.Transfer) -> None:
-        """Wait for a transfer of this buffer; raise `DiskFailed` if it failed."""
-        self._memory.wait(transfer)
+    def wait(self, transfer: native.Transfer, *, write: bool) -> int:
+        """Wait for a transfer of the whole buffer; raise `DiskFailed` if it failed. Returns the bytes that moved."""
+        return self._memory.wait(transfer, round_up(self.nbytes, ALIGN_BYTES) if write else 0)
+
+    def holds_fp32(self) -> None:
+        """Code the bytes from now on, if this memory does."""
+        if self._memory.ratio is not None and len(self._pieces) and not self.coded:
+            self._memory.coded_bytes += round_up(self.nbytes, ALIGN_BYTES)
+            for piece in self._pieces:
+                piece.dtype = native.FP32
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """A copy of the bytes, in host memory."""
@@ -78,23 +90,39 @@ class DiskBuffer(Buffer):
         first = start // PIECE_BYTES
         count = max(0, -(-end // PIECE_BYTES) - first)
         nbytes = sum(piece.length for piece in self._pieces[first : first + count])
-        return first, count, first * PIECE_BYTES, _aligned(nbytes)
+        return first, count, first * PIECE_BYTES, aligned(nbytes)
 
     def _move(self, first: int, count: int, held: torch.Tensor, *, write: bool) -> None:
-        self._memory.wait(self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held))
+        transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
+        self._memory.wait(transfer, held.nbytes if write else 0)
 
 
 class DiskMemory:
     """Scratch files in one or several directories, and the threads that read and write them."""
 
-    def __init__(self, directories: Sequence[str | os.PathLike[str]], *, allow_tmpfs: bool = False) -> None:
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        *,
+        allow_tmpfs: bool = False,
+        ratio: float | None = None,
+    ) -> None:
         self.tier = "disk"
         self.allocated_bytes = self.padded_bytes = 0
         self.written_bytes = 0
         """Bytes written since the start; what wears the drive."""
+        self.covered_bytes = 0
+        """Bytes of states that these writes hold: more than were written if some are coded."""
+        self.ratio = ratio
+        """Expected size of coded FP32 numbers, as a share; None: they are not coded."""
+        self.coded_bytes = 0
+        """What of `padded_bytes` is coded."""
+        self.constant_bytes = 0
+        """What of `padded_bytes` no step writes: frozen weights."""
         self.owner = forks.Owner()
         self.files: list[ScratchFile] = []
         self._next = 0
+        self._lock = threading.Lock()
         self._pool = native.Pool(min(THREADS * len(directories), MAX_THREADS))
         self._close = weakref.finalize(self, _close, self._pool, self.files, self.owner)
         for directory in directories:
@@ -127,24 +155,43 @@ class DiskMemory:
     def free(self, buffer: DiskBuffer) -> None:
         """The space is kept until the files are closed."""
         self.allocated_bytes -= buffer.nbytes
-        self.padded_bytes -= round_up(buffer.nbytes, ALIGN_BYTES)
+        padded = round_up(buffer.nbytes, ALIGN_BYTES)
+        self.padded_bytes -= padded
+        self.coded_bytes -= padded if buffer.coded else 0
 
     def submit(
         self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object
     ) -> native.Transfer:
-        self.owner.require("read or write states on disk")
+        self.owner.require("read or write its state on disk")
         if not self._close.alive:
-            raise EngineClosed("the model was released from its engine, which freed the optimizer states on disk.")
-        if write:
-            self.written_bytes += sum(piece.length for piece in pieces[first : first + count])
+            raise EngineClosed("the model was released from its engine, which freed what was on disk.")
         return self._pool.submit(pieces, first, count, address, write=write, keep=(keep, self))
 
-    def wait(self, transfer: native.Transfer) -> None:
-        """Wait for a transfer; raise `DiskFailed` if it failed."""
+    def wait(self, transfer: native.Transfer, writes: int) -> int:
+        """Wait for a transfer that writes this many bytes of states, or reads; raise `DiskFailed` if it failed.
+
+        Returns the bytes that moved.
+        """
         try:
-            transfer.wait()
+            moved = transfer.wait()
         except native.TransferFailed as fault:
             raise self._failed(fault) from fault
+        if writes:
+            with self._lock:
+                self.written_bytes += moved
+                self.covered_bytes += writes
+        return moved
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that writing everything once writes; estimated for what is coded."""
+        saved = 0 if self.ratio is None else self.coded_bytes * (1 - self.ratio)
+        return self.changing_bytes - int(saved)
+
+    @property
+    def changing_bytes(self) -> int:
+        """Bytes that a step changes, before they are coded."""
+        return self.padded_bytes - self.constant_bytes
 
     def close(self) -> None:
         """End the threads and close the files, which frees their space."""
@@ -165,7 +212,7 @@ class DiskMemory:
         return DiskFailed(f"{fault.strerror} (errno {fault.errno}) in {place}: check the drive (dmesg, smartctl).")
 
 
-def _aligned(nbytes: int) -> torch.Tensor:
+def aligned(nbytes: int) -> torch.Tensor:
     """Memory for direct I/O. A shared mapping: pages of private ones could be copied by a fork during a read."""
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 

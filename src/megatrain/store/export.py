@@ -29,7 +29,7 @@ class ExportTensor(StoreTensor):
 
     @property
     def copies(self) -> bool:
-        return self.dtype != self.slab.layout.dtype or self.slab.on_device
+        return self.dtype != self.slab.layout.dtype or self.slab.on_device or self.slab.weight_on_disk
 
     def host(self) -> torch.Tensor:
         """Contiguous values in host memory: a view of the store where it has this dtype."""
@@ -56,7 +56,9 @@ class ExportTensor(StoreTensor):
 
     def data_ptr(self) -> int:
         """Unique per tensor; not an address that can be read."""
-        return self.slab.weight.data_ptr() + int(self.geometry.storage_offset()) * self.slab.layout.dtype.itemsize
+        # What is on disk has no address; these are beyond those of any memory.
+        base = self.slab.weight.data_ptr() or (1 << 60) + (self.slab.index << 44)
+        return base + int(self.geometry.storage_offset()) * self.slab.layout.dtype.itemsize
 
     def untyped_storage(self) -> Any:
         """The part of a storage's interface that writers use to compare tensors and size shards."""
@@ -70,7 +72,7 @@ class SurvivingTensor(ExportTensor):
 
     def stored(self) -> torch.Tensor:
         # Failed updates would raise here.
-        return self._strided(self.slab.weight)
+        return self._within_segment(self.slab.read_weight(self.segment))
 
     def host(self) -> torch.Tensor:
         if self.slab.homes.states.tier != "disk":

@@ -37,6 +37,9 @@ class Buffer:
     def zero(self, start: int, end: int) -> None:
         self.bytes[start:end].zero_()
 
+    def holds_fp32(self) -> None:
+        """Say that all bytes are FP32 numbers. A tier may code them losslessly; this one does not."""
+
 
 class Memory(Protocol):
     """One tier."""
@@ -62,10 +65,17 @@ class Homes:
     """Whether a copy of the weight stays on the device between uses."""
     streams_states: bool = False
     """Whether states are streamed to the device for their update, given that weight and sum are held there."""
+    ram: Memory | None = None
+    """Memory for copies in transit; None: that of the weight."""
 
     def __post_init__(self) -> None:
         if self.weight.tier == "vram":
             assert self.states.tier == "vram", "a weight lives in GPU memory only together with its states"
+
+    @property
+    def transit(self) -> Memory:
+        """Where data waits on its way between the device and its home."""
+        return self.weight if self.ram is None else self.ram
 
     @classmethod
     def all_in(cls, memory: Memory) -> Homes:

@@ -46,6 +46,8 @@ class Moment:
         self._starts, nbytes = lay_out_areas(layout, width, signed)
         self.formats = {index: start.format for index, start in self._starts.items()}
         self.buffer = memory.allocate(nbytes, transferred=transferred)
+        if set(self.formats.values()) == {FP32}:
+            self.buffer.holds_fp32()
         self.bytes = self.buffer.bytes
 
     def with_storage(self, storage: torch.Tensor) -> Moment:

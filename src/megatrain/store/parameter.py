@@ -64,10 +64,11 @@ class StoreTensor(torch.Tensor):
         return self.stored().cpu()
 
     def stored(self) -> torch.Tensor:
-        """A view of the store (a copy for a scaled gradient); FP32 for a gradient that is a sum."""
+        """A view of the store (a copy of what is on disk, and of a scaled gradient); FP32 for a gradient that is a
+        sum."""
         if self.role == "weight":
             self.slab.settle()
-            return self._strided(self.slab.weight)
+            return self._within_segment(self.slab.read_weight(self.segment))
         gradient = self.slab.grad.read()
         values = self._strided(gradient.flat)
         return values if gradient.scale == 1.0 else values * gradient.scale
@@ -95,7 +96,8 @@ class StoreTensor(torch.Tensor):
         """Replace the values; a split master then equals the BF16 values exactly."""
         if self.role == "weight":
             self.slab.before_write()
-            self._strided(self.slab.weight).copy_(values)
+            with self.slab.changing_weight(self.segment) as weight:
+                self._within_segment(weight).copy_(values)
             if self.slab.residual is not None:
                 with self.slab.changing_residual(self.segment) as residual:
                     self._residual_view(residual).zero_()
@@ -122,11 +124,13 @@ class StoreTensor(torch.Tensor):
 
     def _residual_view(self, residual: torch.Tensor) -> torch.Tensor:
         """This tensor's part of the residual of its parameter."""
-        view, start = self.geometry, self.slab.layout.segments[self.segment].offset
         self._require_complete(self.slab.owned.numel)
-        return residual.as_strided(
-            view.size(), view.stride(), residual.storage_offset() + view.storage_offset() - start
-        )
+        return self._within_segment(residual)
+
+    def _within_segment(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor's part of a flat tensor that covers its parameter."""
+        view, start = self.geometry, self.slab.layout.segments[self.segment].offset
+        return flat.as_strided(view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start)
 
     # ---- attributes and methods
 

@@ -50,6 +50,8 @@ class Slab:
         """The slice whose states and gradient sum this process owns and updates; by default all of it."""
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
         self.weight = self._weight_buffer.view(layout.dtype)
+        """On the meta device if it is on disk."""
+        self.weight_on_disk = homes.weight.tier == "disk"
         self.residual: torch.Tensor | None = None
         """Low halves of a split master; allocated for the first that is not zero, or by an optimizer. On the meta
         device if states are on disk, as are the moments."""
@@ -88,18 +90,23 @@ class Slab:
         residual = [] if self._residual_buffer is None else [self._residual_buffer]
         return residual + [moment.buffer for moment in self.moments.values()]
 
+    @property
+    def weight_buffer(self) -> Buffer:
+        return self._weight_buffer
+
     def load(self, index: int, values: torch.Tensor) -> None:
         """Set one parameter from a tensor of any float dtype; a split master keeps FP32 values exactly."""
         self.before_write()
         segment, owned = self.layout.segments[index], self.owned.segments[index]
-        weight = self.weight[segment.offset : segment.end]
         values = values.detach().to("cpu").reshape(-1)
         if not self.split_master or values.dtype not in (torch.float32, torch.float16):
-            weight.copy_(values)
+            with self.changing_weight(index) as weight:
+                weight.copy_(values)
             if self._residual_buffer is not None:
                 self._residual_buffer.zero(owned.offset * 2, owned.end * 2)
             return
         with ExitStack() as stack:
+            weight = stack.enter_context(self.changing_weight(index))
             residual = None
             for start in range(0, segment.numel, PIECE):
                 high, low = split(values[start : start + PIECE].float())
@@ -112,6 +119,20 @@ class Slab:
                     low = low[max(0, owned.owned_start - start) : max(0, owned.owned_start + owned.numel - start)]
                     at = max(0, start - owned.owned_start)
                     residual[at : at + len(low)].copy_(low)
+
+    @contextmanager
+    def changing_weight(self, index: int) -> Iterator[torch.Tensor]:
+        """The weight of one parameter, flat, to be changed in place."""
+        with self._weight_buffer.changing(*self._weight_bytes(index)) as weight:
+            yield weight.view(self.layout.dtype)
+
+    def read_weight(self, index: int) -> torch.Tensor:
+        """The weight of one parameter, flat: a view, or a copy of what is on disk."""
+        return self._weight_buffer.read(*self._weight_bytes(index)).view(self.layout.dtype)
+
+    def _weight_bytes(self, index: int) -> tuple[int, int]:
+        segment, itemsize = self.layout.segments[index], self.layout.dtype.itemsize
+        return segment.offset * itemsize, segment.end * itemsize
 
     @contextmanager
     def changing_residual(self, index: int) -> Iterator[torch.Tensor]:

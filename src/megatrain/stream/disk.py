@@ -1,4 +1,5 @@
-"""States on disk: residual and moments are read into a staging buffer in RAM for their update, and written back.
+"""States on disk: residual and moments are read into a staging buffer in RAM for their update, and written back. So is
+the weight if it is on disk.
 
 Reads, updates and writes have lanes of their own. Two orders keep them apart: that of the staging buffer (*state in
 RAM*) and that of the slab's states (*state on disk*). After a step, the states that the next step is expected to update
@@ -16,6 +17,7 @@ from megatrain.geometry import ALIGN_BYTES, DISK_STAGING_SLOTS, round_up
 from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Memory
 from megatrain.store.slab import Slab
+from megatrain.stream.disk_weights import staged_bytes
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.rings import HostBuffers, Rings
 from megatrain.stream.states import StagedSpan
@@ -39,28 +41,43 @@ class _Staging(HostBuffers):
 
 
 class DiskStates(StagedSpan):
-    """A slab's weight in RAM and its states in a staging buffer, for one update."""
+    """A slab's states in a staging buffer and its weight, in RAM or in the same buffer, for one update."""
 
     def __init__(self, slab: Slab, staging: _Staging) -> None:
-        super().__init__(slab, staging.allocate_largest(), ALIGN_BYTES)
+        memory = staging.allocate_largest()
+        super().__init__(slab, memory, ALIGN_BYTES)
         self.staging = staging
+        self.roles: tuple[str, ...] = ("states",)
+        """What is read and written."""
         self.writes = [slab.orders["weight"], staging.order]
+        self._moved = [*self.copies]
+        self._weight: torch.Tensor | None = None
+        if slab.weight_on_disk:
+            self.roles, self.writes = ("weight", "states"), [staging.order]
+            self._weight = memory[_state_size(slab) :][: slab.layout.nbytes]
+            self._moved.append((self._weight, slab.weight_buffer))
 
-    def move(self, *, write: bool) -> None:
-        """Read or write all states."""
+    @property
+    def weight(self) -> torch.Tensor:
+        return super().weight if self._weight is None else self._weight.view(self.slab.layout.dtype)
+
+    def move(self, *, write: bool) -> int:
+        """Read or write all states. Returns the bytes that moved, which are fewer if some are coded."""
         transfers = []
-        for copy, buffer in self.copies:
+        for copy, buffer in self._moved:
             assert isinstance(buffer, DiskBuffer)
             transfers.append((buffer, buffer.transfer(copy.data_ptr(), write=write, keep=copy)))
         failed: DiskFailed | None = None
+        moved = 0
         for buffer, transfer in transfers:
             # The others use the staging buffer until they are done.
             try:
-                buffer.wait(transfer)
+                moved += buffer.wait(transfer, write=write)
             except DiskFailed as error:
                 failed = failed or error
         if failed is not None:
             raise failed
+        return moved
 
 
 class DiskStream:
@@ -103,10 +120,9 @@ class DiskStream:
         def work() -> None:
             # A skipped step changes nothing.
             if staged.changed:
-                self._move(staged, write=True)
-                self._counters.bytes_disk_out += _size(slab)
+                self._counters.bytes_disk_out += self._move(staged, write=True)
 
-        on_disk = slab.open(writes=("states",))
+        on_disk = slab.open(writes=staged.roles)
         self._lanes.submit(
             "disk_out", "write states", work, reads=[staging.order], writes=on_disk.writes, label=slab.name
         )
@@ -133,25 +149,32 @@ class DiskStream:
     def _read(self, slab: Slab, staging: _Staging) -> DiskStates:
         staged = DiskStates(slab, staging)
         staging.content = None
-        on_disk = slab.open(reads=("states",))
+        on_disk = slab.open(reads=staged.roles)
 
         def work() -> None:
-            self._move(staged, write=False)
-            self._counters.bytes_disk_in += _size(slab)
+            self._counters.bytes_disk_in += self._move(staged, write=False)
 
         self._lanes.submit("disk_in", "read states", work, reads=on_disk.reads, writes=[staging.order], label=slab.name)
         staging.content = slab.index, slab.version
         return staged
 
-    def _move(self, staged: DiskStates, *, write: bool) -> None:
+    def _move(self, staged: DiskStates, *, write: bool) -> int:
         try:
-            staged.move(write=write)
+            return staged.move(write=write)
         except DiskFailed as error:
             done, lane = ("written", "disk_out") if write else ("read", "disk_in")
             said = f"the states of {staged.slab.name} could not be {done} (lane {lane}): {error} {self.progress()}"
-            self.failed = self.failed or DiskFailed(said)
+            self.note_failure(DiskFailed(said))
             raise DiskFailed(said) from error
+
+    def note_failure(self, error: DiskFailed) -> None:
+        """Stop training: every later step raises the first failure."""
+        self.failed = self.failed or error
+
+
+def _state_size(slab: Slab) -> int:
+    return sum(round_up(buffer.nbytes, ALIGN_BYTES) for buffer in slab.state_buffers())
 
 
 def _size(slab: Slab) -> int:
-    return sum(round_up(buffer.nbytes, ALIGN_BYTES) for buffer in slab.state_buffers())
+    return _state_size(slab) + (staged_bytes(slab) if slab.weight_on_disk else 0)

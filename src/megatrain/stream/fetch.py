@@ -20,6 +20,7 @@ import torch
 from megatrain.geometry import group_by_size, weight_slots
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Order, Ticket
+from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.rings import DeviceBuffers
 from megatrain.stream.transfer import Link
 from megatrain.telemetry.counters import WeightUses
@@ -83,7 +84,8 @@ class Lease:
 class Fetcher:
     """Copies weights to the device, on demand and ahead of time."""
 
-    def __init__(self, slabs: Sequence[Slab], slots: int, link: Link) -> None:
+    def __init__(self, slabs: Sequence[Slab], slots: int, link: Link, disk: DiskWeights | None = None) -> None:
+        self._disk = disk
         self.lock = threading.RLock()
         """Held while slots are filled, pinned or released, and while work that writes a slab is submitted, so that a
         copy's version number matches its content."""
@@ -248,10 +250,16 @@ class Fetcher:
             self._counters.grown_slots += 1
         # Assigned only after the copy was submitted: if that fails, the slot must not seem to hold the slab.
         slot.slab = None
-        span = slab.open(reads=("weight",))
-        copies = [(slot.view(slab), span.weight, span.pinned)]
+        if slab.weight_on_disk:
+            assert self._disk is not None
+            weight, pinned, staged = self._disk.stage(slab)
+            reads = [staged]
+        else:
+            span = slab.open(reads=("weight",))
+            weight, pinned, reads = span.weight, span.pinned, span.reads
         lane = "refresh" if slab.homes.holds_weight else "h2d"
-        self._link.copy(lane, "fetch", copies, reads=span.reads, writes=[slot.order], label=slab.name)
+        copies = [(slot.view(slab), weight, pinned)]
+        self._link.copy(lane, "fetch", copies, reads=reads, writes=[slot.order], label=slab.name)
         slot.slab, slot.version = slab, slab.version
         slot.used = next(self._clock)
         self._counters.fetches += 1

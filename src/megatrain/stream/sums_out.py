@@ -28,7 +28,7 @@ class _Buffers:
     def allocate(self, slab: Slab, gradient: Snapshot) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
         """The tensor in RAM, whether it is pinned, and the tensor to round to on the device (None: already rounded)."""
         dtype, nbytes = slab.owned.dtype, slab.owned.nbytes
-        buffer = self.host.allocate(self._nbytes, slab.homes.weight)
+        buffer = self.host.allocate(self._nbytes, slab.homes.transit)
         rounded = None if gradient.flat.dtype == dtype else self.device.allocate(self._nbytes)[:nbytes].view(dtype)
         return buffer.bytes[:nbytes].view(dtype), buffer.pinned, rounded
 
@@ -51,7 +51,7 @@ class SumsOut:
     def stop_holding(self, slabs: Iterable[Slab]) -> None:
         for slab in slabs:
             for buffers in self.rings.of(slab):
-                buffers.host.free(slab.homes.weight)
+                buffers.host.free(slab.homes.transit)
                 buffers.device.free()
 
     def send(self, slab: Slab, gradient: Snapshot) -> Snapshot:
