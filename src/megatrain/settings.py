@@ -143,6 +143,9 @@ class Settings(_Choices, metaclass=_HadDebug):
     weights_on_disk: Sequence[str] = ()
     """Patterns of block names. Their frozen weights are on disk, in `offload_dir`, and are read for every use. Weights
     that train are there too if the block is also in `on_disk`."""
+    gradients_on_disk: Sequence[str] = ()
+    """Patterns of block names that are also in `on_disk`. Their gradients are written to `offload_dir` in the backward
+    and read for the update. Gradients of further micro-batches are summed in RAM, so use one window per step."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool | str = "auto"

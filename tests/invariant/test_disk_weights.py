@@ -1,4 +1,4 @@
-"""Weights on disk give the bits of weights in RAM, whether they train or not."""
+"""Weights and gradients on disk give the bits of those in RAM; weights, whether they train or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 
 def all_on_disk(folder: Path, patterns: tuple[str, ...] = EVERYTHING) -> dict[str, Any]:
-    return {**on_disk(folder), "weights_on_disk": patterns}
+    return {**on_disk(folder), "weights_on_disk": patterns, "gradients_on_disk": patterns}
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["early", "clipped"])
@@ -123,7 +123,7 @@ def test_a_release_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_train_need_their_states_on_disk(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"whose weights train: .* name it in on_disk too"):
+    with pytest.raises(SettingsError, match=r"which trains: .* name it in on_disk too"):
         engine_of(Stack(), offload_dir=tmp_path, weights_on_disk=["*"], allow_tmpfs=True)
     with pytest.raises(SettingsError, match="name a directory"):
         engine_of(Stack(), weights_on_disk=["*"])

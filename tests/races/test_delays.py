@@ -27,7 +27,7 @@ from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes, Work
 
 MAX_DELAY = 3e-4
 ON_DISK: dict[str, Any] = {"offload_dir": tempfile.gettempdir(), "on_disk": ("*",), "allow_tmpfs": True}
-WEIGHTS_ON_DISK: dict[str, Any] = {**ON_DISK, "weights_on_disk": ("*",)}
+ALL_ON_DISK: dict[str, Any] = {**ON_DISK, "weights_on_disk": ("*",), "gradients_on_disk": ("*",)}
 SEEDS = 200
 CHUNK = 20
 
@@ -198,20 +198,20 @@ def early_disk(lanes: Lanes) -> list[Any]:
     return early(lanes, **ON_DISK)
 
 
-def disk_weights(lanes: Lanes) -> list[Any]:
-    """Weights and states on disk of all blocks; a held weight and a held sum."""
-    return train(lanes, "bf16", held_weights=("layers.0",), held_gradients=("layers.1",), **WEIGHTS_ON_DISK)
+def all_on_disk(lanes: Lanes) -> list[Any]:
+    """Weights, states and gradients on disk of all blocks; a held weight and a held sum."""
+    return train(lanes, "bf16", held_weights=("layers.0",), held_gradients=("layers.1",), **ALL_ON_DISK)
 
 
-def interfere_disk_weights(lanes: Lanes) -> list[Any]:
-    return interfere(lanes, **WEIGHTS_ON_DISK)
+def interfere_all_on_disk(lanes: Lanes) -> list[Any]:
+    return interfere(lanes, **ALL_ON_DISK)
 
 
 def more_slots_than_staging(lanes: Lanes) -> list[Any]:
-    """Weights on disk of more layers than there are staging buffers, and a slot for each."""
+    """Everything on disk of more layers than there are staging buffers, and a slot for each."""
     model = Stack(depth=8)
-    engine = engine_of(model, lanes=lanes, slots=7, **WEIGHTS_ON_DISK)
-    optimizer = engine.optimizer(lr=0.1)
+    engine = engine_of(model, lanes=lanes, slots=7, grad_slots=4, **ALL_ON_DISK)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=0.5)
     for step in range(3):
         model(inputs(step)).square().mean().backward()
         optimizer.step()
@@ -351,7 +351,7 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
     "scenario",
     [
         language_model, not_updated, windows, one_layer, early, held, resident, tied, streamed_states, rewritten,
-        interfere_streamed, disk, interfere_disk, early_disk, disk_weights, interfere_disk_weights,
+        interfere_streamed, disk, interfere_disk, early_disk, all_on_disk, interfere_all_on_disk,
         more_slots_than_staging,
     ],
 )  # fmt: skip
@@ -422,10 +422,14 @@ NEEDED = [
     MissingWait("disk_update", "update", "gradient written", "d2h", early_disk, lag=1e-2),
     MissingWait("disk_update", "update", "sum buffer written", "sums_out", disk, lag=1e-2),
     MissingWait("disk_out", "write states", "staged states written", "disk_update", disk, lag=1e-2),
-    MissingWait("disk_weights", "read weight", "weight written", "disk_out", disk_weights, lag=1e-2),
+    MissingWait("disk_weights", "read weight", "weight written", "disk_out", all_on_disk, lag=1e-2),
     MissingWait("disk_weights", "read weight", "staged weight read", "h2d", more_slots_than_staging),
-    MissingWait("h2d", "fetch", "staged weight written", "disk_weights", disk_weights),
-    MissingWait("refresh", "fetch", "staged weight written", "disk_weights", disk_weights),
+    MissingWait("h2d", "fetch", "staged weight written", "disk_weights", all_on_disk),
+    MissingWait("refresh", "fetch", "staged weight written", "disk_weights", all_on_disk),
+    MissingWait("d2h", "land", "staged gradient read", "disk_out", more_slots_than_staging, lag=1e-2),
+    MissingWait("disk_out", "write gradient", "staged gradient written", "d2h", all_on_disk, lag=1e-2),
+    MissingWait("disk_in", "read gradient", "gradient written", "disk_out", all_on_disk, lag=1e-2),
+    MissingWait("disk_update", "update", "staged gradient written", "disk_in", all_on_disk, lag=1e-2),
     MissingWait("update", "norm", "update", "disk_update", partial_step, lag=1e-2),
     MissingWait("compute", "", "slot written", "h2d", train),
     MissingWait("compute", "", "gradient slot read", "d2h", train),
@@ -466,6 +470,14 @@ IMPLIED = {
     ("disk_out", "write states", "states read"),
     # A read of a weight that its write can overtake was a wrong prefetch, and its slot is stale.
     ("disk_out", "write states", "weight read"),
+    # The buffers of gradients are used in the order of those of states, and states are read first on the same lane.
+    ("disk_in", "read gradient", "staged gradient read"),
+    ("disk_in", "read gradient", "staged gradient written"),
+    # A gradient that was copied to the buffer was written from it, or read from it by the update.
+    ("d2h", "land", "staged gradient written"),
+    # The next forward waits for the update, which waited for the gradient.
+    ("disk_out", "write gradient", "gradient read"),
+    ("disk_out", "write gradient", "gradient written"),
     # A write that an update overtakes is followed by another one.
     ("disk_update", "update", "staged states read"),
     ("disk_update", "update", "weight read"),
@@ -474,7 +486,7 @@ IMPLIED = {
 }
 """Waits that others already imply. One that becomes necessary must move to NEEDED."""
 SCENARIOS = (train, interfere, not_updated, windows, one_layer, early, language_model, held, interfere_held, resident,
-             tied, streamed_states, rewritten, interfere_streamed, disk, early_disk, disk_weights,
+             tied, streamed_states, rewritten, interfere_streamed, disk, early_disk, all_on_disk,
              more_slots_than_staging, partial_step)  # fmt: skip
 
 

@@ -40,6 +40,7 @@ from megatrain.store.slab import Slab
 from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
 from megatrain.stream.disk import DiskStream
+from megatrain.stream.disk_gradients import DiskGradients
 from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
@@ -142,11 +143,12 @@ class Attachment:
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
         weights = DiskWeights(slabs, self.placement.ram, lanes, counters)
         fetcher = Fetcher(fetched, settings.debug.slots, link, weights)
-        drain = Drain(slabs, settings.debug.grad_slots, link)
+        gradients = DiskGradients(slabs, self.placement.ram, lanes, counters)
+        drain = Drain(slabs, settings.debug.grad_slots, link, gradients)
         sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
         disk = DiskStream(slabs, self.placement.ram, lanes, counters)
-        weights.on_failure = disk.note_failure
+        weights.on_failure = gradients.on_failure = disk.note_failure
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor
@@ -157,7 +159,7 @@ class Attachment:
             lanes=lanes,
             fetcher=fetcher,
             drain=drain,
-            updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, disk, counters),
+            updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, disk, gradients, counters),
             activations=Activations(link, self.placement.ram),
             transformers_api=self.transformers_api,
             memory_limit=self.memory_limit,

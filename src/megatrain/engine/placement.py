@@ -9,7 +9,7 @@ import torch
 
 from megatrain.engine.drive import DriveLife
 from megatrain.errors import SettingsError
-from megatrain.geometry import DISK_STAGING_SLOTS, PATTERN_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
+from megatrain.geometry import DISK_SETTINGS, DISK_STAGING_SLOTS, PATTERN_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.hardware.validation import folders
@@ -22,6 +22,7 @@ from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
+from megatrain.stream.disk_gradients import staged_gradient_bytes
 from megatrain.stream.disk_weights import staged_bytes
 from megatrain.telemetry.notices import announce, warn
 
@@ -40,7 +41,7 @@ class Placement:
             ),
         )
         self.vram = DeviceMemory(device)
-        self.disk = self._open_disk() if settings.on_disk or settings.weights_on_disk else None
+        self.disk = self._open_disk() if any(getattr(settings, name) for name in DISK_SETTINGS) else None
         self.drive = DriveLife(self.disk, settings.drive_tbw, settings.max_drive_tb)
         self.ram_monitor = RamMonitor(held=lambda: self.ram.allocated_bytes, trim=self.ram.trim)
 
@@ -69,17 +70,25 @@ class Placement:
         # Reading a weight for its update costs as much as reading its states, so these go first.
         far = _matches(block, self._settings.weights_on_disk) and (on_disk or not trains)
         weight = self.disk if self.disk is not None and far else self.ram
-        return Homes(weight, states, sums, holds_weight=held, streams_states=streams_states, ram=self.ram)
+        gradients = self.disk if _matches(block, self._settings.gradients_on_disk) and on_disk and not summed else None
+        return Homes(
+            weight, states, sums, holds_weight=held, streams_states=streams_states, ram=self.ram, gradients=gradients
+        )
 
     def check(self, blocks: Sequence[str], slabs: Sequence[Slab]) -> None:
-        """Raise if a pattern matches no block, or no weight that can be on disk."""
-        for pattern in self._settings.weights_on_disk:
-            found = [slab for slab in slabs if fnmatch(slab.name, pattern) and not slab.on_device]
-            if found and not any(slab.weight_on_disk for slab in found):
-                raise SettingsError(
-                    f"weights_on_disk={pattern!r} matches {found[0].name}, whose weights train: they can be on disk "
-                    "only together with their states, so name it in on_disk too."
-                )
+        """Raise if a pattern matches no block, or nothing that can be on disk."""
+        for setting, what, on_disk in (
+            ("weights_on_disk", "weights", {slab.name for slab in slabs if slab.weight_on_disk}),
+            ("gradients_on_disk", "gradients", {slab.name for slab in slabs if slab.homes.gradients is not None}),
+        ):
+            for pattern in getattr(self._settings, setting):
+                found = [s.name for s in slabs if fnmatch(s.name, pattern) and s.trains and not s.on_device]
+                if found and not any(fnmatch(name, pattern) for name in on_disk):
+                    raise SettingsError(
+                        f"{setting}={pattern!r} matches {found[0]}, which trains: its {what} can be on disk only "
+                        "together with its states, so name it in on_disk too"
+                        + ("." if what == "weights" else ", and not in held_gradients.")
+                    )
         for setting in PATTERN_SETTINGS:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
@@ -100,12 +109,16 @@ class Placement:
         needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0, "disk": 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
-            needed[slab.homes.sums.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
+            waiting = slab.homes.sums if slab.homes.gradients is None else slab.homes.gradients
+            needed[waiting.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
         streamed = [slab for slab in slabs if slab.streams_states]
         for ring in group_by_size(streamed, lambda slab: slab.layout.nbytes):
             needed["vram"] += min(STAGING_SLOTS, len(ring)) * max(
                 slab.state_bytes(rule.moments, width) for slab in ring
             )
+        staged = [slab for slab in slabs if slab.homes.gradients is not None]
+        for ring in group_by_size(staged, lambda slab: slab.owned.nbytes):
+            needed["ram"] += min(DISK_STAGING_SLOTS, len(ring)) * staged_gradient_bytes(ring[0])
         staged = [slab for slab in slabs if slab.homes.states is self.disk]
         for ring in group_by_size(staged, lambda slab: slab.layout.nbytes):
             largest = max(

@@ -9,6 +9,7 @@ import torch
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import (
+    DISK_SETTINGS,
     DISK_STAGING_SLOTS,
     MIN_COMPRESSED_NUMEL,
     OPTIMIZER_MOMENTS,
@@ -52,8 +53,9 @@ def with_states_on_disk(
     Changes nothing without `offload_dir`, or if a plan or the user has decided.
     """
     directories = folders(settings.offload_dir)
-    if (settings.on_disk or settings.weights_on_disk) and not directories:
-        raise SettingsError("on_disk and weights_on_disk name blocks; name a directory for them with offload_dir.")
+    named = [name for name in DISK_SETTINGS if getattr(settings, name)]
+    if named and not directories:
+        raise SettingsError(f"{' and '.join(named)} name blocks; name a directory for them with offload_dir.")
     if not directories or settings.plan is not None or "on_disk" in settings.given:
         return settings
     needs = [need for need in _needs(settings, model, specs, precision, kind) if need.weights]

@@ -21,6 +21,7 @@ from megatrain.store.gradient import Gradient, Snapshot
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Ticket, Wait
 from megatrain.stream.disk import DiskStates, DiskStream
+from megatrain.stream.disk_gradients import DiskGradients
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.norm import global_norm, gradient_square_sum, snapshot_square_sum
 from megatrain.stream.states import StagedStates, StateStream
@@ -76,6 +77,7 @@ class Updates:
     sums_out: SumsOut
     states: StateStream
     disk: DiskStream
+    gradients: DiskGradients
     counters: Counters
 
     def __post_init__(self) -> None:
@@ -188,6 +190,7 @@ class Updates:
                 self.sums_out.allocate(slab, gradients[slab.index])
                 self.states.allocate(slab)
                 self.disk.allocate(slab)
+                self.gradients.allocate(slab)
         early = self._take_early(rules, owner)
         if not early.started:
             self._updated = []
@@ -288,7 +291,7 @@ class Updates:
         staged = self.states.stage(slab) or self.disk.stage(slab)
         state = staged or slab.open(writes=("weight", "states"))
         tier = "vram" if isinstance(staged, StagedStates) else slab.homes.states.tier
-        gradient = gradient if tier == "vram" else self.sums_out.send(slab, gradient)
+        gradient = gradient if tier == "vram" else self.gradients.fetch(slab, self.sums_out.send(slab, gradient))
         updated = self._updated
 
         def work() -> None:

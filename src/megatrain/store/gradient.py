@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from megatrain.store.ticket import Order
 
 ADD_CHUNK_ELEMENTS = 1 << 20
 """Elements of a BF16 gradient that are added to an FP32 sum at once on the CPU: PyTorch first makes an FP32 copy."""
+RESTORE_BYTES = 64 << 20
+"""Bytes of a gradient on disk that are read back to RAM at once."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Snapshot:
     """Before scaling."""
     scale: float = 1.0
     order: Order = field(default_factory=lambda: Order("gradient"))
+    on_disk: Buffer | None = None
+    """Where the values are, if they are on disk; `parts` then has no memory (stream/disk_gradients.py)."""
 
     @property
     def flat(self) -> Tensor:
@@ -72,11 +76,42 @@ class Part:
         self.square_sum: Tensor | None = None
         """FP64 sum of squares of the rounded gradient, if the device computed it."""
         self.order = wait_before_fork(Order("gradient"))
+        self.on_disk = False
+        """Whether the gradient is in `disk_buffer`. Whatever uses `landing` or `flat` reads it back to RAM first."""
+        self._disk_buffer: Buffer | None = None
 
     @property
     def landing(self) -> Buffer:
         """The buffer in the gradient dtype that copies from the device arrive in."""
-        return self._buffer(self.dtype)
+        buffer = self._buffer(self.dtype)
+        if self.on_disk:
+            for start in range(0, buffer.nbytes, RESTORE_BYTES):
+                end = min(start + RESTORE_BYTES, buffer.nbytes)
+                buffer.bytes[start:end].copy_(self.values_on_disk(start, end))
+            self.on_disk = False
+        return buffer
+
+    @property
+    def disk_buffer(self) -> Buffer:
+        if self._disk_buffer is None:
+            assert self._gradient.homes.gradients is not None
+            nbytes = self._gradient.layout.numel * self.dtype.itemsize
+            self._disk_buffer = self._gradient.homes.gradients.allocate(nbytes, transferred=False)
+        return self._disk_buffer
+
+    def move_to_disk(self) -> Buffer:
+        """The buffer on disk that is about to be written with the whole gradient. Frees the one in RAM."""
+        buffer = self.disk_buffer
+        if self.dtype in self.buffers:
+            self.order.until_writable()
+            self._free(self.dtype)
+        self.on_disk = True
+        return buffer
+
+    def values_on_disk(self, start: int, end: int) -> Tensor:
+        """A copy of some bytes of a gradient on disk."""
+        self.order.until_readable()
+        return self.disk_buffer.read(start, end)
 
     @property
     def sum_buffer(self) -> Buffer:
@@ -84,8 +119,7 @@ class Part:
 
     @property
     def flat(self) -> Tensor:
-        dtype = torch.float32 if self.summed else self.dtype
-        return self._buffer(dtype).view(dtype)
+        return self.sum_buffer.view(torch.float32) if self.summed else self.landing.view(self.dtype)
 
     def _buffer(self, dtype: torch.dtype) -> Buffer:
         if dtype not in self.buffers:
@@ -141,7 +175,7 @@ class Part:
 
     def clear(self) -> None:
         self.present.clear()
-        self.summed, self.rounded, self.square_sum = False, True, None
+        self.summed, self.rounded, self.square_sum, self.on_disk = False, True, None, False
 
     def free_unused(self) -> None:
         """Free the buffers if no gradient is present; the next gradient allocates them again."""
@@ -205,8 +239,10 @@ class Gradient:
         """The gradient, merged. It stays valid while a step uses it: `zero_grad` frees no buffer, and later writers
         wait for the update that reads them."""
         part = self.merged()
-        parts = ((part.flat, frozenset(part.present)),)
-        return Snapshot(self.layout, parts, part.dtype, part.square_sum, self.scale, part.order)
+        on_disk = part.disk_buffer if part.on_disk else None
+        flat = part.flat if on_disk is None else on_disk.view(part.dtype)
+        parts = ((flat, frozenset(part.present)),)
+        return Snapshot(self.layout, parts, part.dtype, part.square_sum, self.scale, part.order, on_disk)
 
     def read(self) -> Snapshot:
         """The gradient for users to read. Parts are not merged, since reading must not change the order of a sum."""
@@ -214,7 +250,12 @@ class Gradient:
             part.order.until_readable()
         active = self.active()
         if len(active) < 2:
-            return self.snapshot()
+            found = self.snapshot()
+            if found.on_disk is None:
+                return found
+            # A copy, so that reading all gradients does not fill RAM.
+            flat = active[0].values_on_disk(0, found.on_disk.nbytes).view(found.dtype)
+            return replace(found, parts=((flat, found.present),), on_disk=None)
         parts = tuple((part.flat, frozenset(part.present)) for part in active)
         return Snapshot(self.layout, parts, active[0].dtype, scale=self.scale)
 
@@ -243,6 +284,9 @@ class Gradient:
         self.refuse_late(self)
         for part in self.parts.values():
             part.present.discard(index)
+            if part.square_sum is not None and part.on_disk:
+                # The norm of the rest is computed from values in RAM.
+                part.landing  # noqa: B018
             part.square_sum = None
             if not part.present:
                 part.clear()

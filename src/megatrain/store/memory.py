@@ -67,6 +67,8 @@ class Homes:
     """Whether states are streamed to the device for their update, given that weight and sum are held there."""
     ram: Memory | None = None
     """Memory for copies in transit; None: that of the weight."""
+    gradients: Memory | None = None
+    """Where a gradient that is complete waits for its update; None: where sums are."""
 
     def __post_init__(self) -> None:
         if self.weight.tier == "vram":

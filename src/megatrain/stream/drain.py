@@ -18,6 +18,7 @@ from megatrain.store.memory import Buffer
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
 from megatrain.stream.add import add_each
+from megatrain.stream.disk_gradients import DiskGradients
 from megatrain.stream.lanes import Work
 from megatrain.stream.norm import square_sum
 from megatrain.stream.rings import DeviceBuffers, HostBuffers, Rings
@@ -53,8 +54,8 @@ class GradSlot(DeviceBuffers):
 class Drain:
     """Moves gradients from compute to the store."""
 
-    def __init__(self, slabs: Sequence[Slab], slots: int, link: Link) -> None:
-        self.link, self._lanes = link, link.lanes
+    def __init__(self, slabs: Sequence[Slab], slots: int, link: Link, disk: DiskGradients | None = None) -> None:
+        self.link, self._lanes, self._disk = link, link.lanes, disk
         self._slabs = slabs
         self._staging = [HostBuffers("staging"), HostBuffers("staging")]
         # Frozen slabs have separate rings without memory until one is unfrozen; the plan counts the others. Resident
@@ -70,7 +71,11 @@ class Drain:
 
     def unallocated_bytes(self) -> int:
         """Bytes of gradient buffers that the next backward will allocate."""
-        return sum(slab.owned.nbytes for slab in self._slabs if slab.trains and not slab.grad.allocated)
+        return sum(
+            slab.owned.nbytes
+            for slab in self._slabs
+            if slab.trains and not slab.grad.allocated and slab.homes.gradients is None
+        )
 
     def unallocated_slot_bytes(self) -> int:
         """Bytes of gradient slots that the next backward will allocate."""
@@ -122,7 +127,12 @@ class Drain:
         flat = slab.owned.slice_flat(flat)
         slot.square_sum.copy_(square_sum(flat))
         norm = torch.zeros((), dtype=torch.float64, pin_memory=self.link.device.type == "cuda")
-        self._send("land", slab, slot, flat, part.landing, part.order, norm)
+        staging = None if self._disk is None else self._disk.staging(slab)
+        if self._disk is None or staging is None:
+            self._send("land", slab, slot, flat, part.landing, part.order, norm)
+        else:
+            self._send("land", slab, slot, flat, staging.whole(), staging.order, norm)
+            self._disk.write(slab, part, staging)
         part.square_sum = norm
 
     def land_sum(self, slab: Slab, part: Part, slot: GradSlot, flat: torch.Tensor) -> None:

@@ -1,0 +1,155 @@
+"""Gradients on disk: the bits of gradients in RAM, whatever reads or changes them before the step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.invariant.test_disk_weights import all_on_disk
+from tests.parity import zoo
+from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
+
+from megatrain.errors import DiskFailed, LaneFailed, SettingsError
+from megatrain.stream.lanes import SyncLanes, ThreadLanes
+
+Between = Callable[[Stack, Any], Any]
+
+
+def backward(model: Stack, seed: int) -> None:
+    model(inputs(seed)).square().mean().backward()
+
+
+def on_disk(engine: Any) -> list[bool]:
+    """Whether each layer's gradient is on disk. A parameter outside all blocks may get several gradients, so its own
+    is not."""
+    return [part.on_disk for slab in engine.slabs if slab.name != "Stack" for part in slab.grad.active()]
+
+
+def nothing(model: Stack, optimizer: Any) -> None:
+    pass
+
+
+def read(model: Stack, optimizer: Any) -> Any:
+    return gradients(model)
+
+
+def read_norms(model: Stack, optimizer: Any) -> Any:
+    return torch.stack([p.grad.float().norm() for p in model.parameters()])
+
+
+def write(model: Stack, optimizer: Any) -> None:
+    model.layers[1].scale.grad.mul_(3.0)
+    model.layers[0].scale.grad = torch.full((8,), 2.0)
+
+
+def drop(model: Stack, optimizer: Any) -> None:
+    model.layers[1].scale.grad = None
+
+
+def clip(model: Stack, optimizer: Any) -> Any:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).clone()
+
+
+def add(model: Stack, optimizer: Any) -> None:
+    backward(model, 77)
+
+
+def start_again(model: Stack, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    backward(model, 78)
+
+
+def without_a_layer(model: Stack, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(inputs(79), skip=(1,)).square().mean().backward()
+
+
+def train(between: Between, max_grad_norm: float | None, **settings: Any) -> list[Any]:
+    model = Stack(depth=5)
+    engine = engine_of(model, precision="bf16", **settings)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=max_grad_norm)
+    seen: list[Any] = []
+    for step in range(4):
+        backward(model, step)
+        seen.append(between(model, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(roles(engine))
+    engine.close()
+    return seen
+
+
+BETWEEN = [nothing, read, read_norms, write, drop, clip, add, start_again, without_a_layer]
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_use_before_the_step_is_bitwise(tmp_path: Path, between: Between, max_grad_norm: float | None) -> None:
+    expected = train(between, max_grad_norm, lanes=SyncLanes())
+    assert differences(train(between, max_grad_norm, lanes=SyncLanes(), **all_on_disk(tmp_path)), expected) == []
+    delayed = ThreadLanes(seed=1, max_delay=2e-4)
+    assert differences(train(between, max_grad_norm, lanes=delayed, **all_on_disk(tmp_path)), expected) == []
+
+
+def test_a_gradient_takes_no_ram_until_it_is_changed(tmp_path: Path) -> None:
+    model = Stack(depth=5)
+    engine = engine_of(model, **all_on_disk(tmp_path))
+    optimizer = engine.optimizer(lr=0.1)
+    backward(model, 0)
+    assert all(on_disk(engine))
+    assert [slab.name for slab in engine.slabs if slab.grad.allocated] == ["Stack"]
+    seen = gradients(model)
+    assert all(on_disk(engine)), "reading leaves it there"
+    model.layers[1].scale.grad.mul_(2.0)
+    changed = next(slab for slab in engine.slabs if slab.name == "layers.1")
+    assert [slab.name for slab in engine.slabs if slab.grad.allocated] == ["Stack", changed.name]
+    assert torch.equal(model.layers[1].scale.grad + 0, 2 * seen["layers.1.scale"])
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1)
+    assert all(on_disk(engine))
+    assert not changed.grad.allocated, "the memory is freed when the next gradient goes to disk"
+    engine.close()
+
+
+def test_tied_weights_are_summed_in_ram(tmp_path: Path) -> None:
+    def run(**settings: Any) -> list[Any]:
+        model = zoo.build("llama", tie_word_embeddings=True)
+        engine = engine_of(model, precision="bf16", **settings)
+        optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
+        for step in range(3):
+            model(**zoo.batch("llama", step, length=6)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen = [roles(engine), optimizer.grad_norm]
+        engine.close()
+        return seen
+
+    expected = run(lanes=SyncLanes())
+    assert differences(run(lanes=ThreadLanes(seed=1, max_delay=2e-4), **all_on_disk(tmp_path)), expected) == []
+
+
+def test_a_gradient_that_cannot_be_read_stops_training(tmp_path: Path) -> None:
+    model = Stack(depth=5)
+    engine = engine_of(model, lanes=ThreadLanes(), offload_dir=tmp_path, on_disk=["*"], gradients_on_disk=["*"],
+                       allow_tmpfs=True)  # fmt: skip
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
+    backward(model, 0)
+    engine.synchronize()
+    assert engine._placement.disk is not None
+    for file in engine._placement.disk.files:
+        os.ftruncate(file.descriptor, 0)
+    with pytest.raises((DiskFailed, LaneFailed), match=r"the gradient of .* could not be read .*truncated"):  # noqa: PT012
+        optimizer.step()
+        engine.synchronize()
+        optimizer.step()
+    engine._attached.close(1.0)
+
+
+def test_gradients_need_their_states_on_disk(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"gradients_on_disk='\*' .* name it in on_disk too"):
+        engine_of(Stack(), offload_dir=tmp_path, gradients_on_disk=["*"], allow_tmpfs=True)
