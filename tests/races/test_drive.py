@@ -59,9 +59,9 @@ class SlowDrive:
 
     longest = 2e-3
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, depth: int, backend: str) -> None:
         self.stored: dict[tuple[int, int], bytes] = {}
-        self._source = random.Random(threads)
+        self._source = random.Random(depth)
 
     def submit(self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object) -> Any:
         delay = self._source.uniform(0, self.longest)

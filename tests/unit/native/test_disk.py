@@ -17,9 +17,16 @@ from megatrain.native import disk
 PAGE = 4096
 
 
+@pytest.fixture(params=disk.BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "uring" and (why := disk.uring_refusal()):
+        pytest.skip(f"io_uring cannot be used here: {why}")
+    return str(request.param)
+
+
 @pytest.fixture
-def pool() -> Iterator[disk.Pool]:
-    made = disk.Pool(4)
+def pool(backend: str) -> Iterator[disk.Pool]:
+    made = disk.Pool(4, backend)
     yield made
     assert made.stop()
 
@@ -173,7 +180,7 @@ def test_no_space_is_reported_with_its_offset(pool: disk.Pool, file: int) -> Non
 
 
 def test_an_error_of_the_device_is_reported(pool: disk.Pool, file: int) -> None:
-    parts, source = written(pool, file)
+    parts, source = written(pool, file, 1)
     # Address 0 of a process cannot be read, which the kernel reports as EIO.
     with open("/proc/self/mem", "rb", buffering=0) as unreadable:
         os.dup2(unreadable.fileno(), file)
@@ -199,8 +206,8 @@ def test_the_pool_goes_on_after_a_fault(pool: disk.Pool, file: int) -> None:
     written(pool, file)
 
 
-def test_stopping_cancels_what_has_not_started(file: int) -> None:
-    pool = disk.Pool(1)
+def test_stopping_cancels_what_has_not_started(backend: str, file: int) -> None:
+    pool = disk.Pool(1, backend)
     parts, source = pieces(file, [1 << 20] * 64), memory(64 << 20)
     transfers = [pool.submit(parts, 0, 64, source.data_ptr(), write=True, keep=source) for _ in range(4)]
     assert pool.stop()
