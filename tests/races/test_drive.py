@@ -117,6 +117,12 @@ def test_a_slow_drive_changes_nothing(
     assert differences(train(lanes, tmp_path, offload_dir=tmp_path, **ON_DISK), expected) == []
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_real_drive_changes_nothing(seed: int, backend: str, expected: list[Any], tmp_path: Path) -> None:
+    lanes = ThreadLanes(seed=seed, max_delay=3e-4)
+    assert differences(train(lanes, tmp_path, offload_dir=tmp_path, disk_io=backend, **ON_DISK), expected) == []
+
+
 @pytest.mark.parametrize(
     "missing",
     [
