@@ -96,8 +96,6 @@ void Uring::wait() { enter(file_, 0, 1, IORING_ENTER_GETEVENTS); }
 bool Uring::next(void*& tag, ssize_t& result) {
     const unsigned head = *completed_head_;
     if (head == load(completed_tail_)) return false;
-    // Whatever was written before a submission can be read from here on.
-    load(submitted_tail_);
     const io_uring_cqe& entry = static_cast<const io_uring_cqe*>(completed_)[head & completed_mask_];
     tag = reinterpret_cast<void*>(static_cast<uintptr_t>(entry.user_data));
     result = entry.res == -EAGAIN || entry.res == -ECANCELED ? -EINTR : entry.res;

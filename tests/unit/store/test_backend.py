@@ -166,7 +166,7 @@ def test_an_engine_uses_the_chosen_backend(backend: str, tmp_path: Path) -> None
             optimizer.step()
             optimizer.zero_grad()
         found = roles(engine)
-        engine.close()
+        engine.release()
         return found, len(rings)
 
     on_disk, rings = trained(offload_dir=tmp_path, on_disk=["*"], allow_tmpfs=True, disk_io=backend)
