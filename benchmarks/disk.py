@@ -1,17 +1,20 @@
 """How fast states move to and from a drive: the I/O engine alone, and in training.
 
-    PYTHONPATH=src python -m benchmarks.disk /mnt/nvme/scratch [MORE_DIRECTORIES] [--gb 8] [--seconds 10]
+    PYTHONPATH=src python -m benchmarks.disk /mnt/nvme/scratch [MORE_DIRECTORIES] [--gb 8] [--seconds 10] [--repeats 3]
     PYTHONPATH=src python -m benchmarks.disk /mnt/nvme/scratch --train --layers 8 --hidden 2048 [--steps 8]
 
-Alone: reads, writes, and both at once, of extents that were written before, for several sizes of pieces and numbers of
-threads. In training: a Llama whose states are all on disk; bytes read and written per second of the steps after the
-first two, as a share of what the I/O engine reaches alone with both at once.
+Alone: reads, writes, and both at once, of extents that were written before, by threads and by io_uring in turns, for
+several sizes of pieces and numbers of pieces at once; the median of the repeats, with the least and the most.
+
+In training: a Llama whose states are all on disk; bytes read and written per second of the steps after the first two,
+as a share of what the I/O engine reaches alone with both at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import megatrain as mt
+from megatrain.native.disk import BACKENDS
 from megatrain.store import disk
 from megatrain.store.disk import DiskBuffer, DiskMemory
 from megatrain.store.ram import HostMemory
@@ -40,7 +44,7 @@ class Extent:
 
     def move(self, *, write: bool) -> int:
         transfer = self.buffer.transfer(self.held.address, write=write, keep=self.held)
-        self.buffer.wait(transfer)
+        self.buffer.wait(transfer, write=write)
         return self.buffer.nbytes
 
 
@@ -52,10 +56,12 @@ def sustained(work: Callable[[], int], seconds: float) -> float:
     return moved / (now - begin)
 
 
-def alone(directories: list[str], nbytes: int, seconds: float, piece: int, threads: int) -> dict[str, float]:
+def alone(
+    directories: list[str], nbytes: int, seconds: float, piece: int, depth: int, backend: str
+) -> dict[str, float]:
     """Bytes per second of reads, of writes, and of both at once."""
-    disk.PIECE_BYTES, disk.THREADS = piece, threads
-    memory, ram = DiskMemory(directories), HostMemory(pin=False, threads=16)
+    disk.PIECE_BYTES, disk.THREADS = piece, depth
+    memory, ram = DiskMemory(directories, backend=backend), HostMemory(pin=False, threads=16)
     first, second = Extent(memory, ram, nbytes // 2), Extent(memory, ram, nbytes // 2)
     for extent in (first, second):
         extent.move(write=True)
@@ -75,6 +81,12 @@ def alone(directories: list[str], nbytes: int, seconds: float, piece: int, threa
         worker.join()
     memory.close()
     return rates | {"mixed": sum(both.values()), "mixed read": both["in"], "mixed write": both["out"]}
+
+
+def spread(rates: list[float]) -> str:
+    """The median; with the least and the most, if there are several."""
+    middle = f"{statistics.median(rates) / 1e9:.2f}"
+    return middle if len(rates) == 1 else f"{middle} ({min(rates) / 1e9:.2f} to {max(rates) / 1e9:.2f})"
 
 
 def train(directories: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +132,9 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=8, help="bytes on disk while measuring, in GB")
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
     parser.add_argument("--pieces", type=int, nargs="+", default=[8], help="MiB per transfer")
-    parser.add_argument("--threads", type=int, nargs="+", default=[8], help="per directory")
+    parser.add_argument("--depths", type=int, nargs="+", default=[8], help="pieces at once per directory")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
@@ -130,15 +144,21 @@ def main() -> None:
     parser.add_argument("--moments", default=False, help="bf16, 8bit or 4bit; default: FP32")
     parser.add_argument("--no-clipping", action="store_true")
     options = parser.parse_args()
-    rates: dict[str, float] = {}
+    mixed = 0.0
+    nbytes = int(options.gb * 1e9) & -8
     for piece in options.pieces:
-        for threads in options.threads:
-            rates = alone(options.directories, int(options.gb * 1e9) & -8, options.seconds, piece << 20, threads)
-            shown = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items())
-            print(f"{piece} MiB, {threads} threads: {shown}", flush=True)
+        for depth in options.depths:
+            rates: dict[str, list[dict[str, float]]] = {backend: [] for backend in options.backends}
+            for _ in range(options.repeats):
+                for backend, found in rates.items():
+                    found.append(alone(options.directories, nbytes, options.seconds, piece << 20, depth, backend))
+            for backend, found in rates.items():
+                shown = ", ".join(f"{name} {spread([each[name] for each in found])}" for name in found[0])
+                print(f"{piece} MiB, {depth} at once, {backend}: {shown} GB/s", flush=True)
+                mixed = max(mixed, statistics.median(each["mixed"] for each in found))
     if options.train:
-        found = train(options.directories, options)
-        print(json.dumps(found | {"share of mixed": found["rate"] / rates["mixed"]}, indent=2))
+        trained = train(options.directories, options)
+        print(json.dumps(trained | {"share of mixed": trained["rate"] / mixed}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// The C ABI of disk I/O: pieces of files, read and written by a pool of threads. Python declares the same in
+// The C ABI of disk I/O: pieces of files, read and written by a pool of threads or by io_uring. Python declares the same in
 // src/megatrain/native/disk.py.
 //
 // As in megatrain.h: functions that can fail return 0 or an errno value, and nothing throws. Nothing is synced: these
@@ -53,10 +53,20 @@ struct mt_disk_transfer;
 
 MT_API int mt_disk_describe(int file, struct mt_disk_file* found);
 
-// A pool of `threads` threads. It must be used by the process that started it only.
-MT_API int mt_disk_start(int threads, struct mt_disk** pool);
+// How pieces are transferred. Threads checksum and code them either way.
+enum mt_disk_backend {
+    MT_DISK_THREADS = 0,  // a thread for each piece under way, by pread and pwrite
+    MT_DISK_URING = 1,    // by io_uring, with a thread for each CPU
+};
 
-// Cancels pieces that were not started (ECANCELED) and ends the threads. ETIMEDOUT: some are still in a system call after
+// 0 if io_uring can be used here, else an errno value: ENOSYS (no such system call, or too old), EPERM or EACCES (not
+// allowed), ENOMEM (RLIMIT_MEMLOCK, before Linux 5.12).
+MT_API int mt_disk_uring(void);
+
+// A pool that has `depth` pieces under way. It must be used by the process that started it only.
+MT_API int mt_disk_start(int depth, int backend, struct mt_disk** pool);
+
+// Cancels pieces that were not started (ECANCELED) and ends the threads. ETIMEDOUT: some pieces are still under way after
 // `milliseconds`; its files and the memory of its transfers must then stay valid.
 MT_API int mt_disk_stop(struct mt_disk* pool, int milliseconds);
 

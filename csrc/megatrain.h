@@ -13,7 +13,7 @@
 #endif
 
 // Incremented when a signature or a meaning below changes; equal to ABI_VERSION in library.py.
-#define MT_ABI_VERSION 6
+#define MT_ABI_VERSION 7
 
 #ifdef __cplusplus
 extern "C" {

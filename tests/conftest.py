@@ -11,6 +11,7 @@ import torch
 
 from megatrain import settings
 from megatrain.model import loading
+from megatrain.native import disk
 
 # Background jobs of a shell ignore SIGINT, and their children inherit that. Tests of Ctrl-C need Python's handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,3 +34,11 @@ def announced(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Captures MegaTrain's notices; `announced.messages` lists them."""
     caplog.set_level("INFO", logger="megatrain")
     return caplog
+
+
+@pytest.fixture(params=disk.BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Both ways to read and write a drive."""
+    if request.param == "uring" and (why := disk.uring_refusal()):
+        pytest.skip(f"io_uring cannot be used here: {why}")
+    return str(request.param)

@@ -241,6 +241,12 @@ def regular_files(directory: AnyPath) -> list[Path]:
     return sorted(path for path in paths if stat.S_ISREG(path.lstat().st_mode))
 
 
+def cache_directory() -> Path | None:
+    """Where measurements are kept; None if there is neither XDG_CACHE_HOME nor a home directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if base == "~/.cache" else Path(base) / "megatrain"
+
+
 def free_bytes(path: AnyPath) -> int:
     """Bytes that this user can still write at `path`, which need not exist."""
     path = Path(os.path.abspath(path))

@@ -15,6 +15,7 @@ from megatrain.geometry import PATTERN_SETTINGS, POLICIES, PRECISIONS, WIDTHS
 COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
 KERNELS = ("native", "reference")
 CODINGS = ("auto", "always", "never")
+DISK_IO = ("auto", "threads", "uring")
 LANES = ("auto", "sync", "threads", "cuda")
 CHANGE_RESULTS = ("device", "precision", "optimizer_compression", "head_chunk", "compile")
 """The settings that change results."""
@@ -57,6 +58,9 @@ class Debug(_Choices):
     disk_coding: str = "auto"
     """Whether optimizer_compression="lossless" codes moments on disk: "auto" (if that is faster here), "always" or
     "never"."""
+    disk_io: str = "auto"
+    """How `offload_dir` is read and written: by "threads", by io_uring ("uring"), or "auto": by threads, unless
+    io_uring is measured to be faster there."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "grad_slots"):
@@ -66,6 +70,8 @@ class Debug(_Choices):
             raise SettingsError(f"lanes must be one of {', '.join(LANES)}, or a Lanes object, not {self.lanes!r}.")
         if self.disk_coding not in CODINGS:
             raise SettingsError(f"disk_coding must be one of {', '.join(CODINGS)}, not {self.disk_coding!r}.")
+        if self.disk_io not in DISK_IO:
+            raise SettingsError(f"disk_io must be one of {', '.join(DISK_IO)}, not {self.disk_io!r}.")
         if self.kernels not in KERNELS:
             raise SettingsError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}.")
 

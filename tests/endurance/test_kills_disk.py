@@ -29,7 +29,7 @@ def test_kills_leave_nothing_behind_and_change_nothing(tmp_path: Path, kills: in
         return mt.Trainer(model=model, args=args, train_dataset=small.rows(4))
 
     def worker(steps: int = 10_000) -> Any:
-        mt.init(device="cpu", offload_dir=drive.path / "scratch", on_disk=["*"])
+        mt.init(device="cpu", offload_dir=drive.path / "scratch", on_disk=["*"], debug=mt.Debug(disk_io="threads"))
         run = trainer(out, steps, save_strategy="steps", save_steps=3)
         run.train(resume_from_checkpoint=resumable())
         return run

@@ -81,12 +81,12 @@ def size_limit(file: int) -> Iterator[None]:
     ids=["flipped bit", "no space", "I/O error", "truncated", "short write"],
 )
 def test_training_stops_with_one_sentence(
-    tmp_path: Path, fault: Callable[[int], Any], said: str, lane: str, lanes: str
+    tmp_path: Path, fault: Callable[[int], Any], said: str, lane: str, lanes: str, backend: str
 ) -> None:
     model = Stack(depth=5)
     engine = engine_of(
         model, lanes=ThreadLanes() if lanes == "threads" else "sync", offload_dir=tmp_path, on_disk=["*"],
-        allow_tmpfs=True,
+        allow_tmpfs=True, disk_io=backend,
     )  # fmt: skip
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
 

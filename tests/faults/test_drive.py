@@ -6,6 +6,7 @@ Each test has an ext4 of its own on a loop device. Needs root; skipped elsewhere
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -30,6 +31,9 @@ from transformers import TrainerCallback
 import megatrain as mt
 from megatrain.errors import DiskFailed, DiskFull, LaneFailed, MegaTrainError
 from megatrain.hf.checkpoint_list import last_complete
+from megatrain.native import disk as native
+from megatrain.store.disk import aligned
+from megatrain.store.scratch import open_scratch
 
 Fault = Callable[[Drive, Any], None]
 
@@ -109,9 +113,9 @@ def check_nothing_is_left(drive: Drive) -> None:
 
 
 @FAULTS
-def test_an_engine_stops_with_one_sentence(drive: Drive, tmp_path: Path, fault: Fault, said: str) -> None:
+def test_an_engine_stops_with_one_sentence(drive: Drive, tmp_path: Path, fault: Fault, said: str, backend: str) -> None:
     model = Stack(depth=5)
-    engine = engine_of(model, offload_dir=drive.path, on_disk=["*"])
+    engine = engine_of(model, offload_dir=drive.path, on_disk=["*"], disk_io=backend)
     optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
 
     def steps(*seeds: int) -> None:
@@ -169,7 +173,7 @@ class AfterStep(TrainerCallback):  # type: ignore[misc]
 def test_a_trainer_stops_and_resumes(
     drive: Drive, tmp_path: Path, fault: Fault, said: str, expected: dict[str, Any], announced: Any
 ) -> None:
-    mt.init(device="cpu", offload_dir=drive.path, on_disk=["*"])
+    mt.init(device="cpu", offload_dir=drive.path, on_disk=["*"], debug=mt.Debug(disk_io="threads"))
     out = tmp_path / "out"
 
     def break_it() -> None:
@@ -222,11 +226,11 @@ def test_a_full_drive_is_refused_with_numbers(drive: Drive, tmp_path: Path) -> N
     drive.fill(keep=32 * MIB)
     said = rf"states need \S+ GB in {drive.path}, but only 0.03\d+ GB are free, of which 0.067 must stay free"
     model = Stack()
-    engine = engine_of(model, offload_dir=drive.path, on_disk=["*"])
+    engine = engine_of(model, offload_dir=drive.path, on_disk=["*"], disk_io="threads")
     with pytest.raises(DiskFull, match=said):
         engine.optimizer(lr=0.1)
     engine.release()
-    mt.init(device="cpu", offload_dir=drive.path, on_disk=["*"])
+    mt.init(device="cpu", offload_dir=drive.path, on_disk=["*"], debug=mt.Debug(disk_io="threads"))
     trainer = mt.Trainer(model=llama(), args=arguments(tmp_path / "out"), train_dataset=small.rows())
     with pytest.raises(DiskFull, match=said):
         trainer.train()
@@ -236,7 +240,7 @@ def test_a_full_drive_is_refused_with_numbers(drive: Drive, tmp_path: Path) -> N
 
 def test_reserved_space_cannot_be_taken(drive: Drive, tmp_path: Path, expected: dict[str, Any]) -> None:
     """Another program fills the file system in the middle of a run: nothing happens to the run."""
-    mt.init(device="cpu", offload_dir=drive.path, on_disk=["*"])
+    mt.init(device="cpu", offload_dir=drive.path, on_disk=["*"], debug=mt.Debug(disk_io="threads"))
     trainer = mt.Trainer(
         model=llama(), args=arguments(tmp_path / "out"), train_dataset=small.rows(),
         callbacks=[AfterStep(1, drive.fill)],
@@ -250,7 +254,7 @@ def test_a_drive_that_promised_too_much(tmp_path: Path) -> None:
     """A thin volume without space: the file system reserves, and the device below cannot write."""
     with mounted(tmp_path, 64, name="pool") as pool, mounted(pool.path, 256) as drive:
         model = Stack(depth=5)
-        engine = engine_of(model, offload_dir=drive.path, on_disk=["*"])
+        engine = engine_of(model, offload_dir=drive.path, on_disk=["*"], disk_io="threads")
         optimizer = engine.optimizer(lr=0.1)
         pool.fill()
 
@@ -283,7 +287,7 @@ def unmounted(drive: Drive) -> None:
 def test_a_directory_that_vanishes_does_not_matter(
     drive: Drive, tmp_path: Path, event: Callable[[Drive], None], expected: dict[str, Any]
 ) -> None:
-    mt.init(device="cpu", offload_dir=drive.path / "scratch", on_disk=["*"])
+    mt.init(device="cpu", offload_dir=drive.path / "scratch", on_disk=["*"], debug=mt.Debug(disk_io="threads"))
     trainer = mt.Trainer(
         model=llama(), args=arguments(tmp_path / "out"), train_dataset=small.rows(),
         callbacks=[AfterStep(3, lambda: event(drive))],
@@ -308,7 +312,7 @@ class Tell(TrainerCallback):
             print("ready", flush=True)
             sys.stdin.readline()
 
-mt.init(device="cpu", offload_dir=sys.argv[1], on_disk=["*"])
+mt.init(device="cpu", offload_dir=sys.argv[1], on_disk=["*"], debug=mt.Debug(disk_io=sys.argv[3]))
 args = small.arguments(sys.argv[2], max_steps=10_000, save_strategy="steps", save_steps=2)
 trainer = mt.Trainer(model=small.llama(num_hidden_layers=6), args=args, train_dataset=small.rows(), callbacks=[Tell()])
 try:
@@ -322,10 +326,12 @@ finally:
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["Ctrl-C", "SIGTERM"])
-def test_a_stalled_drive_can_be_interrupted(drive: Drive, tmp_path: Path, signals: list[signal.Signals]) -> None:
+def test_a_stalled_drive_can_be_interrupted(
+    drive: Drive, tmp_path: Path, signals: list[signal.Signals], backend: str
+) -> None:
     """The kernel ends a process only after its system calls, so it is gone when the drive responds again."""
     child = subprocess.Popen(
-        [sys.executable, "-c", STALLED, str(drive.path), str(tmp_path / "out")], text=True,
+        [sys.executable, "-c", STALLED, str(drive.path), str(tmp_path / "out"), backend], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert child.stdout is not None
@@ -355,3 +361,37 @@ def test_a_stalled_drive_can_be_interrupted(drive: Drive, tmp_path: Path, signal
     assert [path.name for path in (tmp_path / "out").glob("rescue-*")] == []
     check_nothing_is_left(drive)
     assert Path(last_complete(str(tmp_path / "out"))).name == "checkpoint-2"
+
+
+def test_a_pool_with_stalled_writes_stops_when_they_end(
+    drive: Drive, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "STOP_MS", 100)
+    file = open_scratch(drive.path)
+    pool, memory = native.Pool(4, backend), aligned(12 * MIB)
+    memory.view(torch.int64).random_()
+    pieces: Any = (native.Piece * 12)()
+    for piece in pieces:
+        piece.file, piece.length, piece.offset = file.descriptor, MIB, file.place(MIB)
+    file.reserve()
+    drive.freeze()
+    try:
+        transfer = pool.submit(pieces, 0, 12, memory.data_ptr(), write=True, keep=memory)
+        time.sleep(0.5)
+        assert not pool.stop()
+        assert not pool.stop()
+    finally:
+        drive.thaw()
+    # Four were under way and are written; the others were never begun.
+    with pytest.raises(native.TransferFailed) as caught:
+        transfer.wait()
+    assert caught.value.errno == errno.ECANCELED
+    monkeypatch.setattr(native, "STOP_MS", 30_000)
+    assert pool.stop()
+    found = aligned(12 * MIB)
+    assert os.preadv(file.descriptor, [memoryview(found.numpy())], 0) == 12 * MIB
+    assert [piece.written for piece in pieces] == [1] * 4 + [0] * 8
+    assert torch.equal(found[: 4 * MIB], memory[: 4 * MIB])
+    assert not found[4 * MIB :].any()
+    file.close()
+    drive.unmount()

@@ -59,9 +59,9 @@ class SlowDrive:
 
     longest = 2e-3
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, depth: int, backend: str) -> None:
         self.stored: dict[tuple[int, int], bytes] = {}
-        self._source = random.Random(threads)
+        self._source = random.Random(depth)
 
     def submit(self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object) -> Any:
         delay = self._source.uniform(0, self.longest)
@@ -115,6 +115,12 @@ def test_a_slow_drive_changes_nothing(
     monkeypatch.setattr(native, "Pool", SlowDrive)
     lanes = ThreadLanes(seed=seed, max_delay=3e-4)
     assert differences(train(lanes, tmp_path, offload_dir=tmp_path, **ON_DISK), expected) == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_real_drive_changes_nothing(seed: int, backend: str, expected: list[Any], tmp_path: Path) -> None:
+    lanes = ThreadLanes(seed=seed, max_delay=3e-4)
+    assert differences(train(lanes, tmp_path, offload_dir=tmp_path, disk_io=backend, **ON_DISK), expected) == []
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def test_debug_is_checked_and_completed_by_overrides() -> None:
 @pytest.mark.parametrize("name", DEBUG)
 def test_old_names_still_work_and_warn_where_they_are_used(name: str) -> None:
     value = {"slots": 1, "grad_slots": 1, "lanes": "sync", "kernels": "reference", "pin": False, "allow_tmpfs": True,
-             "disk_coding": "never"}[name]  # fmt: skip
+             "disk_coding": "never", "disk_io": "threads"}[name]  # fmt: skip
     for make in (
         lambda **old: mt.Settings(**old),
         lambda **old: mt.Settings().override(**old),

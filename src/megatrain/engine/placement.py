@@ -16,6 +16,7 @@ from megatrain.hardware.validation import folders
 from megatrain.optim.rules import Rule
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
+from megatrain.store.backend import choose_backend
 from megatrain.store.coding import choose_coding
 from megatrain.store.disk import DiskMemory
 from megatrain.store.memory import Homes
@@ -48,8 +49,9 @@ class Placement:
     def _open_disk(self) -> DiskMemory:
         directories, debug = folders(self._settings.offload_dir), self._settings.debug
         lossless = self._settings.optimizer_compression == "lossless"
-        ratio = choose_coding(directories, debug.disk_coding, debug.allow_tmpfs) if lossless else None
-        return DiskMemory(directories, allow_tmpfs=debug.allow_tmpfs, ratio=ratio)
+        backend = choose_backend(directories, debug.disk_io, debug.allow_tmpfs)
+        ratio = choose_coding(directories, debug.disk_coding, debug.allow_tmpfs, backend) if lossless else None
+        return DiskMemory(directories, allow_tmpfs=debug.allow_tmpfs, ratio=ratio, backend=backend)
 
     def homes(self, block: str, trains: bool = True) -> Homes:
         """The tiers of a block's weights that train, or of those that do not, of their states and gradient sums."""

@@ -222,14 +222,10 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
 
 def _cache_file(facts: dict[str, Any]) -> Path | None:
-    """The cache file; None if there is neither XDG_CACHE_HOME nor a home directory."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base:
-        base = os.path.expanduser("~/.cache")
-        if base == "~/.cache":
-            return None
+    """The cache file; None if there is no directory for it."""
+    base = files.cache_directory()
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(base) / "megatrain" / f"probe-{fingerprint}.json"
+    return None if base is None else base / f"probe-{fingerprint}.json"
 
 
 def _read_cache(file: Path, facts: dict[str, Any]) -> _Cached:

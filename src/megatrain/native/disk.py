@@ -1,4 +1,4 @@
-"""Disk I/O by native threads: pieces of files, each with a checksum. csrc/disk.h describes the functions.
+"""Disk I/O by native threads or io_uring: pieces of files, each with a checksum. csrc/disk.h describes the functions.
 
 Calls release the GIL. A pool belongs to the process that started it.
 """
@@ -17,6 +17,8 @@ POLL_MS = 1000
 STOP_MS = 3000
 FP32 = 1
 """MT_LOSSLESS_FP32 in csrc/lossless.h: the dtype of pieces that are coded."""
+BACKENDS = ("threads", "uring")
+"""In the order of `enum mt_disk_backend`."""
 _unfinished: list[object] = []
 """What transfers use that nobody waited for until their end. It must never be freed."""
 
@@ -78,6 +80,12 @@ def describe(file: int) -> FileKind:
     return FileKind(found.magic, (found.memory_align, found.offset_align) if found.align_known else None)
 
 
+def uring_refusal() -> str | None:
+    """Why io_uring cannot be used here; None if it can."""
+    code = int(library.load().mt_disk_uring())
+    return f"{os.strerror(code)} (errno {code})" if code else None
+
+
 def checksum(address: int, nbytes: int) -> int:
     """XXH64 of a range of memory."""
     return int(library.load().mt_disk_checksum(address, nbytes))
@@ -111,11 +119,12 @@ class Transfer:
 
 
 class Pool:
-    """Threads that read and write pieces."""
+    """Threads that read and write pieces, `depth` at once, themselves or by one of the other `BACKENDS`."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, depth: int, backend: str = "threads") -> None:
         self._handle: Any = ctypes.c_void_p()
-        library.check(library.load().mt_disk_start(threads, ctypes.byref(self._handle)), f"starting {threads} threads")
+        code = library.load().mt_disk_start(depth, BACKENDS.index(backend), ctypes.byref(self._handle))
+        library.check(code, f"starting disk I/O by {backend}, {depth} pieces at once")
 
     def submit(self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object) -> Transfer:
         """Transfer `count` pieces from number `first` of an array, from or to consecutive memory."""
@@ -126,7 +135,7 @@ class Pool:
         return Transfer(handle, (pieces, keep))
 
     def stop(self) -> bool:
-        """End the threads. False if one is stuck in a system call: files and memory must then stay as they are."""
+        """End the threads. False if a piece is stuck in the kernel: files and memory must then stay as they are."""
         if self._handle is not None and library.load().mt_disk_stop(self._handle, STOP_MS) == 0:
             self._handle = None
         return self._handle is None

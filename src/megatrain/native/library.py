@@ -20,7 +20,7 @@ import torch
 from megatrain.errors import NativeLibraryMissing
 from megatrain.geometry import WIDTHS
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """Equal to MT_ABI_VERSION in csrc/megatrain.h."""
 
 FILE_NAME = "libmegatrain.so"
@@ -124,7 +124,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "mt_lossless_encode": [_ADDRESS, _SIZE, _NUMBER, _ADDRESS, _SIZE, _SIZE_OUT, _NUMBER],
     "mt_lossless_decode": [_ADDRESS, _SIZE, _ADDRESS, _SIZE, _NUMBER, _NUMBER, _SIZE_OUT],
     "mt_disk_describe": [_NUMBER, _ADDRESS],
-    "mt_disk_start": [_NUMBER, _ADDRESS],
+    "mt_disk_uring": [],
+    "mt_disk_start": [_NUMBER, _NUMBER, _ADDRESS],
     "mt_disk_stop": [_ADDRESS, _NUMBER],
     "mt_disk_submit": [_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _NUMBER, _ADDRESS],
     "mt_disk_wait": [_ADDRESS, _NUMBER, _ADDRESS],

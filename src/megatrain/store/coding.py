@@ -19,7 +19,7 @@ TYPICAL_RATIO = 0.81
 
 
 def choose_coding(
-    directories: Sequence[str | os.PathLike[str]], choice: str, allow_tmpfs: bool = False
+    directories: Sequence[str | os.PathLike[str]], choice: str, allow_tmpfs: bool = False, backend: str = "threads"
 ) -> float | None:
     """The expected ratio of coded moments, or None if they are not to be coded. Announces the choice.
 
@@ -31,7 +31,7 @@ def choose_coding(
         announce("lossless: FP32 moments on disk are coded, as disk_coding='always' asks")
         return TYPICAL_RATIO
     try:
-        plain, coded, ratio = measure(directories, allow_tmpfs)
+        plain, coded, ratio = measure(directories, allow_tmpfs, backend)
     except DiskFull as error:
         announce(f"lossless: FP32 moments on disk are not coded, because this could not be measured: {error}")
         return None
@@ -43,9 +43,11 @@ def choose_coding(
     return ratio if pays else None
 
 
-def measure(directories: Sequence[str | os.PathLike[str]], allow_tmpfs: bool = False) -> tuple[float, float, float]:
+def measure(
+    directories: Sequence[str | os.PathLike[str]], allow_tmpfs: bool = False, backend: str = "threads"
+) -> tuple[float, float, float]:
     """Bytes of moments per second that are read and written at once, without and with coding; the coded ratio."""
-    memory = DiskMemory(directories, allow_tmpfs=allow_tmpfs, ratio=TYPICAL_RATIO)
+    memory = DiskMemory(directories, allow_tmpfs=allow_tmpfs, ratio=TYPICAL_RATIO, backend=backend)
     try:
         nbytes = THREADS * len(directories) * PIECE_BYTES
         buffers = memory.allocate(nbytes, transferred=False), memory.allocate(nbytes, transferred=False)

@@ -106,6 +106,7 @@ class DiskMemory:
         *,
         allow_tmpfs: bool = False,
         ratio: float | None = None,
+        backend: str = "threads",
     ) -> None:
         self.tier = "disk"
         self.allocated_bytes = self.padded_bytes = 0
@@ -123,7 +124,7 @@ class DiskMemory:
         self.files: list[ScratchFile] = []
         self._next = 0
         self._lock = threading.Lock()
-        self._pool = native.Pool(min(THREADS * len(directories), MAX_THREADS))
+        self._pool = native.Pool(min(THREADS * len(directories), MAX_THREADS), backend)
         self._close = weakref.finalize(self, _close, self._pool, self.files, self.owner)
         for directory in directories:
             self.files.append(open_scratch(Path(directory), allow_tmpfs))

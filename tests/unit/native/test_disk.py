@@ -3,14 +3,18 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import random
 import resource
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import forked
 
 from megatrain.native import disk
 
@@ -18,8 +22,8 @@ PAGE = 4096
 
 
 @pytest.fixture
-def pool() -> Iterator[disk.Pool]:
-    made = disk.Pool(4)
+def pool(backend: str) -> Iterator[disk.Pool]:
+    made = disk.Pool(4, backend)
     yield made
     assert made.stop()
 
@@ -165,6 +169,14 @@ def test_a_truncated_file_is_found(pool: disk.Pool, file: int) -> None:
     assert fault(pool, parts, source, write=False) == (errno.ENODATA, 2 * PAGE)
 
 
+@pytest.mark.parametrize("end", [0, 1, PAGE, PAGE + 1, 3 * PAGE - 1])
+def test_a_piece_that_ends_early_is_missing(pool: disk.Pool, file: int, end: int) -> None:
+    parts, source = pieces(file, [3 * PAGE]), memory(3 * PAGE, seed=1)
+    move(pool, parts, source, write=True)
+    os.ftruncate(file, end)
+    assert fault(pool, parts, source, write=False) == (errno.ENODATA, 0)
+
+
 def test_no_space_is_reported_with_its_offset(pool: disk.Pool, file: int) -> None:
     parts, source = written(pool, file)
     with open("/dev/full", "r+b", buffering=0) as full:
@@ -173,7 +185,7 @@ def test_no_space_is_reported_with_its_offset(pool: disk.Pool, file: int) -> Non
 
 
 def test_an_error_of_the_device_is_reported(pool: disk.Pool, file: int) -> None:
-    parts, source = written(pool, file)
+    parts, source = written(pool, file, 1)
     # Address 0 of a process cannot be read, which the kernel reports as EIO.
     with open("/proc/self/mem", "rb", buffering=0) as unreadable:
         os.dup2(unreadable.fileno(), file)
@@ -199,8 +211,8 @@ def test_the_pool_goes_on_after_a_fault(pool: disk.Pool, file: int) -> None:
     written(pool, file)
 
 
-def test_stopping_cancels_what_has_not_started(file: int) -> None:
-    pool = disk.Pool(1)
+def test_stopping_cancels_what_has_not_started(backend: str, file: int) -> None:
+    pool = disk.Pool(1, backend)
     parts, source = pieces(file, [1 << 20] * 64), memory(64 << 20)
     transfers = [pool.submit(parts, 0, 64, source.data_ptr(), write=True, keep=source) for _ in range(4)]
     assert pool.stop()
@@ -212,6 +224,126 @@ def test_stopping_cancels_what_has_not_started(file: int) -> None:
         except disk.TransferFailed as error:
             codes.append(error.errno)
     assert codes[-1] == errno.ECANCELED
+
+
+def test_many_transfers_at_once(pool: disk.Pool, file: int) -> None:
+    parts, source = pieces(file, [PAGE] * 512), memory(512 * PAGE, seed=1)
+    target = memory(512 * PAGE)
+    for tensor, write in ((source, True), (target, False)):
+        transfers = [
+            pool.submit(parts, at, 1, tensor.data_ptr() + at * PAGE, write=write, keep=tensor) for at in range(512)
+        ]
+        assert [transfer.wait() for transfer in reversed(transfers)] == [PAGE] * 512
+    assert torch.equal(source, target)
+
+
+def test_forks_while_pieces_are_under_way(pool: disk.Pool, file: int) -> None:
+    def mapped_rings() -> list[str]:
+        with open("/proc/self/maps") as maps:
+            return [line for line in maps if "io_uring" in line]
+
+    parts, source, target = pieces(file, [1 << 18] * 64), memory(16 << 20, seed=1), memory(16 << 20)
+    for turn in range(5):
+        source[turn :: 1 << 18] ^= 255
+        writing = pool.submit(parts, 0, 64, source.data_ptr(), write=True, keep=source)
+        assert forked.run(mapped_rings).value == []
+        assert writing.wait() == 16 << 20
+        reading = pool.submit(parts, 0, 64, target.data_ptr(), write=False, keep=target)
+        assert forked.run(os.getpid).raised is None
+        assert reading.wait() == 16 << 20
+        assert torch.equal(source, target)
+
+
+def test_threads_receive_no_signals(pool: disk.Pool, file: int) -> None:
+    written(pool, file)
+    seen = 0
+    for task in Path("/proc/self/task").iterdir():
+        fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        if fields["Name"].strip() == "megatrain-disk":
+            seen += 1
+            assert int(fields["SigBlk"], 16) >> (signal.SIGINT - 1) & 1
+            assert int(fields["SigBlk"], 16) >> (signal.SIGTERM - 1) & 1
+    assert seen >= 2
+
+
+class Model:
+    """Pieces in two files, one of them with direct I/O, and what each must contain."""
+
+    def __init__(self, seed: int) -> None:
+        self.source = random.Random(seed)
+        self.noise = memory(1 << 20, seed)
+        with tempfile.TemporaryFile() as buffered:
+            self.files = [os.dup(buffered.fileno())]
+        try:
+            self.files.append(os.open(tempfile.gettempdir(), os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600))
+        except OSError:
+            self.files.append(os.dup(self.files[0]))
+        self.parts = (disk.Piece * 64)()
+        self.expected = []
+        start = 0
+        for number, part in enumerate(self.parts):
+            direct = number % 2
+            length = self.source.randrange(1, 40) * PAGE
+            part.file, part.offset, part.length = self.files[direct], start, length
+            part.length -= 0 if direct or number % 4 else self.source.randrange(PAGE)
+            part.dtype = disk.FP32 if number % 3 == 0 and part.length % PAGE == 0 else 0
+            start += length
+            self.expected.append(torch.zeros(part.length, dtype=torch.uint8))
+
+    def content(self, number: int) -> torch.Tensor:
+        """New bytes for a piece. Those of pieces that are coded can be compressed."""
+        length = self.parts[number].length
+        at = self.source.randrange(len(self.noise) - length)
+        made = self.noise[at : at + length].clone()
+        if self.parts[number].dtype and self.source.random() < 0.8:
+            made.view(-1, 4)[:, 2:] = self.source.randrange(256)
+        return made
+
+    def begin(self, pool: disk.Pool, first: int, count: int) -> tuple[disk.Transfer, range, torch.Tensor | None]:
+        """Write or read some consecutive pieces: the transfer, their numbers, and the memory of a read."""
+        numbers = range(first, first + count)
+        held, write = memory(sum(self.parts[number].length for number in numbers), 0), self.source.random() < 0.5
+        if write:
+            for number in numbers:
+                self.expected[number] = self.content(number)
+            held.copy_(torch.cat([self.expected[number] for number in numbers]))
+        transfer = pool.submit(self.parts, first, count, held.data_ptr(), write=write, keep=held)
+        return transfer, numbers, None if write else held
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_transfers_agree_with_a_model(backend: str, seed: int) -> None:
+    pool, model = disk.Pool(6, backend), Model(seed)
+    coded = 0
+    for _ in range(30):
+        at, under_way = 0, []
+        while at < 64:
+            # The memory of the second piece of a transfer is aligned only if the first is whole pages.
+            count = 2 if at + 2 <= 64 and model.parts[at].length % PAGE == 0 and model.source.random() < 0.5 else 1
+            if model.source.random() < 0.9:
+                under_way.append(model.begin(pool, at, count))
+            at += count
+        model.source.shuffle(under_way)
+        for transfer, numbers, read in under_way:
+            moved = transfer.wait()
+            assert moved == sum(on_disk(model.parts[number]) for number in numbers)
+            if read is not None:
+                assert torch.equal(read, torch.cat([model.expected[number] for number in numbers]))
+        coded += sum(part.written and part.stored < part.length for part in model.parts)
+    assert pool.stop()
+    assert coded > 0
+    model.close()
+
+
+def on_disk(part: Any) -> int:
+    """The bytes of a piece in its file."""
+    if not part.written:
+        return 0
+    return int(part.length if part.stored == part.length else -(-part.stored // PAGE) * PAGE)
 
 
 def test_describes_file_systems(file: int) -> None:

@@ -18,8 +18,8 @@ from megatrain.store.disk import PIECE_BYTES, DiskMemory
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[DiskMemory]:
-    made = DiskMemory([tmp_path / "a", tmp_path / "b"], allow_tmpfs=True)
+def memory(tmp_path: Path, backend: str) -> Iterator[DiskMemory]:
+    made = DiskMemory([tmp_path / "a", tmp_path / "b"], allow_tmpfs=True, backend=backend)
     yield made
     made.close()
 
