@@ -9,7 +9,7 @@ import torch
 
 from megatrain.engine.drive import DriveLife
 from megatrain.errors import SettingsError
-from megatrain.geometry import DISK_STAGING_SLOTS, PATTERN_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
+from megatrain.geometry import DISK_STAGING_SLOTS, PLACEMENT_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.hardware.validation import folders
@@ -80,7 +80,7 @@ class Placement:
                     f"weights_on_disk={pattern!r} matches {found[0].name}, whose weights train: they can be on disk "
                     "only together with their states, so name it in on_disk too."
                 )
-        for setting in PATTERN_SETTINGS:
+        for setting in PLACEMENT_SETTINGS:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
                     named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]

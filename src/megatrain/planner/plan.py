@@ -49,7 +49,7 @@ class Plan:
     machine: str
     run: Run
     resident: tuple[str, ...]
-    """Blocks with weights, gradient sum and states in VRAM. The states of all others are in RAM or on disk."""
+    """Blocks with weights, gradient sum and states in VRAM. The state of all others is in RAM or on disk."""
     held_weights: tuple[str, ...]
     """Other blocks that keep a copy of their weights in VRAM. The weights of the rest are fetched for every window."""
     held_gradients: tuple[str, ...]
@@ -58,6 +58,8 @@ class Plan:
     """Blocks with held weights and gradients whose states are streamed to the GPU for the update."""
     on_disk: tuple[str, ...]
     """Blocks whose residual and moments are on disk."""
+    weights_on_disk: tuple[str, ...]
+    """Blocks whose frozen weights are on disk, and those that train if the block is in `on_disk` too."""
     blocks: int
     """Number of blocks."""
     policy: dict[str, str]
@@ -135,7 +137,7 @@ class Plan:
         format = data.pop("format", None) if isinstance(data, dict) else None
         if format not in (1, FORMAT):
             raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again with megatrain.plan.")
-        data = _with_current_lanes(_from_format1(data) if format == 1 else data)
+        data = _with_current_lanes(_from_format1(data) if format == 1 else {"weights_on_disk": []} | data)
         try:
             values = dict(fields_of(cls, data, "it"))
             for name in (*PLACEMENT_SETTINGS, "windows", "lossy", "notes"):
