@@ -64,7 +64,11 @@ class DiskLedger:
         self.has_frozen = any(slab.kind == FROZEN for slabs in blocks for slab in slabs)
         self._weights, self._weights_backward = (
             [
-                self._sums(lambda i, slab, kind=kind, left_out=left_out: slab.weights * (slab.kind == kind and i not in left_out))
+                self._sums(
+                    lambda i, slab, kind=kind, left_out=left_out: (
+                        slab.weights * (slab.kind == kind and i not in left_out)
+                    )
+                )
                 for kind in KINDS
             ]
             for left_out in ((), heads)
@@ -85,7 +89,10 @@ class DiskLedger:
     def placed(self, decision: Decision) -> tuple[list[int], list[int]]:
         """The blocks with states on disk, and those with weights there."""
         order = self.order(decision.other_blocks == RESIDENT, decision.resident_layers)
-        frozen, alone = max(decision.disk_frozen, decision.disk_weights), min(decision.disk_blocks, decision.disk_weights)
+        frozen, alone = (
+            max(decision.disk_frozen, decision.disk_weights),
+            min(decision.disk_blocks, decision.disk_weights),
+        )
         weights = [
             index
             for rank, index in enumerate(order)

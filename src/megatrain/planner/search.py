@@ -216,9 +216,9 @@ class Search:
         count = len(SLOTS) * len(GRAD_SLOTS)
         slots, grad_slots = zip(*product(SLOTS, GRAD_SLOTS), strict=True)
         each = groups.take(np.repeat(np.arange(len(groups)), count))
-        each = each.replace(
-            slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups))
-        ).replace(disk_frozen=0, disk_blocks=0, disk_weights=0)
+        each = each.replace(slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups))).replace(
+            disk_frozen=0, disk_blocks=0, disk_weights=0
+        )
         return self._filled(self._fewest_bytes(each.replace(stored_graphs=0)))
 
     def _filled(self, chosen: Decisions) -> Decisions:

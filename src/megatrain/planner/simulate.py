@@ -85,7 +85,7 @@ class Simulator:
 
     def _links(self, busy: dict[str, Floats]) -> Floats:
         """A lower bound: the work of the disk, and of each direction of PCIe."""
-        longest = np.sum([busy[lane] for lane in DRIVE], axis=0)
+        longest: Floats = np.sum([busy[lane] for lane in DRIVE], axis=0)
         for link in ("in", "out"):
             shared = [busy[name] for name, lane in LANES.items() if lane.link == link]
             longest = np.maximum(longest, self._around + np.sum(shared, axis=0))

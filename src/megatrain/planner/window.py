@@ -12,7 +12,7 @@ import numpy as np
 
 from megatrain.geometry import DISK_STAGING_SLOTS, LANES, STAGING_SLOTS, grad_slots, weight_slots
 from megatrain.planner.arrays import Bools, Floats, Ints
-from megatrain.planner.cost import CALL_SECONDS, FETCH_SECONDS, OFFLOAD_SECONDS, Costs
+from megatrain.planner.cost import CALL_SECONDS, FETCH_SECONDS, OFFLOAD_SECONDS, Costs, Piece
 from megatrain.planner.decision import GRAD_SLOTS, RESIDENT, SLOTS, STREAMED, Decisions, Windows
 from megatrain.planner.disk import ALONE, BESIDE, FROZEN, weight_counts
 from megatrain.planner.memory import Ledger
@@ -52,23 +52,34 @@ class PlacedBlock:
         self.updated_on_cpu = ~self.updated_on_gpu & (piece.update > 0)
         slowdown = np.where(chosen.streams_states, costs.update_slowdown, 1.0)
         self.update = np.where(self.updated_on_gpu, 0.0, piece.update * slowdown) + piece.merge * ~held_sum
-        self._place_on_disk(chosen, ~resident, rank)
+        self.disk = DiskWork.of(piece, chosen, ~resident, rank)
         self.offloaded = (chosen.offload_inputs > 0) & ~stored & (piece.offload > 0)
         self.recompute = np.where(stored, 0.0, piece.recompute)
 
-    def _place_on_disk(self, chosen: Decisions, streamed: Bools, rank: Any) -> None:
+
+class DiskWork:
+    """What the drive does for one block in a step, in every decision."""
+
+    def __init__(self, piece: Piece, chosen: Decisions, streamed: Bools, rank: Any) -> None:
         """`rank`: how many blocks go to disk before this one."""
-        piece, counts = self.piece, weight_counts(chosen)
+        counts = weight_counts(chosen)
         frozen = streamed & (counts[FROZEN] > rank)
         trained = streamed & (counts[BESIDE if piece.frozen_bytes else ALONE] > rank)
-        self.on_disk = streamed & (chosen.disk_blocks > rank)
-        self.read_states = piece.disk_read + piece.trained_read * trained
-        self.write_states = piece.disk_write + piece.trained_write * trained
-        """States, and the weights that are updated with them."""
-        self.read_weight = piece.frozen_read * frozen + piece.trained_read * trained
+        self.updated = streamed & (chosen.disk_blocks > rank)
+        """Whether states are on disk."""
+        self.read_states: Floats = piece.disk_read + piece.trained_read * trained
+        self.write_states: Floats = piece.disk_write + piece.trained_write * trained
+        """Seconds of the states, and of the weights that are updated with them."""
+        self.read_weight: Floats = piece.frozen_read * frozen + piece.trained_read * trained
         """What a fetch reads first."""
-        self.read_refresh = piece.trained_read * trained
+        self.read_refresh: Floats = piece.trained_read * trained
         """What a refresh reads first: frozen weights have not changed."""
+
+    @classmethod
+    def of(cls, piece: Piece, chosen: Decisions, streamed: Bools, rank: Any) -> DiskWork | None:
+        """None if no decision has any of the block on disk."""
+        most = np.maximum(chosen.disk_blocks, chosen.disk_frozen)
+        return cls(piece, chosen, streamed, rank) if (streamed & (most > rank)).any() else None
 
 
 class _Queue:
@@ -91,7 +102,9 @@ class _Queue:
 class WindowPass:
     """One window. The first one includes the updates after the norm; without clipping the last one includes them."""
 
-    def __init__(self, costs: Costs, chosen: Decisions, blocks: list[PlacedBlock], windows: Windows, number: int) -> None:
+    def __init__(
+        self, costs: Costs, chosen: Decisions, blocks: list[PlacedBlock], windows: Windows, number: int
+    ) -> None:
         count = len(chosen)
         self.blocks, self.micro, self.several, self.first = blocks, windows.sizes[number], windows.several, number == 0
         # The only window of a step is its first and its last.
@@ -144,19 +157,21 @@ class WindowPass:
             begin = np.maximum(self.link_out, buffers.before(STAGING_SLOTS))
             self.link_out = np.where(block.sum_copied_out, begin + piece.sum_out, self.link_out)
             free = np.where(block.sum_copied_out, np.maximum(free, self.link_out), free)
-            free = np.where(block.on_disk, np.maximum(free, ready[0]), free)
+            disk = block.disk
+            if disk is not None:
+                free = np.where(disk.updated, np.maximum(free, ready[0]), free)
             free = free + block.update
             written = np.where(block.streams_states, self._stream_states(block), free)
             buffers.add(free, block.sum_copied_out)
-            if block.on_disk.any():
-                self.disk = np.where(block.on_disk, np.maximum(self.disk, free) + block.write_states, self.disk)
-            if block.read_weight.any():
-                self.disk = self.disk + block.read_weight * block.fetched + block.read_refresh * block.refreshed
+            if disk is None:
+                done.append((written, None))
+                continue
+            self.disk = np.where(disk.updated, np.maximum(self.disk, free) + disk.write_states, self.disk)
+            self.disk = self.disk + disk.read_weight * block.fetched + disk.read_refresh * block.refreshed
             done.append((written, self.disk))
-            if block.on_disk.any():
-                self.disk = self.disk + following
-                after = [*ready[1:], self.disk]
-                ready = [np.where(block.on_disk, new, old) for new, old in zip(after, ready, strict=True)]
+            self.disk = self.disk + following
+            after = [*ready[1:], self.disk]
+            ready = [np.where(disk.updated, new, old) for new, old in zip(after, ready, strict=True)]
         return done
 
     def _stream_states(self, block: PlacedBlock) -> Floats:
@@ -176,9 +191,13 @@ class WindowPass:
         ahead = [np.zeros_like(self.compute) for _ in range(AHEAD)]
         seconds: list[Floats] = []
         for block in reversed(self.blocks):
-            seconds.append(np.where(block.on_disk, ahead[-1], 0.0))
-            reads: list[Any] = [block.read_states, *ahead[:-1]]
-            ahead = [np.where(block.on_disk, new, old) for new, old in zip(reads, ahead, strict=True)]
+            disk = block.disk
+            if disk is None:
+                seconds.append(ahead[-1])  # not used
+                continue
+            seconds.append(np.where(disk.updated, ahead[-1], 0.0))
+            reads = [disk.read_states, *ahead[:-1]]
+            ahead = [np.where(disk.updated, new, old) for new, old in zip(reads, ahead, strict=True)]
         return seconds[::-1]
 
     def _wait(self, until: Floats, where: Bools, cause: str) -> None:
@@ -187,49 +206,52 @@ class WindowPass:
         self.compute = self.compute + waits
 
     def _fetch(
-        self, block: PlacedBlock, where: Bools, seconds: float, written: Floats | None, staged: Floats | None
+        self, block: PlacedBlock, where: Bools, seconds: float, after: Floats | None, staged: Floats | None
     ) -> None:
         """Copy weights into a slot. Compute waits for the copy."""
         begin = np.maximum(self.link_in, self.released[block.ring].before(self.slots[block.ring]))
-        self._arrive(block, begin, seconds, written, staged, where, block.read_weight, "h2d")
+        if block.disk is not None:
+            begin = np.maximum(begin, self._read_weight(block, where, block.disk.read_weight, after, staged))
+        self._arrive(begin, seconds, after, where, "h2d")
+        if block.disk is not None:
+            self.weight_buffers[block.ring].add(self.link_in, where & (block.disk.read_weight > 0))
         self.compute = self.compute + FETCH_SECONDS * where
 
-    def _arrive(
-        self,
-        block: PlacedBlock,
-        begin: Floats,
-        seconds: float,
-        written: Floats | None,
-        staged: Floats | None,
-        where: Bools,
-        read: Floats,
-        lane: str,
-    ) -> None:
-        """Copy weights to the GPU after their update (`written`) and after they are read from disk: until `staged`, or
-        now for `read` seconds."""
+    def _refresh(self, block: PlacedBlock, after: Floats | None, staged: Floats | None) -> None:
+        """Copy updated weights into their copy in VRAM."""
+        begin = self.link_in
+        if block.disk is not None:
+            begin = np.maximum(begin, self._read_weight(block, block.refreshed, block.disk.read_refresh, after, staged))
+        self._arrive(begin, block.piece.fetch, after, block.refreshed, "refresh")
+
+    def _read_weight(
+        self, block: PlacedBlock, where: Bools, seconds: Floats, after: Floats | None, staged: Floats | None
+    ) -> Floats:
+        """When weights have been read from disk into a buffer in RAM, which takes `seconds`; `staged`: they are read
+        with the updates, and there then. Compute waits for it."""
+        where = where & (seconds > 0)
+        if staged is None:
+            free = self.weight_buffers[block.ring].before(DISK_STAGING_SLOTS)
+            self.disk = np.where(where, np.maximum(self.disk, free) + seconds, self.disk)
+            staged = self.disk
+        if after is not None:
+            self._wait(after, where, "update")
+        self._wait(staged, where, "disk_weights")
+        return np.where(where, staged, 0.0)
+
+    def _arrive(self, begin: Floats, seconds: float, written: Floats | None, where: Bools, lane: str) -> None:
         if written is not None:
             # The copy waits for the update, so this wait of compute is attributed to the update.
             begin = np.maximum(begin, written)
             self._wait(written, where, "update")
-        from_disk = where & (read > 0)
-        if from_disk.any():
-            if staged is None:
-                free = self.weight_buffers[block.ring].before(DISK_STAGING_SLOTS)
-                self.disk = np.where(from_disk, np.maximum(self.disk, free) + read, self.disk)
-                staged = self.disk
-            begin = np.where(from_disk, np.maximum(begin, staged), begin)
-            self._wait(staged, from_disk, "disk_weights")
         self.link_in = np.where(where, begin + seconds, self.link_in)
-        if from_disk.any():
-            self.weight_buffers[block.ring].add(self.link_in, from_disk)
         self._wait(self.link_in, where, lane)
 
     def _forward(self, block: PlacedBlock, written: Floats | None, staged: Floats | None) -> None:
         piece = block.piece
         self._fetch(block, block.fetched, piece.fetch, written, staged)
         if self.first:
-            refreshed, read = block.refreshed, block.read_refresh
-            self._arrive(block, self.link_in, piece.fetch, written, staged, refreshed, read, "refresh")
+            self._refresh(block, written, staged)
             copies = block.refreshed * 1 + block.sum_copied_out + 2 * block.streams_states
             self.compute = self.compute + FETCH_SECONDS * copies
         if written is not None:
@@ -286,8 +308,9 @@ class WindowPass:
         free = np.maximum(self.compute, buffers.before(STAGING_SLOTS))
         self.link_out = np.where(copied_out, np.maximum(self.link_out, free) + piece.sum_out, self.link_out)
         done = np.maximum(self.updates, self.link_out) + block.update
-        self.disk = self.disk + (block.read_states + block.write_states) * (block.on_disk & self.last)
-        done = np.where(block.on_disk, np.maximum(done, self.disk), done)
+        if (disk := block.disk) is not None:
+            self.disk = self.disk + (disk.read_states + disk.write_states) * (disk.updated & self.last)
+            done = np.where(disk.updated, np.maximum(done, self.disk), done)
         self.updates = np.where(updated, done, self.updates)
         streamed = np.maximum(self.updates, self._stream_states(block))
         self.updates = np.where(block.streams_states & self.last, streamed, self.updates)
