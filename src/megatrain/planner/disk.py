@@ -136,6 +136,12 @@ class DiskLedger:
         weights, residuals, moments, staged_weights, staged_states = found
         return weights, residuals, moments, staged_weights, staged_states
 
+    def written(self, decision: Decision) -> int:
+        """Bytes that a step writes: what is on disk, less frozen weights."""
+        chosen = Decisions.of([decision])
+        _, residuals, moments, _, _ = self.accounts(chosen)
+        return int((self.weights(chosen, TRAINED) + residuals + moments)[0])
+
     def _staged(self, chosen: Decisions, states: Taken) -> Ints:
         """Staging buffers for weights, and for states. They depend on how many slabs of each size there are, and more
         than fill a ring count as that many."""

@@ -123,6 +123,12 @@ class Search:
         """Whether any decision fits."""
         return any(bool(self._fits_in(needs).any()) for needs in self._smallest())
 
+    def least_on_disk(self) -> int | None:
+        """The fewest bytes on disk of the smallest decisions that fit; None if none fits."""
+        needs = self._needs()
+        fits = self._fits_in(needs)
+        return int(needs["disk"][fits].min()) if fits.any() else None
+
     def shortfall(self) -> tuple[str, int]:
         """The tier that is too small, and how many bytes the smallest decision lacks there."""
         needs = self._needs()
@@ -259,6 +265,7 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         step=step,
         lossy=tuple(_lossy(run)),
         notes=tuple(_notes(search, decision)),
+        written=ledger.disk.written(decision),
         **named,
     )
 
