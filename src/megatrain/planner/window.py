@@ -146,33 +146,39 @@ class WindowPass:
 
     def _update_in_order(self) -> list[tuple[Floats | None, Floats | None]]:
         """When each block's update after the norm is done, and its weight, if that is on disk, has been read again. A
-        held sum is copied out before its update; states on disk are read ahead of it and written after it."""
+        held sum is copied out before its update; states on disk are written after it, which frees memory for others."""
         free = np.zeros_like(self.compute)
-        # The first states were read during the backward. Each write frees memory for the next read.
-        ready = [np.zeros_like(self.compute) for _ in range(AHEAD)]
-        coming = self._read_next()
         done: list[tuple[Floats | None, Floats | None]] = []
-        for block, following in zip(self.blocks, coming, strict=True):
-            piece, buffers = block.piece, self.sums_out_buffers[block.ring]
+        ready: list[Floats | None] = [None] * len(self.blocks)
+        reads = self._reads_of_states()
+        for index, block in enumerate(self.blocks):
+            piece, buffers, disk = block.piece, self.sums_out_buffers[block.ring], block.disk
             begin = np.maximum(self.link_out, buffers.before(STAGING_SLOTS))
             self.link_out = np.where(block.sum_copied_out, begin + piece.sum_out, self.link_out)
             free = np.where(block.sum_copied_out, np.maximum(free, self.link_out), free)
-            disk = block.disk
-            if disk is not None:
-                free = np.where(disk.updated, np.maximum(free, ready[0]), free)
+            if disk is not None and (arrived := ready[index]) is not None:
+                free = np.where(disk.updated, np.maximum(free, arrived), free)
             free = free + block.update
             written = np.where(block.streams_states, self._stream_states(block), free)
             buffers.add(free, block.sum_copied_out)
-            if disk is None:
-                done.append((written, None))
-                continue
-            self.disk = np.where(disk.updated, np.maximum(self.disk, free) + disk.write_states, self.disk)
-            self.disk = self.disk + disk.read_weight * block.fetched + disk.read_refresh * block.refreshed
+            if disk is not None:
+                self.disk = np.where(disk.updated, np.maximum(self.disk, free) + disk.write_states, self.disk)
+                self.disk = self.disk + disk.read_weight * block.fetched + disk.read_refresh * block.refreshed
             done.append((written, self.disk))
-            self.disk = self.disk + following
-            after = [*ready[1:], self.disk]
-            ready = [np.where(disk.updated, new, old) for new, old in zip(after, ready, strict=True)]
+            if index + AHEAD < len(reads) and (read := reads[index + AHEAD]) is not None:
+                self.disk = self.disk + read
+                ready[index + AHEAD] = np.where(read > 0, self.disk, 0.0)
         return done
+
+    def _reads_of_states(self) -> list[Floats | None]:
+        """Seconds to read the states of each block. The first were read during the backward."""
+        before = np.zeros_like(self.last, np.int64)
+        seconds: list[Floats | None] = []
+        for block in self.blocks:
+            disk = block.disk
+            seconds.append(None if disk is None else disk.read_states * (disk.updated & (before >= AHEAD)))
+            before = before if disk is None else before + disk.updated
+        return seconds
 
     def _stream_states(self, block: PlacedBlock) -> Floats:
         """Stream a block's states to VRAM and back through a free slot; returns when they have arrived."""
@@ -185,20 +191,6 @@ class WindowPass:
         self.states_out = np.where(block.streams_states, returned, self.states_out)
         slots.add(self.states_out, block.streams_states)
         return self.states_in
-
-    def _read_next(self) -> list[Floats]:
-        """For each block on disk, the seconds to read the states of the block `AHEAD` places after it."""
-        ahead = [np.zeros_like(self.compute) for _ in range(AHEAD)]
-        seconds: list[Floats] = []
-        for block in reversed(self.blocks):
-            disk = block.disk
-            if disk is None:
-                seconds.append(ahead[-1])  # not used
-                continue
-            seconds.append(np.where(disk.updated, ahead[-1], 0.0))
-            reads = [disk.read_states, *ahead[:-1]]
-            ahead = [np.where(disk.updated, new, old) for new, old in zip(reads, ahead, strict=True)]
-        return seconds[::-1]
 
     def _wait(self, until: Floats, where: Bools, cause: str) -> None:
         waits = np.where(where, np.maximum(until - self.compute, 0.0), 0.0)

@@ -13,6 +13,7 @@ from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe
 
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine
+from megatrain.model.shapes import SlabShape
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
 from megatrain.planner.decision import NAMES, Decision, Decisions
@@ -141,11 +142,11 @@ def test_weights_go_to_disk_if_ram_does_not_hold_them_without_states():
 
 def frozen_but_vectors(shape, blocks):
     """As with adapters: matrices of some blocks do not train, and a small slab does."""
+    small = SlabShape(parameters=4096, numel=4096, vectors=0, trains=True, itemsize=None)
     slabs = [
-        (dataclasses.replace(block.slabs[0], trains=False), dataclasses.replace(block.slabs[0], parameters=4096, numel=4096, vectors=0))
-        if index in blocks else block.slabs
+        (dataclasses.replace(block.slabs[0], trains=False), small) if index in blocks else block.slabs
         for index, block in enumerate(shape.blocks)
-    ]  # fmt: skip
+    ]
     made = [dataclasses.replace(block, slabs=some) for block, some in zip(shape.blocks, slabs, strict=True)]
     return dataclasses.replace(shape, blocks=tuple(made))
 
