@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
-from megatrain.geometry import PATTERN_SETTINGS, POLICIES, PRECISIONS, WIDTHS
+from megatrain.geometry import PLACEMENT_SETTINGS, POLICIES, PRECISIONS, WIDTHS
 
 COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
 KERNELS = ("native", "reference")
@@ -179,7 +179,7 @@ class Settings(_Choices, metaclass=_HadDebug):
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
         moment_width(self.optimizer_compression)
-        for name in PATTERN_SETTINGS:
+        for name in PLACEMENT_SETTINGS:
             value = getattr(self, name)
             if isinstance(value, str):
                 raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")

@@ -160,7 +160,7 @@ class Adoption:
             peak = max(peak, extra + total)
             extra += total - freed
         self.placement.ram.require(peak + temporary, added["ram"])
-        if self.placement.disk is not None:
+        if self.placement.disk is not None and added["disk"]:
             self.placement.disk.require(added["disk"])
         if added["vram"]:
             inventory.require_vram(self.device, added["vram"], "the weights of resident blocks")

@@ -96,7 +96,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
 
 
 def _with_disk(known: Callable[..., Plan], settings: Settings) -> Plan:
-    """The plan without a disk or, if nothing fits, with states in `offload_dir`. Only then is the disk measured."""
+    """The plan without a disk or, if nothing fits, with state in `offload_dir`. Only then is the disk measured."""
     try:
         return known()
     except NotEnoughMemory:

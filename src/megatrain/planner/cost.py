@@ -125,6 +125,10 @@ class Piece:
         self.gpu_update = updated / machine.gpu_update[run.moment_width] if machine.gpu else 0.0
         self.disk_read, self.disk_write = (states / rate if rate else 0.0 for rate in costs.disk)
         """States from disk, and back."""
+        self.trained_read, self.trained_write = (state.trained / rate if rate else 0.0 for rate in costs.disk)
+        """Weights that train from disk, and back."""
+        self.frozen_bytes = state.weights - state.trained
+        self.frozen_read = self.frozen_bytes / costs.disk[0] if costs.disk[0] else 0.0
         inputs = input_bytes(block, run) if layer else 0
         self.offload, self.restore = inputs / costs.d2h, inputs / costs.both
         """An input to RAM, and back."""

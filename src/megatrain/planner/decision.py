@@ -1,7 +1,7 @@
 """What a plan chooses. None of it changes the bits of a result.
 
 Layers are counted from the first one. The first layers are the resident ones: a forward needs them first, so it can
-start while the CPU updates the others. The last layers are the ones on disk: they are updated last.
+start while the CPU updates the others. The last layers are the ones on disk: they are updated last (planner/disk.py).
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class _Choices(Generic[Value]):
     disk_blocks: Value = NONE
     """Blocks whose residual and moments are on disk: layers from the last one, then the other blocks. Resident blocks
     never are."""
+    disk_weights: Value = NONE
+    """Of these, in the same order, the blocks whose weights are on disk too."""
+    disk_frozen: Value = NONE
+    """Blocks whose frozen weights are on disk, in the same order. Of those with states on disk too, all weights are."""
 
 
 NAMES = tuple(field.name for field in fields(_Choices))

@@ -1,8 +1,8 @@
 """Predicts the bytes that a decision takes, by tier and role.
 
 A resident block has its weights, gradient sum and states (residual and moments) in VRAM. The states of every other
-block are in RAM or on disk. Its weights may have a copy in VRAM (held) or be fetched for every use (streamed), and so
-may its gradient sum, independently.
+block are in RAM or on disk, and so are its weights. These may have a copy in VRAM (held) or be fetched for every use
+(streamed), and so may its gradient sum, independently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.geometry import (
-    DISK_STAGING_SLOTS,
+    ALIGN_BYTES,
     STAGING_SLOTS,
     WIDTHS,
     grad_slots,
@@ -32,6 +32,7 @@ from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner import activations
 from megatrain.planner.arrays import Bools, Ints, Sums, Table, look_up, most_layers
 from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Decision, Decisions, Windows
+from megatrain.planner.disk import ALONE, BESIDE, FROZEN, DiskLedger, SlabBytes
 from megatrain.planner.run import Run
 
 GIB = 1 << 30
@@ -69,18 +70,30 @@ class State:
         self.tied, self.weights, self.residuals, self.moments = block.tied, 0, 0, 0
         self.elements16 = self.elements32 = 0
         """Elements, with padding, whose gradients have 2 and 4 bytes."""
+        self.slabs: list[SlabBytes] = []
+        trained = ALONE if all(slab.trains for slab in block.slabs) else BESIDE
         for slab in block.slabs:
             nbytes, elements = slab_bytes(slab, run.itemsize)
             self.weights += nbytes
             if not slab.trains:
+                self.slabs.append(SlabBytes(nbytes, 0, FROZEN))
                 continue
+            residual = 0
             if (slab.itemsize or run.itemsize) == 2:
                 self.elements16 += elements
-                self.residuals += elements * 2 if run.precision == "bf16" else 0
+                residual = elements * 2 if run.precision == "bf16" else 0
             else:
                 self.elements32 += elements
-            per_moment = slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes
-            self.moments += run.moments * round_up(int(per_moment + 1), 64)
+            per_moment = int(slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes + 1)
+            self.residuals += residual
+            self.moments += run.moments * round_up(per_moment, 64)
+            staged = round_up(residual, ALIGN_BYTES) + run.moments * round_up(per_moment, ALIGN_BYTES)
+            self.slabs.append(SlabBytes(nbytes, staged, trained))
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the weights that train."""
+        return sum(slab.weights for slab in self.slabs if slab.kind != FROZEN)
 
     def gradient(self, windows: int, single: bool = False) -> int:
         """Bytes of the gradient: rounded if the step has one window, else an FP32 sum. A tied slab has two parts.
@@ -153,8 +166,14 @@ class Ledger:
         )
         """Slots in VRAM for streamed states."""
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
-        self._disk_bytes: Table = {}
-        self._disk_prefixes: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self.disk = DiskLedger(
+            [state.slabs for state in self.states],
+            [state.residuals for state in self.states],
+            [state.moments for state in self.states],
+            self.layers,
+            self.other_blocks,
+            heads=[i for i, block in enumerate(shape.blocks) if block.kind == "head"],
+        )
 
     def placed(self, decision: Decision) -> dict[str, list[int]]:
         """The blocks that each list of a plan names."""
@@ -166,20 +185,15 @@ class Ledger:
             return [i for i in blocks(self.layers[decision.resident_layers : until], HELD) if self.states[i].weights]
 
         sums = [i for i in held(decision.held_gradients) if self.shape.blocks[i].trainable]
+        on_disk, weights_on_disk = self.disk.placed(decision)
         return {
             "resident": blocks(self.layers[: decision.resident_layers], RESIDENT),
             "held_weights": held(decision.held_weights),
             "held_gradients": sums,
             "streamed_states": [i for i in sums if i in self.layers[: decision.gpu_updates]],
-            "on_disk": self.on_disk(decision.other_blocks == RESIDENT, decision.resident_layers, decision.disk_blocks),
+            "on_disk": on_disk,
+            "weights_on_disk": weights_on_disk,
         }
-
-    def on_disk(self, resident: bool | int, layers: int, disk: int) -> list[int]:
-        """Blocks with states on disk: layers from the last one, then the other blocks unless they are resident."""
-        return sorted(self._disk_order(resident, layers)[:disk])
-
-    def _disk_order(self, resident: bool | int, layers: int) -> list[int]:
-        return [*self.layers[layers:][::-1], *([] if resident else self.other_blocks[::-1])]
 
     def account(self, decision: Decision) -> dict[str, dict[str, int]]:
         """Tier → role → bytes at the peak."""
@@ -204,9 +218,10 @@ class Ledger:
         kinds = [sums.after(held_sums, streamed) for sums in self._gradients]
         in_ram = np.choose(windows.several * 1 + windows.single, kinds) + sums_out + staging * windows.single
         on_device, work, offloaded = self._activations(chosen)
-        residuals, moments, staged = self._disk(chosen)
+        far, residuals, moments, staged_weights, staged_states = self.disk.accounts(chosen)
         zero = np.zeros_like(layers)
-        ram = np.array([host[0], host[1] - residuals, host[2] - moments, in_ram, offloaded, PROCESS_BYTES + staged])
+        near = [host[0] - far + staged_weights, host[1] - residuals, host[2] - moments]
+        ram = np.array([*near, in_ram, offloaded, PROCESS_BYTES + staged_states])
         vram = np.array([weights, device[1], device[2], in_vram + slots, on_device, work])
         vram[2] += chosen.streams_states * self._state_slot_bytes
         pinned = pinned_bytes(ram, chosen.streams_states) if self.gpu else zero
@@ -216,7 +231,7 @@ class Ledger:
             vram[5] += cuda_bytes(pinned, chosen.largest_window) + slack
         else:
             vram, ram = np.zeros_like(vram), ram + vram
-        return np.array([vram, ram, [zero, residuals, moments, zero, zero, zero]])
+        return np.array([vram, ram, [far, residuals, moments, zero, zero, zero]])
 
     def computing(self, decision: Decision) -> tuple[int, int]:
         """Bytes on the device for the activations and the workspace of a window's micro-batches, and the workspace of
@@ -294,49 +309,6 @@ class Ledger:
         merged = sums_out if any(self.states[i].tied for i in self.other_blocks) else 0
         staging = STAGED_GRADIENTS * max((nbytes for nbytes, _, _ in streamed), default=0)
         return slots, merged + sums, sums_out, staging
-
-    def _disk(self, chosen: Decisions) -> tuple[Ints, Ints, Ints]:
-        """Residuals and moments on disk, and what is in RAM while it is read, updated and written."""
-
-        def nbytes(resident: int, layers: int, disk: int) -> tuple[int, int, int]:
-            if not disk:
-                return 0, 0, 0
-            known = self._disk_prefixes.get((resident, layers))
-            if known is None:
-                known = self._disk_prefixes[resident, layers] = self._by_blocks_on_disk(resident, layers)
-            return known[min(disk, len(known) - 1)]
-
-        columns = chosen.other_blocks == RESIDENT, chosen.resident_layers, chosen.disk_blocks
-        residuals, moments, staged = look_up(self._disk_bytes, nbytes, *columns)
-        return residuals, moments, staged
-
-    def _by_blocks_on_disk(self, resident: int, layers: int) -> list[tuple[int, int, int]]:
-        """The same for every number of blocks on disk. Layers are mostly alike, so sizes are counted."""
-        residuals = moments = 0
-        sizes: Counter[tuple[int, int]] = Counter()
-        totals = [(0, 0, 0)]
-        for state in (self.states[i] for i in self._disk_order(resident, layers)):
-            residuals, moments = residuals + state.residuals, moments + state.moments
-            sizes[state.weights, state.residuals + state.moments] += 1
-            staged = 0
-            for ring in group_by_size(sizes.items(), lambda alike: alike[0][0]):
-                count, largest = sum(count for _, count in ring), max(nbytes for (_, nbytes), _ in ring)
-                staged += min(DISK_STAGING_SLOTS, count) * largest
-            totals.append((residuals, moments, staged))
-        return totals
-
-    def moved_to_disk(self, chosen: Decisions, over: Ints) -> Decisions:
-        """Decisions with the fewest blocks on disk that free `over` bytes of RAM, or else with those that free most."""
-        disk = np.zeros_like(over)
-        groups = 2 * chosen.resident_layers + (chosen.other_blocks == RESIDENT)
-        for group in np.unique(groups[over > 0]):
-            counts = np.arange(len(self.on_disk(group % 2, group // 2, len(self.states))) + 1)
-            placement = {"other_blocks": RESIDENT * (group % 2), "resident_layers": group // 2}
-            residuals, moments, staged = self._disk(Decisions(**placement, disk_blocks=counts))
-            freed = np.maximum.accumulate(residuals + moments - staged)
-            members = np.flatnonzero((groups == group) & (over > 0))
-            disk[members] = np.searchsorted(freed, np.minimum(over[members], freed[-1]))
-        return chosen.replace(disk_blocks=disk)
 
 
 class _Ring:

@@ -49,7 +49,7 @@ class Plan:
     machine: str
     run: Run
     resident: tuple[str, ...]
-    """Blocks with weights, gradient sum and states in VRAM. The states of all others are in RAM or on disk."""
+    """Blocks with weights, gradient sum and states in VRAM. The state of all others is in RAM or on disk."""
     held_weights: tuple[str, ...]
     """Other blocks that keep a copy of their weights in VRAM. The weights of the rest are fetched for every window."""
     held_gradients: tuple[str, ...]
@@ -58,6 +58,8 @@ class Plan:
     """Blocks with held weights and gradients whose states are streamed to the GPU for the update."""
     on_disk: tuple[str, ...]
     """Blocks whose residual and moments are on disk."""
+    weights_on_disk: tuple[str, ...]
+    """Blocks whose frozen weights are on disk, and those that train if the block is in `on_disk` too."""
     blocks: int
     """Number of blocks."""
     policy: dict[str, str]
@@ -76,6 +78,8 @@ class Plan:
     lossy: tuple[str, ...]
     """What is stored with less than FP32 precision."""
     notes: tuple[str, ...] = ()
+    written: int | None = None
+    """Bytes that a step writes to disk; None in older files, where only states are written."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -135,7 +139,7 @@ class Plan:
         format = data.pop("format", None) if isinstance(data, dict) else None
         if format not in (1, FORMAT):
             raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again with megatrain.plan.")
-        data = _with_current_lanes(_from_format1(data) if format == 1 else data)
+        data = _with_current_lanes(_from_format1(data) if format == 1 else {"weights_on_disk": []} | data)
         try:
             values = dict(fields_of(cls, data, "it"))
             for name in (*PLACEMENT_SETTINGS, "windows", "lossy", "notes"):
@@ -191,11 +195,17 @@ class Plan:
             ["lossy", "; ".join(self.lossy) or "nothing"],
             *[["note", note] for note in self.notes],
         ]
-        if self.on_disk:
-            written = self.memory["disk"]["moments"] + self.memory["disk"]["residuals"]
-            wear = f"{written / 1e9:.0f} GB written per step, {written * 86400 / step.seconds / 1e12:.1f} TB a day"
-            rows.insert(1, ["disk", f"states of {len(self.on_disk)} blocks, {wear}"])
+        if self.on_disk or self.weights_on_disk:
+            rows.insert(1, ["disk", self._disk_row()])
         return _aligned(rows, numbers=False)
+
+    def _disk_row(self) -> str:
+        roles = self.memory["disk"]
+        written = roles["moments"] + roles["residuals"] if self.written is None else self.written
+        states = f"states of {len(self.on_disk)} blocks" if self.on_disk else ""
+        weights = f"weights of {len(self.weights_on_disk)} blocks" if self.weights_on_disk else ""
+        wear = f"{written / 1e9:.0f} GB written per step, {written * 86400 / self.step.seconds / 1e12:.1f} TB a day"
+        return ", ".join(filter(None, [states, weights, wear if written else "nothing written"]))
 
     @property
     def placement(self) -> str:
@@ -298,6 +308,7 @@ def _check(plan: Plan) -> None:
     good = _maps(plan.memory, TIERS, lambda roles: _maps(roles, ROLES, is_count))
     require(good, "memory", f"must have bytes of {', '.join(ROLES)} in each of {', '.join(TIERS)}")
     require(_maps(plan.capacity, TIERS, is_count), "capacity", f"must have bytes of {', '.join(TIERS)}")
+    require(plan.written is None or is_count(plan.written), "written", "must be a number of bytes or null")
     require(isinstance(run, Run), "run", "must be a Run")
     for name in ("micro_batch", "length", "accumulation", "evaluation"):
         require(is_count(getattr(run, name)), f"run.{name}", "must be a non-negative integer")

@@ -18,6 +18,7 @@ from megatrain.planner.search import USABLE_SHARE, Search
 MAX_SUGGESTIONS = 6
 MAX_SUGGESTED_VALUE = 1 << 40
 """The largest number that is ever suggested."""
+EXAMPLE_DIR = "/mnt/nvme"
 CAPS = ("max_vram_gb", "max_ram_gb")
 
 
@@ -69,13 +70,30 @@ def refusal(search: Search) -> Refusal:
     others = (search.changed(available=None).capacity[tier] - search.capacity[tier]) / GIB
     in_use = f" ({others:.1f} more are used by something else)" if others > 0.05 else ""
     enough = f"any one of these makes it fit: {'; '.join(map(str, suggestions))}"
+    disk = _with_a_disk(search)
+    if suggestions:
+        advice = f"{enough}; or {disk}" if disk else enough
+    else:
+        advice = f"to make it fit, {disk}" if disk else _larger_machine(search)
     message = (
         f"{search.shape.name} ({format_parameters(search.shape.parameters)} parameters) does not fit on "
         f"{search.machine.name}: "
         f"it needs at least {has + short:.1f} GiB of {tier} and may use {has:.1f}{in_use}, short by "
-        f"{short:.1f} GiB; {enough if suggestions else _larger_machine(search)}."
+        f"{short:.1f} GiB; {advice}."
     )
     return Refusal(message, tier, short, suggestions)
+
+
+def _with_a_disk(search: Search) -> str:
+    """Says that a disk makes it fit, if it does. Which directory that is, only the user knows."""
+    if search.disks or not search.gpu:
+        return ""
+    nbytes = search.changed(offload_dir=EXAMPLE_DIR).least_on_disk()
+    return (
+        ""
+        if nbytes is None
+        else (f"set offload_dir to a directory on an NVMe drive with {_round_up(nbytes / GIB)} GiB free")
+    )
 
 
 def _larger_machine(search: Search) -> str:

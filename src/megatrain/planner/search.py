@@ -123,6 +123,12 @@ class Search:
         """Whether any decision fits."""
         return any(bool(self._fits_in(needs).any()) for needs in self._smallest())
 
+    def least_on_disk(self) -> int | None:
+        """The fewest bytes on disk of the smallest decisions that fit; None if none fits."""
+        needs = self._needs()
+        fits = self._fits_in(needs)
+        return int(needs["disk"][fits].min()) if fits.any() else None
+
     def shortfall(self) -> tuple[str, int]:
         """The tier that is too small, and how many bytes the smallest decision lacks there."""
         needs = self._needs()
@@ -216,8 +222,8 @@ class Search:
         count = len(SLOTS) * len(GRAD_SLOTS)
         slots, grad_slots = zip(*product(SLOTS, GRAD_SLOTS), strict=True)
         each = groups.take(np.repeat(np.arange(len(groups)), count))
-        each = each.replace(
-            slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups)), disk_blocks=0
+        each = each.replace(slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups))).replace(
+            disk_frozen=0, disk_blocks=0, disk_weights=0
         )
         return self._filled(self._fewest_bytes(each.replace(stored_graphs=0)))
 
@@ -228,12 +234,11 @@ class Search:
         return self.ledger.with_stored_graphs(chosen, self.capacity)
 
     def _on_disk(self, chosen: Decisions) -> Decisions:
-        """With the fewest blocks on disk that make a decision fit in RAM. States can be streamed to the GPU only from
-        RAM."""
+        """With the least on disk that makes a decision fit in RAM. States can be streamed to the GPU only from RAM."""
         if not (self.disks and self.gpu):
             return chosen
         over = self.ledger.totals(chosen)["ram"] - self.capacity["ram"]
-        return self.ledger.moved_to_disk(chosen, np.where(chosen.streams_states, 0, over))
+        return self.ledger.disk.freeing(chosen, np.where(chosen.streams_states, 0, over))
 
 
 def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
@@ -260,6 +265,7 @@ def make_plan(search: Search, decision: Decision, step: StepEstimate) -> Plan:
         step=step,
         lossy=tuple(_lossy(run)),
         notes=tuple(_notes(search, decision)),
+        written=ledger.disk.written(decision),
         **named,
     )
 
@@ -289,7 +295,8 @@ def window_choices(accumulation: int) -> list[tuple[int, int]]:
 def _tie_break(decision: Decision) -> tuple[int, ...]:
     """Orders equally fast decisions: the least memory first, then the usual number of slots."""
     return (
-        decision.disk_blocks, decision.offload_inputs, decision.other_blocks, decision.resident_layers,
+        decision.disk_weights, decision.disk_blocks, decision.disk_frozen, decision.offload_inputs,
+        decision.other_blocks, decision.resident_layers,
         decision.held_weights, decision.held_gradients, decision.gpu_updates, decision.stored_graphs, decision.window,
         decision.first_window, abs(decision.slots - USUAL_SLOTS), abs(decision.grad_slots - USUAL_GRAD_SLOTS),
         decision.slots,
@@ -331,7 +338,7 @@ def _notes(search: Search, decision: Decision) -> Iterator[str]:
             f"true FP32 products run at {rate['fp32'] / 1e12:.0f} TFLOP/s here, BF16 at {rate['bf16'] / 1e12:.0f}; "
             "precision='bf16' keeps the exact FP32 master too"
         )
-    if decision.disk_blocks and ASSUMED_DISK in search.disks:
+    if decision.disk_blocks + decision.disk_frozen and ASSUMED_DISK in search.disks:
         yield "the speed of the disk is assumed, and its free space not known"
     if not search.gpu:
         yield "there is no GPU: compute is the CPU's, and nothing overlaps"

@@ -82,7 +82,8 @@ def test_a_plan_does_not_change_bits() -> None:
     assert differences(run(plan=planned(accumulation=4)), run()) == []
 
 
-def test_an_engine_keeps_states_on_disk_as_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [(), ("lm_head",), ("model.layers.0", "lm_head")])
+def test_an_engine_keeps_state_on_disk_as_planned(tmp_path: Path, weights: tuple[str, ...]) -> None:
     def run(**settings: Any) -> Any:
         model = small.llama()
         engine = engine_of(model, **settings)
@@ -93,8 +94,10 @@ def test_an_engine_keeps_states_on_disk_as_planned(tmp_path: Path) -> None:
             optimizer.zero_grad()
         return engine, roles(engine)
 
-    plan = dataclasses.replace(planned(), resident=(), on_disk=("model.layers.0", "lm_head"))
+    placed = {"on_disk": ("model.layers.0", "lm_head"), "weights_on_disk": weights}
+    plan = dataclasses.replace(planned(), resident=(), held_weights=("lm_head",), **placed)
     engine, found = run(plan=plan, offload_dir=tmp_path, allow_tmpfs=True)
+    assert {slab.name for slab in engine.slabs if slab.weight_on_disk} == {*weights}
     assert {slab.name for slab in engine.slabs if slab.homes.states.tier == "disk"} == {"model.layers.0", "lm_head"}
     assert differences(found, run()[1]) == []
 

@@ -1,4 +1,4 @@
-"""Without a plan: states go to `offload_dir` if, and only if, RAM does not hold them."""
+"""Without a plan: state goes to `offload_dir` if, and only if, RAM does not hold it, and as little as suffices."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from tests import small
 from tests.tiny import differences, engine_of, roles
 
 import megatrain as mt
+from megatrain.engine import spill
 from megatrain.errors import NotEnoughMemory
+from megatrain.geometry import ALIGN_BYTES
 
 GIB = 1 << 30
 SIZES = {"num_hidden_layers": 10, "hidden_size": 128, "intermediate_size": 256}
 
 
-def train(**settings: Any) -> tuple[mt.Engine, dict[str, Any]]:
-    model = small.llama(**SIZES)
+def train(model: Any = None, **settings: Any) -> tuple[mt.Engine, dict[str, Any]]:
+    model = small.llama(**SIZES) if model is None else model
     engine = engine_of(model, **settings)
     optimizer = engine.optimizer(lr=1e-2, max_grad_norm=1.0)
     for step in range(2):
@@ -56,3 +58,104 @@ def test_a_choice_of_the_user_is_kept(tmp_path: Path) -> None:
     assert {slab.name for slab in engine.slabs if slab.homes.states.tier == "disk"} == {"model.layers.3"}
     engine, _ = train(offload_dir=tmp_path, on_disk=[])
     assert engine._placement.disk is None
+
+
+def frozen(trains: str = "q_proj") -> Any:
+    """Only some parameters of each layer train."""
+    model = small.llama(**SIZES).bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains in name)
+    return model
+
+
+def in_ram(**settings: Any) -> float:
+    """GiB that an engine without a disk takes."""
+    return train(**settings)[0]._placement.ram.allocated_bytes / GIB
+
+
+def test_frozen_weights_go_first(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
+    """They are only read, so no step writes anything."""
+    _, expected = train(frozen(), precision="bf16")
+    limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "precision": "bf16"}
+    held = in_ram(model=frozen(), precision="bf16")
+    share, weights = 2.0, ()
+    while not weights:
+        share -= 0.05
+        engine, found = train(frozen(), max_ram_gb=share * held, **limits)
+        weights = engine.settings.weights_on_disk
+    assert differences(found, expected) == []
+    assert engine.settings.on_disk == ()
+    assert weights == tuple(f"model.layers.{index}" for index in range(10 - len(weights), 10))
+    assert 3 < len(weights) < 10, "fewer than a ring of staging buffers would free nothing"
+    assert engine._placement.ram.allocated_bytes <= share * held * GIB
+    assert engine.drive.per_step == 0
+    assert [line for line in announced.messages if line.startswith("weights of") and "are kept on disk" in line]
+
+
+def test_weights_that_train_go_last(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
+    _, expected = train(precision="bf16")
+    limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "precision": "bf16"}
+    held = in_ram(precision="bf16")
+    share, weights = 0.85, ()
+    while not weights:
+        share -= 0.05
+        engine, found = train(max_ram_gb=share * held, **limits)
+        weights = engine.settings.weights_on_disk
+    assert differences(found, expected) == []
+    layers = {f"model.layers.{index}" for index in range(SIZES["num_hidden_layers"])}
+    assert set(weights) <= set(engine.settings.on_disk) == layers, "embedding and head would free nothing"
+    assert engine._placement.ram.allocated_bytes <= share * held * GIB
+    assert [line for line in announced.messages if line.startswith("states of 10") and " and weights of " in line]
+
+
+def made_up(layers: int, trains: bool = True, ends: int = 40) -> list[spill._Block]:
+    """Pages of weights: an embedding, layers of 12, a norm and a head."""
+
+    def block(name: str, pages: int) -> spill._Block:
+        nbytes = pages * ALIGN_BYTES
+        return spill._Block(name, [spill._Slab(trains, nbytes, *(3 * nbytes * trains, 5 * nbytes * trains))])
+
+    return [
+        block("embedding", ends),
+        *(block(f"{i}", 12) for i in range(layers)),
+        block("norm", 1),
+        block("head", ends),
+    ]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_fewest_bytes_go_to_disk(trains: bool) -> None:
+    """A ring of staging buffers takes what its first three slabs free. Head and embedding share a ring of two, so
+    moving them frees nothing."""
+    blocks = made_up(10, trains)
+    per_layer = (5 if trains else 1) * 12 * ALIGN_BYTES
+    for over in range(1, 7 * per_layer, per_layer // 3):
+        chosen = spill._choose(blocks, over, None)
+        count = 3 + -(-over // per_layer)
+        assert (chosen.states if trains else chosen.weights) == {f"{i}" for i in range(10 - count, 10)}
+        assert chosen.nbytes(blocks) == count * per_layer
+        assert chosen.freed(blocks) >= over
+    assert spill._choose(blocks, 0, None) == spill._OnDisk()
+
+
+def test_sizes_are_combined_if_one_does_not_suffice() -> None:
+    blocks = made_up(6) + [
+        spill._Block(f"large {i}", [spill._Slab(True, 80 * ALIGN_BYTES, 0, 400 * ALIGN_BYTES)]) for i in range(5)
+    ]
+    small_ones = 3 * 60 * ALIGN_BYTES
+    names = [spill._choose(blocks, over, None).states for over in (small_ones, small_ones + 1)]
+    assert names[0] == {"0", "1", "2", "3", "4", "5"}
+    assert names[1] <= {f"large {i}" for i in range(5)} | names[0]
+    assert any(name.startswith("large") for name in names[1])
+    # What frees most is tried if nothing suffices, so that the refusal has the smallest shortfall.
+    most = spill._choose(blocks, 1 << 40, None)
+    assert most.freed(blocks) > 0
+    assert most.freed(blocks) >= spill._OnDisk(frozenset(block.name for block in blocks)).freed(blocks)
+
+
+def test_weights_of_the_user_are_kept(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "precision": "bf16"}
+    held = in_ram(model=frozen(), precision="bf16")
+    engine, _ = train(frozen(), max_ram_gb=2 * held, weights_on_disk=["model.layers.7"], **limits)
+    assert engine.settings.weights_on_disk == ("model.layers.7",)
+    assert engine.settings.on_disk == ()

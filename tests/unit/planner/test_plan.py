@@ -96,6 +96,16 @@ def test_lanes_under_their_old_names_are_read(old, new):
     assert Plan.from_json(json.dumps(data)) == result
 
 
+def test_plans_that_did_not_decide_about_weights_on_disk_are_read():
+    result = plan(dense_shape(64, 64), machine="h100-512gb", offload_dir="/d")
+    assert (result.weights_on_disk, result.written) == ((), result.total("disk"))
+    data = json.loads(result.to_json())
+    del data["weights_on_disk"], data["written"]
+    older = Plan.from_json(json.dumps(data))
+    assert older == dataclasses.replace(result, written=None)
+    assert older.table() == result.table()
+
+
 def test_a_plan_is_deeply_frozen():
     result = plan(dense_shape(8, 8), machine=H200, max_vram_gb=8)
     for mapping in (result.policy, result.memory, result.memory["vram"], result.capacity, result.step.busy):
@@ -115,7 +125,9 @@ def test_a_plan_is_deeply_frozen():
     [
         ("windows", [0], "windows"), ("windows", "2", "windows"), ("windows", [2], "windows"),
         ("windows", [], "windows"), ("held_weights", ["a", "a"], "held_weights"),
-        ("held_gradients", 5, "held_gradients"), ("slots", 1.5, "slots"), ("threads", -1, "threads"),
+        ("held_gradients", 5, "held_gradients"),
+        ("weights_on_disk", "a", "weights_on_disk"), ("written", -1, "written"),
+        ("slots", 1.5, "slots"), ("threads", -1, "threads"),
         ("model", 5, "model"), ("parameters", 10**400, "parameters"), ("resident", 5, "resident"),
         ("resident", [1], "resident"), ("resident", ["a", "a"], "resident"), ("notes", "text", "notes"),
         ("policy", [], "policy"), ("policy", {"*": "nothing"}, "policy"), ("policy", {}, "policy"),

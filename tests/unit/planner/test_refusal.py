@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planner.made_up import GB, any_machines, cpu_only, runs, shape_of, shapes, work_of
 
-from megatrain.hardware.machine import AvailableMemory, Machine
+from megatrain.hardware.machine import AvailableMemory, Disk, Machine
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
 from megatrain.planner.memory import GIB
@@ -61,9 +61,30 @@ def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, a
         }  # fmt: skip
         assert refusal(shape, options | least) is not None
         assert refusal(shape, options | least | {"compile": True}) is not None
-        assert "no setting makes it fit" in str(refused)
+        assert "no setting makes it fit" in str(refused) or machine.gpu
+        assert "makes it fit" in str(refused) or "to make it fit, set offload_dir" in str(refused)
+    if "set offload_dir" in str(refused):
+        plan(shape, **options | {"offload_dir": "/d"})
     if "it needs a machine with" in str(refused):
         plan(shape, **(options | uncapped | {"available": None, "machine": named_machine(machine, str(refused))}))
+
+
+def test_a_disk_is_suggested_with_the_space_that_it_needs():
+    """Whether anything else helps or not."""
+    machine, options = Machine.load("rtx4090-64gb"), {"accumulation": 4}
+    for shape, alone in ((dense_shape(32, 90), True), (dense_shape(32, 40), False)):
+        refused = refusal(shape, options | {"machine": machine})
+        assert bool(refused.suggestions) != alone
+        assert "no setting makes it fit" not in str(refused)
+        (size,) = re.findall(r"set offload_dir to a directory on an NVMe drive with ([\d.]+) GiB free", str(refused))
+        disk = Disk(path="/nvme", free_bytes=int(float(size) * GIB), read=3e9, write=2e9)
+        fits = dataclasses.replace(machine, disks=(disk,))
+        assert plan(shape, machine=fits, offload_dir="/nvme", **options).total("disk") <= disk.free_bytes
+        # One that does not suffice is not suggested again.
+        full = dataclasses.replace(machine, disks=(dataclasses.replace(disk, free_bytes=disk.free_bytes // 2),))
+        refused = refusal(shape, options | {"machine": full, "offload_dir": "/nvme"})
+        assert refused.tier == "disk"
+        assert "set offload_dir" not in str(refused)
 
 
 def test_suggestions_fit_without_a_gpu():

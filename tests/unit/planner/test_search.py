@@ -13,6 +13,7 @@ from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe
 
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine
+from megatrain.model.shapes import SlabShape
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
 from megatrain.planner.decision import NAMES, Decision, Decisions
@@ -40,7 +41,9 @@ def test_plans_fit_and_are_deterministic(shape, machine, run, cap, disk):
     assert result.total("vram") <= min(machine.vram_bytes, (cap or 1e9) * 2**30)
     assert hash(Plan.from_json(result.to_json())) == hash(result)
     assert result.total("ram") <= machine.ram_bytes
-    assert set(result.resident).isdisjoint(result.on_disk)
+    assert set(result.resident).isdisjoint({*result.on_disk, *result.weights_on_disk})
+    assert set(result.weights_on_disk) <= set(result.on_disk), "nothing is frozen"
+    assert not result.weights_on_disk or len(result.resident) + len(result.on_disk) == result.blocks
     assert set(result.resident).isdisjoint({*result.held_weights, *result.held_gradients})
     assert sum(result.windows) == run.accumulation
     assert Plan.from_json(result.to_json()) == result
@@ -121,6 +124,51 @@ def test_a_disk_takes_what_ram_does_not_hold():
         plan(dense_shape(64, 64), machine=dataclasses.replace(machine, disks=(small,)), offload_dir="/mnt/nvme")
 
 
+def test_weights_go_to_disk_if_ram_does_not_hold_them_without_states():
+    """20B parameters: 37 GiB of weights, and as much of gradients, in 61 GiB of RAM."""
+    shape = dense_shape(32, 90)
+    result = plan(shape, machine="rtx4090-64gb", offload_dir="/mnt/nvme", accumulation=4)
+    assert len(result.on_disk) + len(result.resident) == result.blocks
+    assert 0 < len(result.weights_on_disk) < len(result.on_disk)
+    assert result.step.busy["disk_weights"] > 0
+    assert result.total("disk") == result.written == sum(result.memory["disk"].values())
+    assert "weights of" in result.table()
+    # The last layers first; with more RAM, fewer of them.
+    layers = [name for name in result.weights_on_disk if name.startswith("layers.")]
+    assert layers == [f"layers.{index}" for index in range(90 - len(layers), 90)]
+    more = dataclasses.replace(Machine.load("rtx4090-64gb"), ram_bytes=80 * GB)
+    assert len(plan(shape, machine=more, offload_dir="/mnt/nvme", accumulation=4).weights_on_disk) < len(layers)
+
+
+def frozen_but_vectors(shape, blocks):
+    """As with adapters: matrices of some blocks do not train, and a small slab does."""
+    small = SlabShape(parameters=4096, numel=4096, vectors=0, trains=True, itemsize=None)
+    slabs = [
+        (dataclasses.replace(block.slabs[0], trains=False), small) if index in blocks else block.slabs
+        for index, block in enumerate(shape.blocks)
+    ]
+    made = [dataclasses.replace(block, slabs=some) for block, some in zip(shape.blocks, slabs, strict=True)]
+    return dataclasses.replace(shape, blocks=tuple(made))
+
+
+def test_frozen_weights_go_to_disk_before_states():
+    """70B parameters with adapters. Nothing is written."""
+    shape = frozen_but_vectors(dense_shape(64, 80), range(83))
+    with pytest.raises(Refusal, match="set offload_dir to a directory on an NVMe drive"):
+        plan(shape, machine="rtx4090-64gb")
+    result = plan(shape, machine="rtx4090-64gb", offload_dir="/mnt/nvme")
+    assert result.on_disk == ()
+    assert result.weights_on_disk
+    assert result.written == result.step.busy["disk_out"] == result.step.busy["disk_in"] == 0
+    assert result.step.bottleneck == "disk_weights"
+    assert "nothing written" in result.table()
+    # If the last layers train, their states follow when all frozen weights are on disk.
+    shape = frozen_but_vectors(dense_shape(64, 80), range(60))
+    result = plan(shape, machine="rtx4090-64gb", max_ram_gb=61, offload_dir="/mnt/nvme", optimizer_compression="4bit")
+    assert result.on_disk
+    assert {block.name for block in shape.blocks[:60]} - {*result.resident} <= {*result.weights_on_disk}
+
+
 def test_without_a_gpu():
     machine = cpu_only()
     result = plan(dense_shape(8, 8), machine=machine)
@@ -148,9 +196,12 @@ def test_no_step_is_faster_than_its_bound(clipping):
     shape, machine = dense_shape(32, 8), Machine.load("rtx4090-64gb")
     for run in (Run(clipping=clipping), Run(clipping=clipping, accumulation=6)):
         search = Search(shape, machine, run, offload_dir="/disk")
-        for disk, offload, other_blocks, window in itertools.product(range(9), (False, True), range(3), (1, 2)):
+        for disk, weights, offload, other_blocks, window in itertools.product(
+            range(9), (0, 3, 8), (False, True), range(3), (1, 2)
+        ):
             made = Decision(
                 disk_blocks=disk,
+                disk_weights=min(disk, weights),
                 offload_inputs=offload,
                 other_blocks=other_blocks,
                 window=min(window, run.accumulation),
@@ -196,10 +247,10 @@ def test_nothing_that_fits_is_faster(shape, machine, run, disk):
 
 
 def decisions(search):
-    """All decisions that fit."""
+    """All decisions that fit. Weights are on disk only if all states are."""
     counts = range(len(search.ledger.layers) + 1)
     layer_counts, other_blocks, both = (counts, range(3), (0, 1)) if search.gpu else ((0,), (0,), (0,))
-    disks = range(len(search.shape.blocks) + 1) if search.disks else (0,)
+    disks = range(2 * len(search.shape.blocks) + 1) if search.disks else (0,)
     windows = window_choices(search.run.accumulation)
     each = itertools.product(
         other_blocks,
@@ -223,9 +274,11 @@ def decisions(search):
             or (gpu_updates > layers and held == sums == counts[-1] and other_blocks and not offload and not disk)
         )
     ]
-    made = Decisions(**dict(zip(NAMES, zip(*rows, strict=True), strict=True)))
+    made = Decisions(**dict(zip(NAMES, zip(*rows, strict=True), strict=False)))
     streamed = len(counts) - 1 - made.resident_layers + (made.other_blocks < 2) * len(search.ledger.other_blocks)
-    made = made.take(made.disk_blocks <= streamed)
+    made = made.replace(
+        disk_blocks=np.minimum(made.disk_blocks, streamed), disk_weights=np.maximum(made.disk_blocks - streamed, 0)
+    ).take(made.disk_blocks <= 2 * streamed)
     totals = search.ledger.totals(made)
     return made.take(np.logical_and.reduce([totals[tier] <= room for tier, room in search.capacity.items()]))
 

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planner.made_up import machines, runs, shape_of, shapes
 
-from megatrain.hardware.machine import Machine
+from megatrain.hardware.machine import Disk, Machine
+from megatrain.planner.api import dense_shape
 from megatrain.planner.cost import Costs
 from megatrain.planner.decision import HELD, Decision, Decisions
 from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
-from megatrain.planner.simulate import Simulator
+from megatrain.planner.simulate import DRIVE, Simulator
 
 H200 = Machine.load("h200-128gb")
 # Updates ran at 5.15 Gparam/s in the process that took 2.12 s (1.48 s for 7.6B); the machine description has 4.9.
@@ -124,6 +125,71 @@ def test_no_step_is_faster_than_its_bound(shape, machine, run, data):
         assert more.seconds <= step.seconds * (1 + 1e-9)
     more = simulated.step(dataclasses.replace(decision, slots=decision.slots + 1, grad_slots=2))
     assert more.seconds <= step.seconds * (1 + 1e-9)
+
+
+DISK = (Disk(path="/d", free_bytes=1 << 62, read=6e9, write=4e9),)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), machines(), runs(), st.booleans(), st.data())
+def test_steps_with_a_disk_are_monotone(shape, machine, run, frozen, data):
+    """Less on disk, a faster drive, more slots and more stored graphs never take longer; no step beats its bound."""
+    if frozen:
+        slabs = [(dataclasses.replace(b.slabs[0], trains=False), *b.slabs[1:]) for b in shape.blocks if b.slabs]
+        blocks = [dataclasses.replace(b, slabs=s) for b, s in zip(shape.blocks, slabs, strict=False)]
+        shape = dataclasses.replace(shape, blocks=(*blocks, *shape.blocks[len(blocks) :]))
+    count = len(shape.blocks)
+    layers = sum(block.kind == "layer" for block in shape.blocks)
+    states = data.draw(st.integers(0, count))
+    decision = Decision(
+        other_blocks=data.draw(st.integers(0, 2)),
+        resident_layers=data.draw(st.integers(0, layers)),
+        held_weights=data.draw(st.integers(0, layers)),
+        held_gradients=data.draw(st.integers(0, layers)),
+        stored_graphs=data.draw(st.integers(0, layers - 1)),
+        first_window=data.draw(st.integers(1, run.accumulation)),
+        window=data.draw(st.integers(1, run.accumulation)),
+        slots=data.draw(st.integers(1, 3)),
+        grad_slots=1,
+        disk_blocks=states,
+        disk_weights=data.draw(st.integers(0, states)),
+        disk_frozen=data.draw(st.integers(0, count)),
+    )
+    simulated = Simulator(Costs(shape, machine, run, DISK), Ledger(shape, run))
+    step = simulated.step(decision)
+    assert step.seconds >= simulated.bounds(Decisions.of([decision]))[0] * (1 - 1e-9)
+    assert step.seconds >= sum(step.busy[lane] for lane in DRIVE) * (1 - 1e-9)
+    better = [{"slots": decision.slots + 1}, {"grad_slots": 2}, {"stored_graphs": decision.stored_graphs + 1}]
+    for name in ("disk_weights", "disk_frozen"):
+        better += [{name: getattr(decision, name) - 1}] if getattr(decision, name) else []
+    if decision.disk_blocks:
+        better.append({"disk_blocks": states - 1, "disk_weights": min(decision.disk_weights, states - 1)})
+    for changes in better:
+        assert simulated.step(dataclasses.replace(decision, **changes)).seconds <= step.seconds * (1 + 1e-9), changes
+    fast = (dataclasses.replace(DISK[0], read=2e10, write=2e10),)
+    faster = Simulator(Costs(shape, machine, run, fast), Ledger(shape, run)).step(decision)
+    assert faster.seconds <= step.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("clipping", [True, False])
+def test_weights_on_disk_are_read_for_every_use_or_once_if_held(clipping):
+    shape, run = dense_shape(16, 8), Run(accumulation=4, clipping=clipping)
+    simulated = Simulator(Costs(shape, H200, run, DISK), Ledger(shape, run))
+    every = {"disk_blocks": 11, "disk_weights": 11, "window": 2, "slots": 1}
+    in_ram = simulated.step(Decision(**every | {"disk_weights": 0}))
+    streamed = simulated.step(Decision(**every))
+    held = simulated.step(Decision(**every, other_blocks=HELD, held_weights=8))
+    state = simulated.ledger.states
+    once, head = sum(each.weights for each in state) / 6e9, state[-1].weights / 6e9
+    assert held.busy["disk_weights"] == pytest.approx(once)
+    assert streamed.busy["disk_weights"] == pytest.approx(2 * (2 * once - head)), "two windows, forward and backward"
+    # An update reads and writes the weight too.
+    assert streamed.busy["disk_in"] - in_ram.busy["disk_in"] == pytest.approx(once)
+    assert streamed.busy["disk_out"] - in_ram.busy["disk_out"] == pytest.approx(once * 6 / 4)
+    assert in_ram.busy["disk_weights"] == in_ram.waited["disk_weights"] == 0
+    assert streamed.waited["disk_weights"] > held.waited["disk_weights"]
+    assert in_ram.seconds < held.seconds < streamed.seconds
+    assert streamed.bottleneck in DRIVE
 
 
 def test_a_larger_first_window_hides_updates():
