@@ -1,14 +1,16 @@
 """Without a plan: what is kept on disk because RAM does not hold all of it.
 
-Frozen weights go first, as they are only read. Residuals and moments follow, then weights that train. A ring of staging
-buffers takes as much RAM as its first slabs free, so blocks of a few large slabs (embedding, head) free nothing: of
-each size, the last blocks are taken, and of all such choices the one with the fewest bytes on disk.
+Frozen weights go first, as they are only read. Residuals and moments follow, then gradients, then weights that train. A
+gradient on disk takes no RAM only if a step is one micro-batch or one window, because sums are in RAM.
+
+A ring of staging buffers takes as much RAM as its first slabs free, so blocks of a few large slabs (embedding, head)
+free nothing: of each size, the last blocks are taken, and of all such choices the one with the fewest bytes on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import product
 from typing import NamedTuple
@@ -47,7 +49,10 @@ class _Slab:
     trains: bool
     weights: int = 0
     gradients: int = 0
+    """A gradient in the weight's dtype and an FP32 sum."""
     states: int = 0
+    shared: bool = False
+    """Whether its gradient is a sum of several calls, which stays in RAM."""
 
 
 _Staged = tuple[int, int, bool]
@@ -62,39 +67,49 @@ class _Block:
     name: str
     slabs: list[_Slab] = field(default_factory=list)
 
+    @property
+    def has_frozen(self) -> bool:
+        return not all(slab.trains for slab in self.slabs)
+
     def total(self, role: str) -> int:
         return sum(getattr(slab, role) for slab in self.slabs)
 
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """Names of the blocks in `on_disk`, and in `weights_on_disk`."""
+    """Names of the blocks in `on_disk`, `weights_on_disk` and `gradients_on_disk`."""
 
     states: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
 
     def nbytes(self, blocks: Sequence[_Block]) -> int:
         """Bytes on disk."""
-        return sum(self._of_slab(block, slab)[0] for block in blocks for slab in block.slabs)
+        return sum(map(sum, (self._of_slab(block, slab) for block in blocks for slab in block.slabs)))
 
     def freed(self, blocks: Sequence[_Block]) -> int:
-        """Bytes of RAM that are freed, less the staging buffers of stream/disk_weights.py and stream/disk.py."""
-        weights: list[_Staged] = []
-        states: list[_Staged] = []
+        """Bytes of RAM that are freed, less the staging buffers of stream/disk*.py."""
+        staged: tuple[list[_Staged], list[_Staged], list[_Staged]] = [], [], []
+        freed = 0
         for block in blocks:
             for slab in block.slabs:
-                moved, weight = self._of_slab(block, slab)
+                states, weight, gradient = self._of_slab(block, slab)
+                freed += states + weight + (slab.gradients if gradient else 0)
                 if weight:
-                    weights.append((slab.weights, weight, True))
+                    staged[0].append((slab.weights, weight, True))
                 if block.name in self.states:
-                    states.append((slab.weights, moved, slab.trains))
-        return self.nbytes(blocks) - _staging_bytes(weights) - _staging_bytes(states)
+                    staged[1].append((slab.weights, states + weight, slab.trains))
+                if gradient:
+                    staged[2].append((gradient, gradient, True))
+        return freed - sum(map(_staging_bytes, staged))
 
-    def _of_slab(self, block: _Block, slab: _Slab) -> tuple[int, int]:
-        """Bytes of a slab on disk, and those of its weight among them."""
+    def _of_slab(self, block: _Block, slab: _Slab) -> tuple[int, int, int]:
+        """Bytes of a slab's states, weight and gradient on disk."""
         states = block.name in self.states
         weight = slab.weights if block.name in self.weights and (states or not slab.trains) else 0
-        return weight + slab.states * states, weight
+        goes = states and slab.trains and not slab.shared and block.name in self.gradients
+        # A gradient has the weight's dtype.
+        return slab.states * states, weight, slab.weights * goes
 
 
 def with_states_on_disk(
@@ -105,7 +120,7 @@ def with_states_on_disk(
     precision: str,
     kind: str,
 ) -> Settings:
-    """The settings, with the least in `on_disk` and `weights_on_disk` that makes the state fit in RAM.
+    """The settings, with the least on disk that makes the state fit in RAM.
 
     Changes nothing without `offload_dir`, or if a plan or the user has decided.
     """
@@ -122,68 +137,84 @@ def with_states_on_disk(
     total = sum(block.total(role) for block in blocks for role in ("weights", "gradients", "states"))
     if device.type == "cpu":
         total += _slot_bytes(blocks, settings)
-    given = settings.weights_on_disk if "weights_on_disk" in settings.given else None
+    given: dict[str, frozenset[str]] = {
+        name: frozenset(block.name for block in blocks if any(fnmatch(block.name, each) for each in patterns))
+        for name in ("weights_on_disk", "gradients_on_disk")
+        for patterns in [getattr(settings, name)]
+        if name in settings.given
+    }
     chosen = _choose(blocks, total - limit, given)
     if not chosen.states and not chosen.weights:
         announce(f"offload_dir is not used: state of {total / GIB:.2f} GiB fits in RAM")
         return settings
     _announce_choice(blocks, chosen, total, limit)
-    names = {"on_disk": chosen.states} | ({"weights_on_disk": chosen.weights} if given is None else {})
+    names = {"on_disk": chosen.states, "weights_on_disk": chosen.weights, "gradients_on_disk": chosen.gradients}
     order = [block.name for block in blocks]
-    return settings.override(**{setting: tuple(sorted(some, key=order.index)) for setting, some in names.items()})
+    return settings.override(
+        **{name: tuple(sorted(some, key=order.index)) for name, some in names.items() if name not in given}
+    )
 
 
 def _announce_choice(blocks: Sequence[_Block], chosen: _OnDisk, total: int, limit: int) -> None:
-    states = sum(block.total("states") for block in blocks if block.name in chosen.states)
-    weights = chosen.nbytes(blocks) - states
+    states, weights, gradients = (
+        sum(each)
+        for each in zip(*(chosen._of_slab(block, slab) for block in blocks for slab in block.slabs), strict=True)
+    )
     kept = [
         f"{what} of {len(names)} of {len(blocks)} blocks, {nbytes / GIB:.2f} GiB"
-        for what, names, nbytes in (("states", chosen.states, states), ("weights", chosen.weights, weights))
+        for what, names, nbytes in (
+            ("states", chosen.states, states),
+            ("gradients", chosen.gradients, gradients),
+            ("weights", chosen.weights, weights),
+        )
         if names
     ]
     announce(
         f"{' and '.join(kept)}, are kept on disk: all state takes {total / GIB:.2f} GiB, and {limit / GIB:.2f} GiB of "
-        "RAM may be used"
+        f"RAM may be used{'; a step of several micro-batches needs one window' if gradients else ''}"
     )
 
 
-def _choose(blocks: Sequence[_Block], over: int, given: Sequence[str] | None) -> _OnDisk:
-    """What goes to disk to free `over` bytes. `given`: the user's `weights_on_disk`."""
-    if given is not None:
-        named = frozenset(block.name for block in blocks if any(fnmatch(block.name, pattern) for pattern in given))
-        return _least(blocks, over, blocks, lambda names: _OnDisk(names, named))
-    frozen = [block for block in blocks if not all(slab.trains for slab in block.slabs)]
-    found = _least(blocks, over, frozen, lambda names: _OnDisk(weights=names))
-    if found.freed(blocks) < over:
-        weights = found.weights
-        found = _least(blocks, over, blocks, lambda names: _OnDisk(names, weights))
-    if found.freed(blocks) < over:
-        states, weights = found.states, found.weights
-        others = [block for block in blocks if block.name in states - weights]
-        found = _least(blocks, over, others, lambda names: _OnDisk(states, weights | names))
+def _choose(blocks: Sequence[_Block], over: int, given: Mapping[str, frozenset[str]]) -> _OnDisk:
+    """What goes to disk to free `over` bytes. `given`: blocks that the user's settings name."""
+    weights, gradients = given.get("weights_on_disk"), given.get("gradients_on_disk")
+    found = _OnDisk(weights=weights or frozenset(), gradients=gradients or frozenset())
+    frozen = [block for block in blocks if block.has_frozen]
+    for role, among in (
+        ("weights", frozen if weights is None else []),
+        ("states", blocks),
+        ("gradients", blocks if gradients is None else []),
+        ("weights", blocks if weights is None else []),
+    ):
+        if found.freed(blocks) < over:
+            found = _least(blocks, over, found, role, among)
     return found
 
 
-def _least(
-    blocks: Sequence[_Block], over: int, among: Sequence[_Block], made_of: Callable[[frozenset[str]], _OnDisk]
-) -> _OnDisk:
-    """Some blocks of `among`, the last ones of each size: those that free `over` bytes with the fewest bytes on disk,
-    or else those that free most."""
-    none = made_of(frozenset())
-    start = _Option(none.freed(blocks), none.nbytes(blocks), ())
+def _least(blocks: Sequence[_Block], over: int, before: _OnDisk, role: str, among: Sequence[_Block]) -> _OnDisk:
+    """What is on disk before, and one role of some blocks of `among`, the last ones of each size: those that free
+    `over` bytes with the fewest bytes on disk, or else those that free most."""
+    known: frozenset[str] = getattr(before, role)
+
+    def made_of(names: Iterable[str]) -> _OnDisk:
+        return replace(before, **{role: known.union(names)})
+
+    start = _Option(before.freed(blocks), before.nbytes(blocks), ())
     found = [start]
+    # Gradients, and weights that train, go to disk only with their states.
+    among = [b for b in among if b.name not in known and (role == "states" or b.name in before.states or b.has_frozen)]
     for alike in group_by_size(among, lambda block: block.total("weights")):
         # Stable: blocks of one size are in their order, but sizes of a ring may differ.
         names = [block.name for block in reversed(among) if any(block is one for one in alike)]
         options = []
         for count in range(len(names) + 1):
-            some = made_of(frozenset(names[:count]))
+            some = made_of(names[:count])
             freed, nbytes = some.freed(blocks) - start.freed, some.nbytes(blocks) - start.nbytes
             options.append(_Option(freed, nbytes, tuple(names[:count])))
         found = _undominated(one.plus(other) for one, other in product(found, options))
     enough = [option for option in found if option.freed >= over]
     best = min(enough, key=lambda option: option.nbytes) if enough else found[-1]
-    return made_of(frozenset(best.names))
+    return made_of(best.names)
 
 
 class _Option(NamedTuple):
@@ -226,22 +257,22 @@ def _slot_bytes(blocks: Sequence[_Block], settings: Settings) -> int:
 def _blocks(
     settings: Settings, model: torch.nn.Module, specs: Sequence[BlockSpec], precision: str, kind: str
 ) -> list[_Block]:
-    dtypes, seen, blocks = Dtypes(model), set[int](), []
+    dtypes, seen, blocks = Dtypes(model), dict[int, _Slab](), []
     for spec in specs:
         slabs: dict[tuple[torch.dtype, bool], _Slab] = {}
         for name, parameter in spec.parameters():
             if id(parameter) in seen:
+                seen[id(parameter)].shared = True
                 continue
-            seen.add(id(parameter))
             numel, dtype = padded(parameter.numel()), dtypes.stored(f"{spec.name}.{name}", parameter, precision)
             slab = slabs.setdefault((dtype, parameter.requires_grad), _Slab(parameter.requires_grad))
+            seen[id(parameter)] = slab
             slab.weights += numel * dtype.itemsize
             if parameter.requires_grad:
                 small = parameter.ndim < 2 or parameter.numel() < MIN_COMPRESSED_NUMEL
                 width = WIDTHS["fp32" if small else settings.moment_width]
                 residual = 2 if dtype == torch.bfloat16 and precision != "bf16-sr" else 0
                 slab.states += int(numel * (residual + OPTIMIZER_MOMENTS[kind] * width.nbytes))
-                # A gradient in the weight's dtype and an FP32 sum.
                 slab.gradients += numel * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
         for slab in slabs.values():
             slab.weights = round_up(slab.weights, ALIGN_BYTES)

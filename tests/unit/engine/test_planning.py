@@ -105,7 +105,7 @@ def test_an_engine_keeps_state_on_disk_as_planned(tmp_path: Path, weights: tuple
 def test_unusable_plans_are_refused() -> None:
     with pytest.raises(SettingsError, match="plan must be a Plan"):
         engine_of(small.llama(), plan={"resident": ()})
-    with pytest.raises(SettingsError, match="on_disk and weights_on_disk name blocks; name a directory"):
+    with pytest.raises(SettingsError, match="on_disk name blocks; name a directory"):
         engine_of(small.llama(), plan=dataclasses.replace(planned(), resident=(), on_disk=("model.layers.0",)))
 
 

@@ -92,6 +92,31 @@ def test_frozen_weights_go_first(tmp_path: Path, announced: pytest.LogCaptureFix
     assert [line for line in announced.messages if line.startswith("weights of") and "are kept on disk" in line]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_follow_states(tmp_path: Path, precision: str, announced: pytest.LogCaptureFixture) -> None:
+    _, expected = train(precision=precision)
+    limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "precision": precision}
+    held = in_ram(precision=precision)
+    share, gradients = 0.85, ()
+    while not gradients:
+        share -= 0.02
+        engine, found = train(max_ram_gb=share * held, **limits)
+        gradients = engine.settings.gradients_on_disk
+    assert differences(found, expected) == []
+    assert engine.settings.weights_on_disk == ()
+    assert set(gradients) <= set(engine.settings.on_disk)
+    assert {slab.name for slab in engine.slabs if slab.homes.gradients is not None} == {*gradients}
+    assert engine._placement.ram.allocated_bytes <= share * held * GIB
+    said = [line for line in announced.messages if " and gradients of " in line]
+    assert "needs one window" in said[0]
+
+
+def test_gradients_of_tied_weights_stay_in_ram() -> None:
+    layers = [spill._Block(f"{i}", [spill._Slab(True, 4096, 3 * 4096, 0, shared=True)]) for i in range(9)]
+    everything = frozenset(block.name for block in layers)
+    assert spill._OnDisk(everything, gradients=everything).nbytes(layers) == 0
+
+
 def test_weights_that_train_go_last(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
     _, expected = train(precision="bf16")
     limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "precision": "bf16"}
@@ -105,7 +130,7 @@ def test_weights_that_train_go_last(tmp_path: Path, announced: pytest.LogCapture
     layers = {f"model.layers.{index}" for index in range(SIZES["num_hidden_layers"])}
     assert set(weights) <= set(engine.settings.on_disk) == layers, "embedding and head would free nothing"
     assert engine._placement.ram.allocated_bytes <= share * held * GIB
-    assert [line for line in announced.messages if line.startswith("states of 10") and " and weights of " in line]
+    assert [line for line in announced.messages if " and gradients of " in line and " and weights of " in line]
 
 
 def made_up(layers: int, trains: bool = True, ends: int = 40) -> list[spill._Block]:
@@ -130,12 +155,12 @@ def test_the_fewest_bytes_go_to_disk(trains: bool) -> None:
     blocks = made_up(10, trains)
     per_layer = (5 if trains else 1) * 12 * ALIGN_BYTES
     for over in range(1, 7 * per_layer, per_layer // 3):
-        chosen = spill._choose(blocks, over, None)
+        chosen = spill._choose(blocks, over, {})
         count = 3 + -(-over // per_layer)
         assert (chosen.states if trains else chosen.weights) == {f"{i}" for i in range(10 - count, 10)}
         assert chosen.nbytes(blocks) == count * per_layer
         assert chosen.freed(blocks) >= over
-    assert spill._choose(blocks, 0, None) == spill._OnDisk()
+    assert spill._choose(blocks, 0, {}) == spill._OnDisk()
 
 
 def test_sizes_are_combined_if_one_does_not_suffice() -> None:
@@ -143,12 +168,12 @@ def test_sizes_are_combined_if_one_does_not_suffice() -> None:
         spill._Block(f"large {i}", [spill._Slab(True, 80 * ALIGN_BYTES, 0, 400 * ALIGN_BYTES)]) for i in range(5)
     ]
     small_ones = 3 * 60 * ALIGN_BYTES
-    names = [spill._choose(blocks, over, None).states for over in (small_ones, small_ones + 1)]
+    names = [spill._choose(blocks, over, {}).states for over in (small_ones, small_ones + 1)]
     assert names[0] == {"0", "1", "2", "3", "4", "5"}
     assert names[1] <= {f"large {i}" for i in range(5)} | names[0]
     assert any(name.startswith("large") for name in names[1])
     # What frees most is tried if nothing suffices, so that the refusal has the smallest shortfall.
-    most = spill._choose(blocks, 1 << 40, None)
+    most = spill._choose(blocks, 1 << 40, {})
     assert most.freed(blocks) > 0
     assert most.freed(blocks) >= spill._OnDisk(frozenset(block.name for block in blocks)).freed(blocks)
 
