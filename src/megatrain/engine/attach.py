@@ -146,7 +146,7 @@ class Attachment:
         sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
         disk = DiskStream(slabs, self.placement.ram, lanes, counters)
-        weights.on_failure = disk.note_failure
+        weights.on_failure, weights.progress = disk.note_failure, lambda: disk.progress
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor
