@@ -55,8 +55,8 @@ def rescue(trainer: Any, error: BaseException) -> None:
         )
     warn(
         f"the weights in memory were saved in {folder}, without optimizer states: {_progress(trainer.engine)}"
-        f"{rounded}; {REPORT} in it has the details, from_pretrained loads it, and resume_from_checkpoint=True uses the last "
-        "checkpoint"
+        f"{rounded}; {REPORT} in it has the details, from_pretrained loads it, and resume_from_checkpoint=True uses "
+        "the last checkpoint"
     )
 
 
