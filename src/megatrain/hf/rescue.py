@@ -18,7 +18,6 @@ from megatrain.checkpoint import lock, replace, space
 from megatrain.checkpoint.weights import without_aliases
 from megatrain.engine.session import Engine
 from megatrain.errors import DiskFailed, DiskFull
-from megatrain.store.export import Survivors
 from megatrain.telemetry.notices import warn
 
 PREFIX = "rescue"
@@ -60,7 +59,7 @@ def rescue(trainer: Any, error: BaseException) -> None:
     )
 
 
-def _save(trainer: Any, folder: str, survivors: Survivors, error: BaseException) -> None:
+def _save(trainer: Any, folder: str, survivors: Any, error: BaseException) -> None:
     state = survivors.exported(trainer.model.state_dict())
     if not hasattr(trainer.model, "save_pretrained"):
         state = without_aliases(state)

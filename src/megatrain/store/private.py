@@ -14,6 +14,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from megatrain import files
 from megatrain.store import forks
 from megatrain.telemetry.lines import CANNOT_LOCK
 
@@ -31,7 +32,7 @@ class PrivateDirectory:
         self._folder, self._lock = -1, -1
         while self._lock < 0 and self.locked:
             self.path = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-            os.mkdir(self.path, 0o700)
+            files.make_private(self.path)
             # Until it is locked, another process may take it for a leftover and remove it.
             with suppress(FileNotFoundError, BlockingIOError):
                 self._acquire()
@@ -55,7 +56,7 @@ class PrivateDirectory:
             # Also after an error: some kernels create the file before they refuse O_DIRECT. File systems that cannot
             # remove the name of an open file fail, or give it another name.
             with suppress(OSError):
-                os.unlink(FILE, dir_fd=self._folder)
+                files.remove_in(self._folder, FILE)
 
     @property
     def empty(self) -> bool:
@@ -76,7 +77,7 @@ class PrivateDirectory:
         self._folder, self._lock = -1, -1
         if self.owner.is_current:
             with suppress(OSError):
-                os.rmdir(self.path)
+                files.remove_empty(self.path)
 
 
 def remove_stale(parent: Path) -> None:
@@ -92,7 +93,7 @@ def remove_stale(parent: Path) -> None:
                 os.close(folder)
                 if lock >= 0:
                     os.close(lock)
-            os.rmdir(path)
+            files.remove_empty(path)
 
 
 def _open_folder(path: Path) -> int:
@@ -117,4 +118,4 @@ def _locked(folder: int) -> int:
 def _empty(folder: int) -> None:
     """Remove the files in a directory, the lock last."""
     for name in sorted(os.listdir(folder), key=lambda name: name == LOCK):
-        os.unlink(name, dir_fd=folder)
+        files.remove_in(folder, name)
