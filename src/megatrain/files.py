@@ -208,6 +208,24 @@ def remove(path: AnyPath) -> None:
     Path(path).unlink(missing_ok=True)
 
 
+def make_private(path: AnyPath) -> None:
+    """Create a directory that only this user can use; fails if it exists."""
+    before("make", path)
+    os.mkdir(path, 0o700)
+
+
+def remove_in(folder: int, name: str) -> None:
+    """Remove a file of an open directory."""
+    before("remove", name)
+    os.unlink(name, dir_fd=folder)
+
+
+def remove_empty(path: AnyPath) -> None:
+    """Remove a directory without files."""
+    before("remove_tree", path)
+    os.rmdir(path)
+
+
 def remove_tree(path: AnyPath) -> None:
     """Remove a directory tree if it exists. It is renamed first, so that no reader finds it half deleted."""
     before("remove_tree", path)

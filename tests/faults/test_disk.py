@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests import small
 from tests.tiny import Stack, backward, engine_of
 from transformers import TrainerCallback
@@ -19,6 +23,7 @@ from transformers import TrainerCallback
 import megatrain as mt
 from megatrain.errors import DiskFailed, LaneFailed, MegaTrainError
 from megatrain.store.disk import DiskMemory
+from megatrain.store.split import split
 from megatrain.stream.lanes import ThreadLanes
 
 
@@ -145,6 +150,131 @@ def test_a_trainer_stops_and_its_last_checkpoint_is_intact(tmp_path: Path) -> No
                           train_dataset=small.rows())  # fmt: skip
     expected.train()
     assert small.same(small.snapshot(again.model), small.snapshot(expected.model))
+
+
+class Gated(ThreadLanes):
+    """Lanes whose writes of one slab wait while the gate is closed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.gate = name, threading.Event()
+        self.gate.set()
+        super().__init__()
+
+    def submit(self, lane: str, job: str, work: Callable[[], None], **options: Any) -> Any:
+        def gated() -> None:
+            self.gate.wait()
+            work()
+
+        held = job == "write states" and options["label"] == self.name
+        return super().submit(lane, job, gated if held else work, **options)
+
+
+def test_a_late_write_names_the_parts_of_its_own_step(tmp_path: Path) -> None:
+    """It fails when all other parts of the model have taken the next step."""
+    model, lanes = Stack(), Gated("layers.1")
+    engine = engine_of(model, lanes=lanes, offload_dir=tmp_path, on_disk=["layers.1"], allow_tmpfs=True)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
+
+    def step(seed: int) -> None:
+        backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    engine.synchronize()
+    lanes.gate.clear()
+    step(1)
+    step(2)
+    others = [slab for slab in engine.slabs if slab.name != "layers.1"]
+    for slab in others:
+        slab.settle()
+    assert {slab.name: slab.steps[0] for slab in engine.slabs} == {s.name: 3 for s in others} | {"layers.1": 2}
+    assert engine._placement.disk is not None
+    with no_space(engine._placement.disk.files[0].descriptor):
+        lanes.gate.set()
+        with pytest.raises((DiskFailed, LaneFailed)) as caught:
+            engine.synchronize()
+    assert caught.match(r"the states of layers\.1 could not be written \(lane disk_out\): No space left on device")
+    assert caught.match(r" 5 of 5 parts of the model had taken the step \([^()]*\), and 4 of them the next one \(")
+    named = re.findall(r"\(([^()]*)\)", str(caught.value).partition("5 of 5")[2])
+    assert ["layers.1" in names.split(", ") for names in named[:2]] == [True, False]
+    with suppress(MegaTrainError):
+        engine.close()
+
+
+@contextmanager
+def damaged_residual(trainer: Any) -> Iterator[None]:
+    """One page of a residual that is read in every step; everything else can be read."""
+    (slab,) = (slab for slab in trainer.engine.slabs if slab.name.endswith("layers.4"))
+    piece = slab.state_buffers()[0]._pieces[0]
+    with open(f"/proc/self/fd/{piece.file}", "r+b", buffering=0) as scratch:
+        byte = os.pread(scratch.fileno(), 1, piece.offset)
+        os.pwrite(scratch.fileno(), bytes([byte[0] ^ 1]), piece.offset)
+    yield
+
+
+@contextmanager
+def dead_drive(trainer: Any) -> Iterator[None]:
+    with no_space(trainer.engine._placement.disk.files[0].descriptor):
+        yield
+
+
+@pytest.mark.parametrize("weights", ["in RAM", "on disk"])
+@pytest.mark.parametrize("fault", [damaged_residual, dead_drive])
+def test_a_rescue_is_exact_where_it_can_be_and_says_where_it_is_not(
+    tmp_path: Path, fault: Callable[[Any], Any], weights: str, announced: pytest.LogCaptureFixture
+) -> None:
+    """BF16 weights with residuals on disk: the FP32 master is saved where both halves can be read."""
+    masters: list[dict[str, torch.Tensor]] = []
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            masters.append({name: p.master() for name, p in expected.model.named_parameters()})
+
+    class Fault(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer.engine.synchronize()
+                with fault(trainer):
+                    pass
+
+    def run(out: Path, callback: TrainerCallback) -> Any:
+        args = small.arguments(out, max_steps=5, max_grad_norm=0.5)
+        model = small.llama(num_hidden_layers=6)
+        return mt.Trainer(model=model, args=args, train_dataset=small.rows(), callbacks=[callback])
+
+    mt.init(device="cpu", precision="bf16")
+    expected = run(tmp_path / "ram", Keep())
+    expected.train()
+    mt.init(device="cpu", precision="bf16", offload_dir=tmp_path / "scratch", on_disk=["*"],
+            weights_on_disk=["*"] if weights == "on disk" else [], debug=mt.Debug(allow_tmpfs=True))  # fmt: skip
+    trainer = run(tmp_path / "out", Fault())
+    with pytest.raises((DiskFailed, LaneFailed)) as caught:
+        trainer.train()
+    folders = list((tmp_path / "out").glob("rescue-*"))
+    if weights == "on disk" and fault is dead_drive:
+        (note,) = caught.value.__notes__
+        assert re.search(
+            r"no weights were saved, since those of \d parts of the model \(.*model\.layers\..*\) are", note
+        )
+        assert folders == []
+        return
+    (folder,) = folders
+    report = json.loads((folder / "rescue.json").read_text())
+    assert report["error"] == str(caught.value)
+    loaded = load_file(folder / "model.safetensors")
+    rounded = set(report["rounded_to_bf16"])
+    for name, parameter in trainer.model.named_parameters():
+        slab = parameter.slab
+        exact = masters[report["optimizer_steps"][slab.name] - 1][name]
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], split(exact)[0].float() if slab.name in rounded else exact), name
+        assert not torch.equal(split(exact)[0].float(), exact), "rounding would not be seen"
+    said = next(message for message in announced.messages if message.startswith("the weights in memory were saved in"))
+    if fault is damaged_residual:
+        assert len(rounded) == 1
+    assert f"weights of {len(rounded)} parts" in said
+    assert "are rounded to BF16" in said
 
 
 def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:

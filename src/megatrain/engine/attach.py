@@ -149,6 +149,7 @@ class Attachment:
         states = StateStream(fetched, fetcher, link)
         disk = DiskStream(slabs, self.placement.ram, lanes, counters)
         weights.on_failure = gradients.on_failure = disk.note_failure
+        weights.progress = gradients.progress = lambda: disk.progress
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor

@@ -38,7 +38,7 @@ from megatrain.model.loading import keep_in_files
 from megatrain.model.transformers_api import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.settings import Settings
-from megatrain.store.export import SurvivingTensor, exported
+from megatrain.store.export import Survivors, exported
 from megatrain.store.parameter import StoreTensor
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.telemetry.counters import Counters
@@ -300,11 +300,10 @@ class Engine:
         self._check_parameters_attached()
         return exported(self.model.state_dict())
 
-    def surviving_state_dict(self) -> dict[str, torch.Tensor]:
-        """The same after states on disk were lost: the weights in memory, of which some may have taken a step that
-        others have not."""
+    def survivors(self) -> Survivors:
+        """The weights that are left after a drive failed; some may have taken a step that others have not."""
         self.quiesce()
-        return exported(self.model.state_dict(), SurvivingTensor)
+        return Survivors(self._step.updates.disk.unwritten)
 
     def save(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Write a Hugging Face model directory and, with an optimizer, its exact state.

@@ -136,8 +136,11 @@ class Pace(TrainerCallback):
         self._seconds.append(seconds)
         if not control.should_log:
             values = f"{self._losses(state.global_step, seconds)}lr {self._lr:.3g}, {seconds:.2f} s"
-            if written := self._trainer.engine.drive.per_step:
-                values += f", {written / 1e9:.3g} GB written to disk"
+            drive = self._trainer.engine.drive
+            if drive.per_step:
+                share = drive.written / drive.rating
+                values += f", {drive.per_step / 1e9:.3g} GB written to disk, {drive.written / 1e12:.3g} TB so far"
+                values += f" ({share:.2%} of the drive's rating)"
             announce(f"step {state.global_step}/{state.max_steps}: {values}", recorded=False)
         if len(self._seconds) == FIRST + LOOKED_AT and self.planned is not None:
             taken = statistics.median(self._seconds[FIRST:])

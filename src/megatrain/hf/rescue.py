@@ -1,12 +1,15 @@
-"""After the drive of the optimizer states has failed, a Trainer saves the weights that are in memory.
+"""After the drive of the optimizer states has failed, a Trainer saves the weights that can still be read.
 
 They go to `rescue-<step>`, an ordinary Hugging Face directory that no run resumes from: it has no optimizer states, and
-some parts of the model may have taken a step that others have not.
+some parts of the model may have taken a step that others have not. `rescue.json` in it says which, and which weights
+are rounded.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +21,7 @@ from megatrain.errors import DiskFailed, DiskFull
 from megatrain.telemetry.notices import warn
 
 PREFIX = "rescue"
+REPORT = "rescue.json"
 
 
 def rescue(trainer: Any, error: BaseException) -> None:
@@ -30,19 +34,33 @@ def rescue(trainer: Any, error: BaseException) -> None:
         return
     folder = os.path.join(trainer._get_output_dir(trial=trainer._trial), f"{PREFIX}-{step}")
     try:
-        _save(trainer, folder)
+        survivors = trainer.engine.survivors()
+        if lost := survivors.lost(trainer.engine.slabs):
+            error.add_note(
+                f"megatrain: no weights were saved, since those of {len(lost)} parts of the model ({_listed(lost)}) "
+                "are on the drive and cannot be read; resume from the last checkpoint."
+            )
+            return
+        _save(trainer, folder, survivors, error)
     except Exception as failure:
         said = space.fault_of(failure) or str(failure) or type(failure).__name__
         error.add_note(f"megatrain: the weights in memory could not be saved in {folder}: {said.rstrip('.')}.")
         return
+    rounded = ""
+    if survivors.rounded:
+        rounded = (
+            f"; weights of {len(survivors.rounded)} parts ({_listed(survivors.rounded)}) are rounded to BF16, since "
+            "the rest of their FP32 values could not be read"
+        )
     warn(
-        f"the weights in memory were saved in {folder}, without optimizer states: {_progress(trainer.engine)}; "
-        "from_pretrained loads it, and resume_from_checkpoint=True uses the last checkpoint"
+        f"the weights in memory were saved in {folder}, without optimizer states: {_progress(trainer.engine)}"
+        f"{rounded}; {REPORT} in it has the details, from_pretrained loads it, and resume_from_checkpoint=True uses "
+        "the last checkpoint"
     )
 
 
-def _save(trainer: Any, folder: str) -> None:
-    state = trainer.engine.surviving_state_dict()
+def _save(trainer: Any, folder: str, survivors: Any, error: BaseException) -> None:
+    state = survivors.exported(trainer.model.state_dict())
     if not hasattr(trainer.model, "save_pretrained"):
         state = without_aliases(state)
     with ExitStack() as lasting:
@@ -50,6 +68,13 @@ def _save(trainer: Any, folder: str) -> None:
         replacement = lasting.enter_context(replace.replacing(folder))
         space.require(replacement.fresh, space.needed(trainer.model, state, None))
         trainer._save(str(replacement.fresh), state)
+        report = {
+            "error": str(error),
+            "global_step": trainer.state.global_step,
+            "optimizer_steps": _steps(trainer.engine),
+            "rounded_to_bf16": survivors.rounded,
+        }
+        files.write(replacement.fresh / REPORT, json.dumps(report, indent=2) + "\n")
         files.sync_tree(replacement.fresh, files.regular_files(replacement.fresh))
         replacement.commit()
 
@@ -78,5 +103,9 @@ def _progress(engine: Engine) -> str:
     behind = [name for name, count in steps.items() if count < last]
     if not behind:
         return f"all parts of the model have taken step {last}"
-    named = ", ".join(behind if len(behind) <= 6 else [*behind[:3], "…", behind[-1]])
-    return f"{len(steps) - len(behind)} of {len(steps)} parts of the model have taken step {last}, not {named}"
+    taken = len(steps) - len(behind)
+    return f"{taken} of {len(steps)} parts of the model have taken step {last}, not {_listed(behind)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 6 else [*names[:3], "…", names[-1]])

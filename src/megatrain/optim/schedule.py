@@ -52,6 +52,32 @@ class Outcome:
 
 
 @dataclass
+class Progress:
+    """Says which parts of the model have taken one step. Update lanes add to it."""
+
+    parts: int
+    submitted: bool = False
+    """Whether an update of this step was submitted."""
+    updated: list[str] = field(default_factory=list)
+    next: Progress | None = None
+
+    def begin_next(self) -> Progress:
+        """The progress of the next step; this one if nothing of it was submitted."""
+        if not self.submitted:
+            return self
+        self.next = Progress(self.parts)
+        return self.next
+
+    def __str__(self) -> str:
+        said = f"{len(self.updated)} of {self.parts} parts of the model had taken the step"
+        said += f" ({_listed(self.updated)})" if self.updated else ""
+        # Updates of other parts do not wait for a late write.
+        if self.next is not None and self.next.updated:
+            said += f", and {len(self.next.updated)} of them the next one ({_listed(self.next.updated)})"
+        return f"{said}."
+
+
+@dataclass
 class _EarlyStep:
     """A step whose updates may start during its backward; without an owner, they may not."""
 
@@ -85,12 +111,7 @@ class Updates:
         self._early = _EarlyStep()
         self._partial_step: NonFiniteGradients | None = None
         self._last = Outcome()
-        self._updated: list[str] = []
-        """Parts of the model that have taken the step whose updates were submitted last."""
-        self.disk.progress = lambda: (
-            f"{len(self._updated)} of {len(self.slabs)} parts of the model had taken the step"
-            + (f" ({_listed(self._updated)})." if self._updated else ".")
-        )
+        self._progress = self.disk.progress = Progress(len(self.slabs))
 
     # ---- updates that start during the backward
 
@@ -103,7 +124,7 @@ class Updates:
                 "gradients would be used twice; enter it around the last backward of a step only."
             )
         self._early = _EarlyStep(rules, owner)
-        self._updated = []
+        self._begin_step()
 
     @property
     def early(self) -> bool:
@@ -193,7 +214,7 @@ class Updates:
                 self.gradients.allocate(slab)
         early = self._take_early(rules, owner)
         if not early.started:
-            self._updated = []
+            self._begin_step()
         outcome = early.outcome
         # Early updates computed their own sum of squares, and record whether they changed anything.
         waits = [Wait("update", ticket) for ticket in early.updates]
@@ -240,6 +261,9 @@ class Updates:
                 "was skipped and the weights are unchanged: lower the learning rate, check the data, or "
                 "resume from a checkpoint."
             )
+
+    def _begin_step(self) -> None:
+        self._progress = self.disk.progress = self._progress.begin_next()
 
     def _take_early(self, rules: RuleTable, owner: object) -> _EarlyStep:
         """The early updates of this optimizer's step; another optimizer's stay until its own step."""
@@ -292,14 +316,15 @@ class Updates:
         state = staged or slab.open(writes=("weight", "states"))
         tier = "vram" if isinstance(staged, StagedStates) else slab.homes.states.tier
         gradient = gradient if tier == "vram" else self.gradients.fetch(slab, self.sums_out.send(slab, gradient))
-        updated = self._updated
+        progress = self._progress
+        progress.submitted = True
 
         def work() -> None:
             factor = update_factor(gradient)
             if factor is not None:
                 update_slab(state, gradient, rules, factor, self.kernels[tier])
                 state.changed = True
-                updated.append(slab.name)
+                progress.updated.append(slab.name)
 
         ticket = self.lanes.submit(
             TIERS[tier].update_lane, "update", work, reads=[gradient.order], writes=state.writes, after=after,

@@ -6,14 +6,15 @@ own. Each also claims its own storage: writers would clone views of one slab as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import DiskFailed, MegaTrainError
 from megatrain.store.parameter import StoreTensor
+from megatrain.store.slab import Slab, Span
 
 DEVICE = torch.device("lazy")
 
@@ -65,21 +66,65 @@ class ExportTensor(StoreTensor):
         return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self.numel() * self.dtype.itemsize)
 
 
-class SurvivingTensor(ExportTensor):
-    """A weight as it is in memory, after states on disk were lost. It is rounded to BF16 if the rest of its FP32 master
-    was there. All lanes must be idle.
+class Survivors:
+    """What is left of a model's weights after a drive failed. All lanes must be idle.
+
+    A weight or residual on disk is read from there, or from the staging buffer of an update that was not written.
     """
 
+    def __init__(self, unwritten: Callable[[Slab], Span | None]) -> None:
+        self.unwritten = unwritten
+        """The last update of a slab if its result did not reach the disk."""
+        self.rounded: list[str] = []
+        """Slabs of which a weight was rounded to BF16, because the rest of its FP32 master could not be read."""
+
+    def exported(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        class Bound(SurvivingTensor):
+            survivors = self
+
+        return exported(state, Bound)
+
+    def lost(self, slabs: Iterable[Slab]) -> list[str]:
+        """Names of slabs with a weight that cannot be read."""
+        return [slab.name for slab in slabs if slab.weight_on_disk and not self._readable(slab)]
+
+    def _readable(self, slab: Slab) -> bool:
+        try:
+            for index in range(len(slab.layout.segments)):
+                self.weight(slab, index)
+        except DiskFailed:
+            return False
+        return True
+
+    def weight(self, slab: Slab, index: int) -> torch.Tensor:
+        """The weight of one parameter, flat."""
+        update = self.unwritten(slab) if slab.weight_on_disk else None
+        return slab.read_weight(index) if update is None else slab.layout.view(update.weight, index).reshape(-1)
+
+    def residual(self, slab: Slab, index: int) -> torch.Tensor:
+        """The residual of one parameter, flat; zero if it cannot be read."""
+        update = self.unwritten(slab)
+        if update is not None and update.residual is not None:
+            return slab.owned.view(update.residual, index).reshape(-1)
+        try:
+            return slab.read_residual(index)
+        except DiskFailed:
+            if slab.name not in self.rounded:
+                self.rounded.append(slab.name)
+            return torch.zeros(slab.owned.segments[index].numel, dtype=torch.int16)
+
+
+class SurvivingTensor(ExportTensor):
+    """A weight as far as it can be read."""
+
+    survivors: Survivors
+
     def stored(self) -> torch.Tensor:
-        # Failed updates would raise here.
-        return self._within_segment(self.slab.read_weight(self.segment))
+        # Without waiting: failed updates would raise here.
+        return self._within_segment(self.survivors.weight(self.slab, self.segment))
 
-    def host(self) -> torch.Tensor:
-        if self.slab.homes.states.tier != "disk":
-            return super().host()
-        return self.stored().cpu().to(self.dtype).contiguous()
-
-    materialise = host
+    def low_half(self) -> torch.Tensor:
+        return self.survivors.residual(self.slab, self.segment)
 
 
 def exported(state: Mapping[str, Any], kind: type[ExportTensor] = ExportTensor) -> dict[str, Any]:

@@ -78,13 +78,17 @@ class StoreTensor(torch.Tensor):
         weight = self.stored().cpu()
         if self.slab.residual is None:
             return weight
-        residual = self._residual_view(self.slab.read_residual(self.segment))
+        residual = self._residual_view(self.low_half())
         halves = [flat.contiguous().view(-1) for flat in (weight, residual.cpu())]
         master = torch.empty(weight.shape, dtype=torch.float32)
         # In pieces, to bound the integer temporaries.
         for target, high, low in zip(*(flat.split(PIECE) for flat in (master.view(-1), *halves)), strict=True):
             target.copy_(join(high, low))
         return master
+
+    def low_half(self) -> torch.Tensor:
+        """The residual of the parameter, flat; the slab must have one."""
+        return self.slab.read_residual(self.segment)
 
     def materialise(self) -> torch.Tensor:
         return self.stored().to(dtype=self.dtype, device=self.device)

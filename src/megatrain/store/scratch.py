@@ -1,7 +1,8 @@
 """Scratch files without a name: they vanish with the process, even if it is killed.
 
-O_TMPFILE makes one that never had a name. Where the file system does not support it, a file of mode 0600 is created and
-unlinked at once.
+O_TMPFILE makes one that never had a name. Where the file system does not support it, a file is created in a private
+directory (store/private.py) and unlinked at once. Some file systems keep a name of an open file all the same: then the
+directory stays until the file is closed, and the next process removes it if this one is killed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from megatrain import files
 from megatrain.errors import DiskFull, SettingsError
 from megatrain.geometry import ALIGN_BYTES
 from megatrain.native import disk as native
+from megatrain.store.private import PrivateDirectory, remove_stale
 from megatrain.telemetry.notices import warn
 
 MEMORY_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
@@ -33,8 +34,9 @@ KEPT_FREE = 64 << 20
 class ScratchFile:
     """An open file without a name."""
 
-    def __init__(self, directory: Path, descriptor: int, direct: bool) -> None:
-        self.directory, self.descriptor, self.direct = directory, descriptor, direct
+    def __init__(self, directory: Path, descriptor: int, private: PrivateDirectory | None = None) -> None:
+        self.directory, self.descriptor, self._private = directory, descriptor, private
+        self.kind = native.describe(descriptor)
         self._end = self._reserved = 0
 
     def place(self, nbytes: int) -> int:
@@ -79,43 +81,45 @@ class ScratchFile:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+        if self._private is not None:
+            self._private.close()
 
 
 def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
     """Open a nameless file for direct I/O. File systems in RAM are refused; without direct I/O, a warning says so."""
+    file: ScratchFile | None = None
     try:
         files.make_directory(directory)
-        descriptor = _open_nameless(directory, os.O_DIRECT)
-        kind = native.describe(descriptor)
-        direct = _transfers_directly(descriptor, kind)
-        if not direct:
-            os.close(descriptor)
+        file = _open_nameless(directory, os.O_DIRECT)
+        if not _transfers_directly(file):
+            file.close()
+            file = None
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise SettingsError(f"offload_dir={str(directory)!r} cannot be used: {error.strerror or error}.") from error
-        direct = False
-    if not direct:
+    if file is None:
         _warn_once(directory, "does not support direct I/O: states pass through the page cache, which takes RAM")
-        descriptor = _open_nameless(directory, 0)
-        kind = native.describe(descriptor)
-    if kind.magic in MEMORY_SYSTEMS and not allow_tmpfs:
-        os.close(descriptor)
+        file = _open_nameless(directory, 0)
+    magic = file.kind.magic
+    if magic in MEMORY_SYSTEMS and not allow_tmpfs:
+        file.close()
         raise SettingsError(
-            f"offload_dir={str(directory)!r} is on {MEMORY_SYSTEMS[kind.magic]}, which is RAM, so nothing would be "
-            "gained; name a directory on a drive."
+            f"offload_dir={str(directory)!r} is on {MEMORY_SYSTEMS[magic]}, which is RAM, so nothing would be gained; "
+            "name a directory on a drive."
         )
-    if kind.magic in NETWORK_SYSTEMS:
-        _warn_once(directory, f"is on a network file system ({NETWORK_SYSTEMS[kind.magic]}): states move at its speed")
-    return ScratchFile(directory, descriptor, direct)
+    if magic in NETWORK_SYSTEMS:
+        _warn_once(directory, f"is on a network file system ({NETWORK_SYSTEMS[magic]}): states move at its speed")
+    return file
 
 
-def _transfers_directly(descriptor: int, kind: native.FileKind) -> bool:
+def _transfers_directly(file: ScratchFile) -> bool:
     """Whether a page can be written directly. Some file systems accept the flag and refuse the transfer."""
-    if kind.alignment is not None and not 0 < max(kind.alignment) <= ALIGN_BYTES:
+    alignment = file.kind.alignment
+    if alignment is not None and not 0 < max(alignment) <= ALIGN_BYTES:
         return False
     try:
         # Anonymous mappings are page-aligned.
-        os.pwrite(descriptor, mmap.mmap(-1, ALIGN_BYTES), 0)
+        os.pwrite(file.descriptor, mmap.mmap(-1, ALIGN_BYTES), 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -123,19 +127,26 @@ def _transfers_directly(descriptor: int, kind: native.FileKind) -> bool:
     return True
 
 
-def _open_nameless(directory: Path, more: int) -> int:
+def _open_nameless(directory: Path, more: int) -> ScratchFile:
     flags = os.O_RDWR | os.O_CLOEXEC | more
     try:
-        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+        return ScratchFile(directory, os.open(directory, flags | os.O_TMPFILE, 0o600))
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-    path = directory / f".megatrain-{os.getpid()}-{secrets.token_hex(4)}"
+    remove_stale(directory)
+    private = PrivateDirectory(directory)
     try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    finally:
-        # Also after an error: some kernels create the file before they refuse O_DIRECT.
-        files.remove(path)
+        file = ScratchFile(directory, private.open(flags), private)
+    except BaseException:
+        private.close()
+        raise
+    if private.empty:
+        private.close()
+        return file
+    left = "the next run there removes it" if private.locked else f"remove {private.path.name} then"
+    _warn_once(directory, f"keeps the name of an open file: it is left behind if the run is killed; {left}")
+    return file
 
 
 @cache

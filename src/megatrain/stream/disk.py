@@ -8,7 +8,7 @@ first are read into the buffers that become free; a wrong guess costs one more r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -43,10 +43,10 @@ class _Staging(HostBuffers):
 class DiskStates(StagedSpan):
     """A slab's states in a staging buffer and its weight, in RAM or in the same buffer, for one update."""
 
-    def __init__(self, slab: Slab, staging: _Staging) -> None:
+    def __init__(self, slab: Slab, staging: _Staging, progress: object) -> None:
         memory = staging.allocate_largest()
         super().__init__(slab, memory, ALIGN_BYTES)
-        self.staging = staging
+        self.staging, self.progress = staging, progress
         self.roles: tuple[str, ...] = ("states",)
         """What is read and written."""
         self.writes = [slab.orders["weight"], staging.order]
@@ -85,12 +85,14 @@ class DiskStream:
 
     def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, counters: Counters) -> None:
         self._lanes, self._counters = lanes, counters
-        self.progress: Callable[[], str] = lambda: ""
-        """Says which parts of the model have taken the current step (optim/schedule.py)."""
+        self.progress: object = ""
+        """Its text says which parts of the model have taken the step that is being submitted (optim/schedule.py)."""
         self.failed: DiskFailed | None = None
         """The first failure. Some parts of the model may have taken a step that others have not."""
         self._submitted: list[Slab] = []
         """Slabs in the order of their updates in this step."""
+        self._unwritten: dict[int, list[DiskStates]] = {}
+        """By slab: updates whose write was submitted and is not complete."""
         on_disk = [slab for slab in slabs if slab.homes.states.tier == "disk"]
         self.rings = Rings(
             on_disk, lambda members: _Staging(members, ram), slots=lambda slabs: min(DISK_STAGING_SLOTS, slabs)
@@ -111,7 +113,7 @@ class DiskStream:
         if staging is None:
             return self._read(slab, self.rings.next(slab))
         self.rings.use(slab, staging)
-        return DiskStates(slab, staging)
+        return DiskStates(slab, staging, self.progress)
 
     def send_back(self, staged: DiskStates) -> None:
         """Submit the write, after the update was submitted."""
@@ -121,7 +123,9 @@ class DiskStream:
             # A skipped step changes nothing.
             if staged.changed:
                 self._counters.bytes_disk_out += self._move(staged, write=True)
+            self._unwritten[slab.index].remove(staged)
 
+        self._unwritten.setdefault(slab.index, []).append(staged)
         on_disk = slab.open(writes=staged.roles)
         self._lanes.submit(
             "disk_out", "write states", work, reads=[staging.order], writes=on_disk.writes, label=slab.name
@@ -143,11 +147,18 @@ class DiskStream:
                 if self._holding(slab) is None:
                     self._read(slab, next(s for s in self.rings.of(slab) if s.content not in kept))
 
+    def unwritten(self, slab: Slab) -> DiskStates | None:
+        """The update that changed the slab and did not reach the disk, after a failure. All lanes must be idle.
+
+        Its staging buffer still holds the result: work that would reuse the buffer waits for the write, and fails.
+        """
+        return next((staged for staged in self._unwritten.get(slab.index, ()) if staged.changed), None)
+
     def _holding(self, slab: Slab) -> _Staging | None:
         return next((s for s in self.rings.of(slab) if s.content == (slab.index, slab.version)), None)
 
     def _read(self, slab: Slab, staging: _Staging) -> DiskStates:
-        staged = DiskStates(slab, staging)
+        staged = DiskStates(slab, staging, self.progress)
         staging.content = None
         on_disk = slab.open(reads=staged.roles)
 
@@ -163,7 +174,7 @@ class DiskStream:
             return staged.move(write=write)
         except DiskFailed as error:
             done, lane = ("written", "disk_out") if write else ("read", "disk_in")
-            said = f"the states of {staged.slab.name} could not be {done} (lane {lane}): {error} {self.progress()}"
+            said = f"the states of {staged.slab.name} could not be {done} (lane {lane}): {error} {staged.progress}"
             self.note_failure(DiskFailed(said))
             raise DiskFailed(said) from error
 

@@ -43,6 +43,8 @@ class DiskGradients:
         self._lanes, self._counters = lanes, counters
         self.on_failure: Callable[[DiskFailed], None] = lambda _: None
         """Called by a lane with the error of a transfer."""
+        self.progress: Callable[[], object] = lambda: ""
+        """Returns what says which parts of the model have taken the last step."""
         self._rings = Rings(
             [slab for slab in slabs if slab.homes.gradients is not None],
             lambda members: _Staging(members, ram),
@@ -79,14 +81,16 @@ class DiskGradients:
 
     def _transfer(self, slab: Slab, staging: _Staging, buffer: Buffer, *, write: bool) -> Callable[[], None]:
         assert isinstance(buffer, DiskBuffer)
-        memory = staging.whole().bytes
+        memory, progress = staging.whole().bytes, self.progress()
 
         def work() -> None:
             try:
                 moved = buffer.wait(buffer.transfer(memory.data_ptr(), write=write, keep=memory), write=write)
             except DiskFailed as error:
                 done, lane = ("written", "disk_out") if write else ("read", "disk_in")
-                failed = DiskFailed(f"the gradient of {slab.name} could not be {done} (lane {lane}): {error}")
+                failed = DiskFailed(
+                    f"the gradient of {slab.name} could not be {done} (lane {lane}): {error} {progress}"
+                )
                 self.on_failure(failed)
                 raise failed from error
             if write:

@@ -46,6 +46,8 @@ class DiskWeights:
         self._lanes, self._counters = lanes, counters
         self.on_failure: Callable[[DiskFailed], None] = lambda _: None
         """Called by the lane with the error of a read."""
+        self.progress: Callable[[], object] = lambda: ""
+        """Returns what says which parts of the model have taken the last step."""
         self._rings = Rings(
             [slab for slab in slabs if slab.weight_on_disk],
             lambda members: _Staging(members, ram),
@@ -77,7 +79,9 @@ class DiskWeights:
                 transfer = buffer.transfer(view.data_ptr(), write=False, keep=view)
                 self._counters.bytes_disk_in += buffer.wait(transfer, write=False)
             except DiskFailed as error:
-                failed = DiskFailed(f"the weights of {slab.name} could not be read (lane disk_weights): {error}")
+                failed = DiskFailed(
+                    f"the weights of {slab.name} could not be read (lane disk_weights): {error} {self.progress()}"
+                )
                 self.on_failure(failed)
                 raise failed from error
 

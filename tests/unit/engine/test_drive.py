@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ def test_a_trainer_stops_with_a_checkpoint_and_records_what_it_wrote(
     assert steps[-1]["disk"]["total"] == sum(line["disk"]["written"] for line in steps) <= trainer.engine.drive.written
     assert 0 < steps[-1]["disk"]["share"] < 1
     assert lines[-1]["reason"] == "drive_limit"
-    assert any("GB written to disk" in message for message in announced.messages if message.startswith("step "))
+    said = [message for message in announced.messages if message.startswith("step ")]
+    pattern = r"[\d.e-]+ GB written to disk, [\d.e-]+ TB so far \(\d+\.\d\d% of the drive's rating\)"
+    assert said
+    assert all(re.search(pattern, message) for message in said), said
     mt.init(device="cpu")
     again = mt.Trainer(model=small.llama(1), args=small.arguments(out, max_steps=step + 1), train_dataset=small.rows())
     assert again.train(resume_from_checkpoint=True).global_step == step + 1

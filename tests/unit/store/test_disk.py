@@ -107,10 +107,10 @@ def test_the_files_are_closed_with_the_last_buffer(tmp_path: Path) -> None:
 def test_without_nameless_files_they_are_unlinked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = os.open
 
-    def without_tmpfile(path: Any, flags: int, *more: Any) -> int:
+    def without_tmpfile(path: Any, flags: int, *more: Any, **options: Any) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE here")
-        return plain(path, flags, *more)
+        return plain(path, flags, *more, **options)
 
     monkeypatch.setattr(os, "open", without_tmpfile)
     memory = DiskMemory([tmp_path], allow_tmpfs=True)
@@ -126,10 +126,10 @@ def test_without_direct_io_a_warning_says_so(
 ) -> None:
     plain = os.open
 
-    def without_direct(path: Any, flags: int, *more: Any) -> int:
+    def without_direct(path: Any, flags: int, *more: Any, **options: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT here")
-        return plain(path, flags, *more)
+        return plain(path, flags, *more, **options)
 
     monkeypatch.setattr(os, "open", without_direct)
     for _ in range(2):
