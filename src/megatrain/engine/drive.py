@@ -1,7 +1,7 @@
 """What a run writes to its drives, as a share of what they are rated for.
 
-SSDs wear out: a drive is rated for a number of bytes written (TBW). The rating is `drive_tbw`, or 600 TB per TB of
-size, a common value. A run's states are written once per step.
+SSDs wear out: a drive is rated for a number of bytes written (TBW). The rating is `drive_tbw`, or what the drive's own
+health log implies, or 600 TB per TB of size, a common value. A run's states are written once per step.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from megatrain.errors import DriveLimit
+from megatrain.hardware import smart
 from megatrain.store.disk import DiskMemory
 from megatrain.telemetry.notices import announce, warn
 
@@ -31,8 +32,10 @@ class DriveLife:
         """Bytes that the drives are rated for, all together."""
         if disk is not None:
             systems = {os.fstat(f.descriptor).st_dev: os.fstatvfs(f.descriptor) for f in disk.files}
-            sizes = [system.f_blocks * system.f_frsize for system in systems.values()]
-            self.rating = drive_tbw * TB * len(sizes) if drive_tbw is not None else RATED_PER_BYTE * sum(sizes)
+            self.rating = sum(
+                drive_tbw * TB if drive_tbw is not None else _reported(device, system.f_blocks * system.f_frsize)
+                for device, system in systems.items()
+            )
 
     @property
     def per_step(self) -> int:
@@ -94,3 +97,16 @@ class DriveLife:
         """Raise `DriveLimit` if nothing more may be written."""
         if (reason := self.spent()) is not None:
             raise DriveLimit(f"{reason}, so no further step is taken; save the model, or raise max_drive_tb.")
+
+
+def _reported(device: int, size: int) -> float:
+    """The rating that a file system's drives report, announced; by size if they do not."""
+    wear = smart.wear_of(device)
+    if wear is None:
+        return RATED_PER_BYTE * size
+    ratings = [each.rating for each in wear]
+    announce(
+        f"the drive reports {sum(each.written for each in wear) / TB:.3g} TB written in its life and "
+        f"{max(each.percent_used for each in wear)}% of it used"
+    )
+    return sum(rating for rating in ratings if rating is not None) if None not in ratings else RATED_PER_BYTE * size

@@ -15,6 +15,8 @@ from tests.tiny import Stack, backward, engine_of
 import megatrain as mt
 from megatrain.engine.drive import DriveLife
 from megatrain.errors import CheckpointError, DriveLimit, SettingsError
+from megatrain.hardware import smart
+from megatrain.hardware.smart import Wear
 from megatrain.store.disk import DiskMemory
 
 DISK: dict[str, Any] = {"on_disk": ["*"], "debug": mt.Debug(allow_tmpfs=True)}
@@ -122,3 +124,19 @@ def test_a_checkpoint_that_will_not_fit_beside_the_states_is_announced(
     with pytest.raises(CheckpointError, match="could not be saved"):
         trainer.train()
     assert any("saving will fail" in message for message in announced.messages)
+
+
+def test_the_rating_follows_what_the_drive_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: pytest.LogCaptureFixture
+) -> None:
+    disk = DiskMemory([tmp_path], allow_tmpfs=True)
+    by_size = DriveLife(disk, None, None).rating
+    reports = {"new": [Wear(10**12, 1)], "used": [Wear(30 * 10**12, 10)], "two": [Wear(10**13, 10), Wear(10**13, 20)]}
+    found = {}
+    for name, wear in reports.items():
+        monkeypatch.setattr(smart, "wear_of", lambda device, wear=wear: wear)
+        found[name] = DriveLife(disk, None, None).rating
+    assert found == {"new": by_size, "used": 300e12, "two": 150e12}
+    assert DriveLife(disk, 5.0, None).rating == 5e12, "the user's own figure counts"
+    assert [line for line in announced.messages if "30 TB written in its life and 10% of it used" in line]
+    disk.close()
