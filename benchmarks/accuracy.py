@@ -158,7 +158,8 @@ def decision_of(plan: mt.Plan, layers: set[str]) -> dict[str, Any]:
     return {
         "other_blocks": others, "resident_layers": resident, "held_weights": resident + held,
         "held_gradients": resident + summed, "gpu_updates": resident + streamed if streamed else 0,
-        "disk_blocks": len(plan.on_disk),
+        "disk_blocks": len(plan.on_disk), "disk_weights": len(set(plan.weights_on_disk) & set(plan.on_disk)),
+        "disk_frozen": len(set(plan.weights_on_disk) - set(plan.on_disk)),
         "stored_graphs": stored, "offload_inputs": plan.policy["*"] == "offload", "first_window": plan.windows[0],
         "window": plan.windows[:2][-1], "slots": plan.slots, "grad_slots": plan.grad_slots,
     }  # fmt: skip

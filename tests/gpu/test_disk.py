@@ -1,4 +1,4 @@
-"""On the GPU, in deterministic mode: states on disk give the bits of states in RAM."""
+"""On the GPU, in deterministic mode: state on disk gives the bits of state in RAM."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ def train(clip: float | None, compression: Any = False, steps: int = 3, **settin
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["early", "clipped"])
-@pytest.mark.parametrize("compression", [False, "8bit"])
-@pytest.mark.parametrize("held", [False, True], ids=["streamed", "held"])
-def test_states_on_disk_are_bitwise(tmp_path: Path, clip: float | None, compression: Any, held: bool) -> None:
-    more: dict[str, Any] = {"held_weights": ["*"], "held_gradients": ["*"]} if held else {}
-    expected = train(clip, compression, **more)
-    debug = mt.Debug(allow_tmpfs=True)
-    found = train(clip, compression, offload_dir=tmp_path, on_disk=["*"], debug=debug, **more)
+@pytest.mark.parametrize("compression", [False, "8bit", "lossless"])
+@pytest.mark.parametrize("where", ["states", "held", "everything"])
+def test_state_on_disk_is_bitwise(tmp_path: Path, clip: float | None, compression: Any, where: str) -> None:
+    held: dict[str, Any] = {"held_weights": ["*"], "held_gradients": ["*"]} if where == "held" else {}
+    more = {name: ["*"] for name in ("weights_on_disk", "gradients_on_disk")} if where == "everything" else {}
+    expected = train(clip, compression, **held)
+    debug = mt.Debug(allow_tmpfs=True, disk_coding="always")
+    found = train(clip, compression, offload_dir=tmp_path, on_disk=["*"], debug=debug, **held, **more)
     assert expected.pop("written") == 0
     assert found.pop("written") > 0
     assert found.keys() == expected.keys()

@@ -1,5 +1,5 @@
-"""Homes, held state, windows and policies are chosen at random. The bits are those of a run where everything streams,
-with one micro-batch after the other.
+"""Homes, held state, coding on disk, windows and policies are chosen at random. The bits are those of a run where
+everything streams, with one micro-batch after the other.
 """
 
 from __future__ import annotations
@@ -14,31 +14,37 @@ import torch
 from tests import small
 from tests.tiny import differences, engine_of, roles
 
-from megatrain.geometry import PLACEMENT_SETTINGS
+from megatrain.geometry import PATTERN_SETTINGS
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 MICRO_BATCHES = 5
 BLOCKS = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head")
 
+KINDS = ("resident", "states", "held", "streamed", "weights", "gradients", "disk", "disk, held", "disk, weights",
+         "disk, gradients", "disk, all")  # fmt: skip
+
 
 def random_settings(seed: int, tied: bool) -> dict[str, Any]:
     """Random settings that must not change bits."""
     source = random.Random(seed)
-    homes: dict[str, list[str]] = {name: [] for name in PLACEMENT_SETTINGS}
+    homes: dict[str, list[str]] = {name: [] for name in PATTERN_SETTINGS}
     for block in BLOCKS[:-1] if tied else BLOCKS:
-        kind = source.choice(["resident", "states", "held", "streamed", "weights", "gradients", "disk", "held disk"])
+        kind = source.choice(KINDS)
         if kind == "resident":
             homes["resident"].append(block)
-        homes["held_weights"] += [block] if kind in ("held", "states", "weights", "held disk") else []
-        homes["held_gradients"] += [block] if kind in ("held", "states", "gradients", "held disk") else []
+        homes["held_weights"] += [block] if kind in ("held", "states", "weights", "disk, held") else []
+        homes["held_gradients"] += [block] if kind in ("held", "states", "gradients", "disk, held") else []
         homes["streamed_states"] += [block] if kind == "states" else []
         homes["on_disk"] += [block] if "disk" in kind else []
+        homes["weights_on_disk"] += [block] if kind in ("disk, weights", "disk, all") else []
+        homes["gradients_on_disk"] += [block] if kind in ("disk, gradients", "disk, all") else []
     policies = {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS}
     return {
         **{name: tuple(blocks) for name, blocks in homes.items()},
         "policy": policies,
         "offload_dir": tempfile.gettempdir(),
         "allow_tmpfs": True,
+        "disk_coding": "always",
         "slots": source.randint(1, 4),
         "grad_slots": source.randint(1, 3),
     }
@@ -101,6 +107,6 @@ def test_random_placements_are_bitwise(seed: int) -> None:
         source.random() < 0.5,
         source.choice([None, 0.5]),
         source.choice(["bf16", "fp32", "bf16-sr"]),
-        source.choice([False, "8bit"]),
+        source.choice([False, "8bit", "lossless"]),
     )
     assert differences(train(seed, *options), streamed(*options)) == [], (random_settings(seed, options[0]), options)
