@@ -41,6 +41,7 @@ from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
 from megatrain.stream.disk import DiskStream
 from megatrain.stream.disk_gradients import DiskGradients
+from megatrain.stream.disk_transfer import DiskTransfers
 from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
@@ -141,15 +142,14 @@ class Attachment:
         link = Link(device, lanes, counters, inventory.cores())
         # Loose parameters are read where they are used, so they need no slot.
         fetched = [slab for slab in slabs if any(slab in block.slabs for block in blocks)]
-        weights = DiskWeights(slabs, self.placement.ram, lanes, counters)
+        transfers = DiskTransfers(counters)
+        weights = DiskWeights(slabs, self.placement.ram, lanes, transfers)
         fetcher = Fetcher(fetched, settings.debug.slots, link, weights)
-        gradients = DiskGradients(slabs, self.placement.ram, lanes, counters)
+        gradients = DiskGradients(slabs, self.placement.ram, lanes, transfers)
         drain = Drain(slabs, settings.debug.grad_slots, link, gradients)
         sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
-        disk = DiskStream(slabs, self.placement.ram, lanes, counters)
-        weights.on_failure = gradients.on_failure = disk.note_failure
-        weights.progress = gradients.progress = lambda: disk.progress
+        disk = DiskStream(slabs, self.placement.ram, lanes, transfers)
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor

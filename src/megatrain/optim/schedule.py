@@ -111,7 +111,7 @@ class Updates:
         self._early = _EarlyStep()
         self._partial_step: NonFiniteGradients | None = None
         self._last = Outcome()
-        self._progress = self.disk.progress = Progress(len(self.slabs))
+        self._progress = self.disk.transfers.progress = Progress(len(self.slabs))
 
     # ---- updates that start during the backward
 
@@ -249,8 +249,8 @@ class Updates:
 
     def check(self) -> None:
         """Raise, in the user's thread, errors that the update lane found, and failures of the disk again and again."""
-        if self.disk.failed is not None:
-            raise self.disk.failed
+        if self.disk.transfers.failed is not None:
+            raise self.disk.transfers.failed
         partial_step, self._partial_step = self._partial_step, None
         if partial_step is not None:
             raise partial_step
@@ -263,7 +263,7 @@ class Updates:
             )
 
     def _begin_step(self) -> None:
-        self._progress = self.disk.progress = self._progress.begin_next()
+        self._progress = self.disk.transfers.progress = self._progress.begin_next()
 
     def _take_early(self, rules: RuleTable, owner: object) -> _EarlyStep:
         """The early updates of this optimizer's step; another optimizer's stay until its own step."""

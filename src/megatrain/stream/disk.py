@@ -12,16 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain.errors import DiskFailed
 from megatrain.geometry import ALIGN_BYTES, DISK_STAGING_SLOTS, round_up
-from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Memory
 from megatrain.store.slab import Slab
+from megatrain.stream.disk_transfer import DiskTransfers
 from megatrain.stream.disk_weights import staged_bytes
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.rings import HostBuffers, Rings
 from megatrain.stream.states import StagedSpan
-from megatrain.telemetry.counters import Counters
 
 
 class _Staging(HostBuffers):
@@ -50,45 +48,24 @@ class DiskStates(StagedSpan):
         self.roles: tuple[str, ...] = ("states",)
         """What is read and written."""
         self.writes = [slab.orders["weight"], staging.order]
-        self._moved = [*self.copies]
+        self.moved = [*self.copies]
+        """Memory, and the buffer on disk that is read into it and written from it."""
         self._weight: torch.Tensor | None = None
         if slab.weight_on_disk:
             self.roles, self.writes = ("weight", "states"), [staging.order]
             self._weight = memory[_state_size(slab) :][: slab.layout.nbytes]
-            self._moved.append((self._weight, slab.weight_buffer))
+            self.moved.append((self._weight, slab.weight_buffer))
 
     @property
     def weight(self) -> torch.Tensor:
         return super().weight if self._weight is None else self._weight.view(self.slab.layout.dtype)
 
-    def move(self, *, write: bool) -> int:
-        """Read or write all states. Returns the bytes that moved, which are fewer if some are coded."""
-        transfers = []
-        for copy, buffer in self._moved:
-            assert isinstance(buffer, DiskBuffer)
-            transfers.append((buffer, buffer.transfer(copy.data_ptr(), write=write, keep=copy)))
-        failed: DiskFailed | None = None
-        moved = 0
-        for buffer, transfer in transfers:
-            # The others use the staging buffer until they are done.
-            try:
-                moved += buffer.wait(transfer, write=write)
-            except DiskFailed as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        return moved
-
 
 class DiskStream:
     """Reads states from disk for their update, and writes them back."""
 
-    def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, counters: Counters) -> None:
-        self._lanes, self._counters = lanes, counters
-        self.progress: object = ""
-        """Its text says which parts of the model have taken the step that is being submitted (optim/schedule.py)."""
-        self.failed: DiskFailed | None = None
-        """The first failure. Some parts of the model may have taken a step that others have not."""
+    def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, transfers: DiskTransfers) -> None:
+        self._lanes, self.transfers = lanes, transfers
         self._submitted: list[Slab] = []
         """Slabs in the order of their updates in this step."""
         self._unwritten: dict[int, list[DiskStates]] = {}
@@ -113,7 +90,7 @@ class DiskStream:
         if staging is None:
             return self._read(slab, self.rings.next(slab))
         self.rings.use(slab, staging)
-        return DiskStates(slab, staging, self.progress)
+        return DiskStates(slab, staging, self.transfers.progress)
 
     def send_back(self, staged: DiskStates) -> None:
         """Submit the write, after the update was submitted."""
@@ -122,7 +99,7 @@ class DiskStream:
         def work() -> None:
             # A skipped step changes nothing.
             if staged.changed:
-                self._counters.bytes_disk_out += self._move(staged, write=True)
+                self.transfers.move("disk_out", "write states", slab, staged.moved, staged.progress)
             self._unwritten[slab.index].remove(staged)
 
         self._unwritten.setdefault(slab.index, []).append(staged)
@@ -158,29 +135,16 @@ class DiskStream:
         return next((s for s in self.rings.of(slab) if s.content == (slab.index, slab.version)), None)
 
     def _read(self, slab: Slab, staging: _Staging) -> DiskStates:
-        staged = DiskStates(slab, staging, self.progress)
+        staged = DiskStates(slab, staging, self.transfers.progress)
         staging.content = None
         on_disk = slab.open(reads=staged.roles)
 
         def work() -> None:
-            self._counters.bytes_disk_in += self._move(staged, write=False)
+            self.transfers.move("disk_in", "read states", slab, staged.moved, staged.progress)
 
         self._lanes.submit("disk_in", "read states", work, reads=on_disk.reads, writes=[staging.order], label=slab.name)
         staging.content = slab.index, slab.version
         return staged
-
-    def _move(self, staged: DiskStates, *, write: bool) -> int:
-        try:
-            return staged.move(write=write)
-        except DiskFailed as error:
-            done, lane = ("written", "disk_out") if write else ("read", "disk_in")
-            said = f"the states of {staged.slab.name} could not be {done} (lane {lane}): {error} {staged.progress}"
-            self.note_failure(DiskFailed(said))
-            raise DiskFailed(said) from error
-
-    def note_failure(self, error: DiskFailed) -> None:
-        """Stop training: every later step raises the first failure."""
-        self.failed = self.failed or error
 
 
 def _state_size(slab: Slab) -> int:

@@ -6,20 +6,19 @@ the same step first brings the earlier one back (store/gradient.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from megatrain.errors import DiskFailed
 from megatrain.geometry import ALIGN_BYTES, DISK_STAGING_SLOTS, round_up
-from megatrain.store.disk import DiskBuffer
 from megatrain.store.gradient import Part, Snapshot
 from megatrain.store.memory import Buffer, Memory
 from megatrain.store.slab import Slab
+from megatrain.store.ticket import Order
+from megatrain.stream.disk_transfer import DiskTransfers
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.rings import HostBuffers, Rings
-from megatrain.telemetry.counters import Counters
 
 
 class _Staging(HostBuffers):
@@ -39,12 +38,8 @@ class _Staging(HostBuffers):
 class DiskGradients:
     """Writes gradients to disk and reads them back."""
 
-    def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, counters: Counters) -> None:
-        self._lanes, self._counters = lanes, counters
-        self.on_failure: Callable[[DiskFailed], None] = lambda _: None
-        """Called by a lane with the error of a transfer."""
-        self.progress: Callable[[], object] = lambda: ""
-        """Returns what says which parts of the model have taken the last step."""
+    def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, transfers: DiskTransfers) -> None:
+        self._lanes, self._transfers = lanes, transfers
         self._rings = Rings(
             [slab for slab in slabs if slab.homes.gradients is not None],
             lambda members: _Staging(members, ram),
@@ -64,41 +59,33 @@ class DiskGradients:
 
     def write(self, slab: Slab, part: Part, staging: _Staging) -> None:
         """Submit the write of a gradient that was copied to `staging`."""
-        work = self._transfer(slab, staging, part.move_to_disk(), write=True)
-        reads, writes = [staging.order], [part.order]
-        self._lanes.submit("disk_out", "write gradient", work, reads=reads, writes=writes, label=slab.name)
+        self._submit("disk_out", "write gradient", slab, staging, part.move_to_disk(), [staging.order], [part.order])
 
     def fetch(self, slab: Slab, gradient: Snapshot) -> Snapshot:
         """The gradient in RAM; submits the read if it is on disk."""
         if gradient.on_disk is None:
             return gradient
         staging = self._rings.next(slab)
-        work = self._transfer(slab, staging, gradient.on_disk, write=False)
-        reads, writes = [gradient.order], [staging.order]
-        self._lanes.submit("disk_in", "read gradient", work, reads=reads, writes=writes, label=slab.name)
+        self._submit("disk_in", "read gradient", slab, staging, gradient.on_disk, [gradient.order], [staging.order])
         parts = ((staging.view(slab), gradient.present),)
         return replace(gradient, parts=parts, order=staging.order, on_disk=None)
 
-    def _transfer(self, slab: Slab, staging: _Staging, buffer: Buffer, *, write: bool) -> Callable[[], None]:
-        assert isinstance(buffer, DiskBuffer)
-        memory, progress = staging.whole().bytes, self.progress()
+    def _submit(
+        self,
+        lane: str,
+        job: str,
+        slab: Slab,
+        staging: _Staging,
+        buffer: Buffer,
+        reads: list[Order],
+        writes: list[Order],
+    ) -> None:
+        copies, progress = [(staging.whole().bytes, buffer)], self._transfers.progress
 
         def work() -> None:
-            try:
-                moved = buffer.wait(buffer.transfer(memory.data_ptr(), write=write, keep=memory), write=write)
-            except DiskFailed as error:
-                done, lane = ("written", "disk_out") if write else ("read", "disk_in")
-                failed = DiskFailed(
-                    f"the gradient of {slab.name} could not be {done} (lane {lane}): {error} {progress}"
-                )
-                self.on_failure(failed)
-                raise failed from error
-            if write:
-                self._counters.bytes_disk_out += moved
-            else:
-                self._counters.bytes_disk_in += moved
+            self._transfers.move(lane, job, slab, copies, progress)
 
-        return work
+        self._lanes.submit(lane, job, work, reads=reads, writes=writes, label=slab.name)
 
 
 def staged_gradient_bytes(slab: Slab) -> int:

@@ -6,19 +6,17 @@ update. Reads have a lane of their own: compute waits for them, and must not wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from megatrain.errors import DiskFailed
 from megatrain.geometry import ALIGN_BYTES, DISK_STAGING_SLOTS, round_up
-from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Memory
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
+from megatrain.stream.disk_transfer import DiskTransfers
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.rings import HostBuffers, Rings
-from megatrain.telemetry.counters import Counters
 
 
 class _Staging(HostBuffers):
@@ -42,12 +40,8 @@ class _Staging(HostBuffers):
 class DiskWeights:
     """Reads weights from disk."""
 
-    def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, counters: Counters) -> None:
-        self._lanes, self._counters = lanes, counters
-        self.on_failure: Callable[[DiskFailed], None] = lambda _: None
-        """Called by the lane with the error of a read."""
-        self.progress: Callable[[], object] = lambda: ""
-        """Returns what says which parts of the model have taken the last step."""
+    def __init__(self, slabs: Sequence[Slab], ram: Memory, lanes: Lanes, transfers: DiskTransfers) -> None:
+        self._lanes, self._transfers = lanes, transfers
         self._rings = Rings(
             [slab for slab in slabs if slab.weight_on_disk],
             lambda members: _Staging(members, ram),
@@ -71,19 +65,10 @@ class DiskWeights:
 
     def _read(self, slab: Slab, order: Order, view: torch.Tensor) -> None:
         source = slab.open(reads=("weight",))
-        buffer = slab.weight_buffer
-        assert isinstance(buffer, DiskBuffer)
 
         def work() -> None:
-            try:
-                transfer = buffer.transfer(view.data_ptr(), write=False, keep=view)
-                self._counters.bytes_disk_in += buffer.wait(transfer, write=False)
-            except DiskFailed as error:
-                failed = DiskFailed(
-                    f"the weights of {slab.name} could not be read (lane disk_weights): {error} {self.progress()}"
-                )
-                self.on_failure(failed)
-                raise failed from error
+            copies = [(view, slab.weight_buffer)]
+            self._transfers.move("disk_weights", "read weights", slab, copies, self._transfers.progress)
 
         self._lanes.submit("disk_weights", "read weight", work, reads=source.reads, writes=[order], label=slab.name)
 

@@ -1,0 +1,61 @@
+"""Transfers between RAM and disk, on the lanes that submit them; the first failure stops training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatrain.errors import DiskFailed
+from megatrain.store.disk import DiskBuffer
+from megatrain.store.memory import Buffer
+from megatrain.store.slab import Slab
+from megatrain.telemetry.counters import Counters
+
+
+class DiskTransfers:
+    """Moves bytes between RAM and disk, counts them, and describes failures."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self.progress: object = ""
+        """Its text says which parts of the model have taken the step that is being submitted (optim/schedule.py)."""
+        self.failed: DiskFailed | None = None
+        """The first failure. Some parts of the model may have taken a step that others have not."""
+
+    def move(
+        self, lane: str, job: str, slab: Slab, copies: Sequence[tuple[torch.Tensor, Buffer]], progress: object
+    ) -> None:
+        """Read or write whole buffers, as the first word of `job` says, and wait. `copies`: memory and buffer of each.
+        `progress`: that of the step which this belongs to."""
+        verb, what = job.split()
+        try:
+            moved = _transfer(copies, write=verb == "write")
+        except DiskFailed as error:
+            done = {"read": "read", "write": "written"}[verb]
+            said = f"the {what} of {slab.name} could not be {done} (lane {lane}): {error} {progress}"
+            self.failed = self.failed or DiskFailed(said)
+            raise DiskFailed(said) from error
+        if verb == "write":
+            self._counters.bytes_disk_out += moved
+        else:
+            self._counters.bytes_disk_in += moved
+
+
+def _transfer(copies: Sequence[tuple[torch.Tensor, Buffer]], *, write: bool) -> int:
+    """Returns the bytes that moved, which are fewer if some are coded."""
+    transfers = []
+    for memory, buffer in copies:
+        assert isinstance(buffer, DiskBuffer)
+        transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory)))
+    failed: DiskFailed | None = None
+    moved = 0
+    for buffer, transfer in transfers:
+        # The others use the memory until they are done.
+        try:
+            moved += buffer.wait(transfer, write=write)
+        except DiskFailed as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return moved
