@@ -116,6 +116,24 @@ def test_a_gradient_takes_no_ram_until_it_is_changed(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_dropping_gradients_reads_nothing(tmp_path: Path, whole_model: bool) -> None:
+    """A Trainer calls `model.zero_grad()`, which drops them parameter by parameter."""
+    model = Stack(depth=5)
+    engine = engine_of(model, **all_on_disk(tmp_path))
+    optimizer = engine.optimizer(lr=0.1)
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        if whole_model:
+            model.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert [slab.name for slab in engine.slabs if slab.grad.allocated] == ["Stack"]
+        assert not any(on_disk(engine))
+    engine.close()
+
+
 def test_tied_weights_are_summed_in_ram(tmp_path: Path) -> None:
     def run(**settings: Any) -> list[Any]:
         model = zoo.build("llama", tie_word_embeddings=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -108,10 +108,10 @@ class Part:
         self.on_disk = True
         return buffer
 
-    def values_on_disk(self, start: int, end: int) -> Tensor:
-        """A copy of some bytes of a gradient on disk."""
+    def values_on_disk(self, start: int = 0, end: int | None = None) -> Tensor:
+        """A copy of some bytes of a gradient on disk; all by default."""
         self.order.until_readable()
-        return self.disk_buffer.read(start, end)
+        return self.disk_buffer.read(start, self.disk_buffer.nbytes if end is None else end)
 
     @property
     def sum_buffer(self) -> Buffer:
@@ -239,6 +239,8 @@ class Gradient:
         """The gradient, merged. It stays valid while a step uses it: `zero_grad` frees no buffer, and later writers
         wait for the update that reads them."""
         part = self.merged()
+        if part.on_disk and part.square_sum is None:
+            part.landing  # noqa: B018  # The norm is computed from values in RAM.
         on_disk = part.disk_buffer if part.on_disk else None
         flat = part.flat if on_disk is None else on_disk.view(part.dtype)
         parts = ((flat, frozenset(part.present)),)
@@ -249,15 +251,13 @@ class Gradient:
         for part in self.parts.values():
             part.order.until_readable()
         active = self.active()
-        if len(active) < 2:
-            found = self.snapshot()
-            if found.on_disk is None:
-                return found
-            # A copy, so that reading all gradients does not fill RAM.
-            flat = active[0].values_on_disk(0, found.on_disk.nbytes).view(found.dtype)
-            return replace(found, parts=((flat, found.present),), on_disk=None)
-        parts = tuple((part.flat, frozenset(part.present)) for part in active)
-        return Snapshot(self.layout, parts, active[0].dtype, scale=self.scale)
+        if len(active) < 2 and not any(part.on_disk for part in active):
+            return self.snapshot()
+        # Of a gradient on disk a copy, so that reading all gradients does not fill RAM.
+        flats = (part.values_on_disk().view(part.dtype) if part.on_disk else part.flat for part in active)
+        parts = tuple((flat, frozenset(part.present)) for part, flat in zip(active, flats, strict=True))
+        square_sum = active[0].square_sum if len(active) == 1 else None
+        return Snapshot(self.layout, parts, active[0].dtype, square_sum, self.scale)
 
     def writable(self) -> Tensor:
         """The flat gradient for users to write to; waits for updates that read it."""
@@ -284,9 +284,6 @@ class Gradient:
         self.refuse_late(self)
         for part in self.parts.values():
             part.present.discard(index)
-            if part.square_sum is not None and part.on_disk:
-                # The norm of the rest is computed from values in RAM.
-                part.landing  # noqa: B018
             part.square_sum = None
             if not part.present:
                 part.clear()
