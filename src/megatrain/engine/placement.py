@@ -111,8 +111,7 @@ class Placement:
         needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0, "disk": 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
-            waiting = slab.homes.sums if slab.homes.gradients is None else slab.homes.gradients
-            needed[waiting.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
+            needed[slab.homes.complete_gradients.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
         streamed = [slab for slab in slabs if slab.streams_states]
         for ring in group_by_size(streamed, lambda slab: slab.layout.nbytes):
             needed["vram"] += min(STAGING_SLOTS, len(ring)) * max(

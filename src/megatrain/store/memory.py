@@ -75,6 +75,11 @@ class Homes:
             assert self.states.tier == "vram", "a weight lives in GPU memory only together with its states"
 
     @property
+    def complete_gradients(self) -> Memory:
+        """Where gradients that are complete wait for their update."""
+        return self.sums if self.gradients is None else self.gradients
+
+    @property
     def transit(self) -> Memory:
         """Where data waits on its way between the device and its home."""
         return self.weight if self.ram is None else self.ram

@@ -62,6 +62,17 @@ def test_the_summary_says_where_everything_is(announced: pytest.LogCaptureFixtur
     assert summary["states"] == f"RAM {mib(states[False])}, VRAM {mib(states[True])}"
 
 
+def test_what_is_on_disk_is_named(announced: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    first = "model.layers.0"
+    settings = {"on_disk": [first], "weights_on_disk": [first], "gradients_on_disk": [first]}
+    engine = engine_of(small.llama(), precision="bf16", offload_dir=tmp_path, allow_tmpfs=True, **settings)
+    summary, (slab,) = rows(printed(announced)), [slab for slab in engine.slabs if slab.name == first]
+    assert summary["weights"].endswith(f"disk {mib(slab.layout.nbytes)}")
+    assert summary["gradients"].endswith(f"disk {mib(slab.owned.nbytes)}")
+    assert summary["states"].endswith(f"disk {mib(slab.state_bytes(AdamW.moments, 'fp32'))}")
+    engine.close()
+
+
 def test_frozen_parameters_have_no_gradients_or_states(announced: pytest.LogCaptureFixture) -> None:
     model = small.llama().requires_grad_(False)
     engine_of(model)
