@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -72,13 +73,15 @@ def headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | Non
 
 def folders(controller: str, root: Path, membership: Path) -> list[Path]:
     """Directories that may have limits: the group of this process and every parent, in each hierarchy."""
+    return _folders(controller, root, _read(membership))
+
+
+@lru_cache(maxsize=16)
+def _folders(controller: str, root: Path, membership: bytes) -> list[Path]:
+    """The same, from the content of the membership file. RAM is measured at every allocation, and paths are slow."""
     # Inside a container the path may be that of the host, and not exist. The mount itself is then the group.
     groups = [root]
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in os.fsdecode(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             mounts = [root, root / "unified"]
@@ -93,7 +96,18 @@ def folders(controller: str, root: Path, membership: Path) -> list[Path]:
 
 
 def words(path: Path) -> list[str]:
+    return os.fsdecode(_read(path)).split()
+
+
+def _read(path: Path) -> bytes:
+    """The content of a small file of the kernel; nothing if there is none."""
     try:
-        return path.read_text().split()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return []
+        return b""
+    try:
+        return os.read(descriptor, 1 << 20)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)

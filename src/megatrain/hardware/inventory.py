@@ -172,8 +172,9 @@ def available_ram() -> int:
 
 def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0) -> None:
     """Raise `NotEnoughMemory` if an allocation cannot fit in RAM."""
-    free, spare = available_ram(), level(CRITICAL, cgroups.usable_ram())
-    if nbytes > free - spare:
+    free, most_spare = available_ram(), CRITICAL[0]
+    # The limit is read only if it matters: this runs at every allocation.
+    if nbytes > free - most_spare and nbytes > free - (spare := level(CRITICAL, cgroups.usable_ram())):
         raise NotEnoughMemory(
             f"{what} needs {nbytes / GIB:.2f} GiB of RAM, but only {free / GIB:.2f} GiB are available, of which "
             f"{spare / GIB:.2f} must stay free (short by {(nbytes + spare - free) / GIB:.2f} GiB); use a smaller "
