@@ -1,4 +1,4 @@
-"""A thousand tiny steps with random lengths and windows: memory, descriptors, threads and slots do not grow."""
+"""Hundreds of tiny steps with random lengths and windows: memory, descriptors, threads and slots do not grow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import random
 import statistics
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,10 @@ import torch
 from tests import small
 from tests.tiny import engine_of
 
-STEPS = 1_000
-"""Per kind of lanes: two thousand together."""
-
+STEPS = [300, pytest.param(3_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 LEAK = 2 << 20
-"""Limit on the growth of the median RSS from the second third to the last: 6 KiB per step. A hidden state is about 2
-KiB, and the graph of a micro-batch keeps a hundred.
-"""
+"""Limit on the growth of the median RSS from the second third to the last. The graph of a micro-batch keeps 0.2 MiB, so
+that one in ten steps is noticed; of a hidden state, 2 KiB, one in three of the long run."""
 
 LONGEST, MOST = 24, 3
 """Tokens, and micro-batches of a step."""
@@ -69,10 +65,11 @@ def step(engine: Any, optimizer: Any, model: Any, number: int, draw: random.Rand
     return losses
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("lanes", ["sync", "threads"])
-def test_memory_and_handles_do_not_grow(lanes: str):
-    """Under 40 s each on one thread. The tolerance of RSS is `LEAK`; everything else is exact."""
-    # The first assertion fails if 16 KiB leak per step, the fourth if host buffers serve only their exact size.
+def test_memory_and_handles_do_not_grow(lanes: str, steps: int):
+    """The tolerance of RSS is `LEAK`; everything else is exact."""
+    # The fourth assertion fails if host buffers serve only their exact size.
     before = set(threading.enumerate())
     process = psutil.Process()
     model = small.llama(num_hidden_layers=2)
@@ -81,8 +78,7 @@ def test_memory_and_handles_do_not_grow(lanes: str):
     draw = random.Random(0)
     samples: list[tuple[int, int, int, int]] = []
     losses: list[float] = []
-    started = time.monotonic()
-    for number in range(STEPS):
+    for number in range(steps):
         losses += step(engine, optimizer, model, number, draw)
         if number % 100 == 0:
             gc.collect()
@@ -90,32 +86,30 @@ def test_memory_and_handles_do_not_grow(lanes: str):
             samples.append(
                 (process.memory_info().rss, process.num_fds(), threading.active_count(), engine._memory.allocated_bytes)
             )
-    took = time.monotonic() - started
     engine.synchronize()
 
     third = len(samples) // 3
     early, late = samples[third : 2 * third], samples[2 * third :]
     growth = statistics.median(sample[0] for sample in late) - statistics.median(sample[0] for sample in early)
-    assert growth < LEAK, f"RSS grew by {growth / 2**20:.1f} MiB in {STEPS // 3} steps"
+    assert growth < LEAK, f"RSS grew by {growth / 2**20:.1f} MiB in {steps // 3} steps"
     assert {sample[1] for sample in early + late} == {samples[third][1]}, "file descriptors"
     assert {sample[2] for sample in early + late} == {samples[third][2]}, "threads"
     held = [sample[3] for sample in early + late]
-    assert max(held) == min(held), f"host memory grew by {max(held) - min(held)} bytes after {STEPS // 3} steps"
+    assert max(held) == min(held), f"host memory grew by {max(held) - min(held)} bytes after {steps // 3} steps"
 
     counters = engine.counters
-    assert counters.steps == STEPS
+    assert counters.steps == steps
     assert counters.skipped_steps == 0
     assert counters.grown_slots == 0
     assert counters.fetches >= counters.prefetched > 0
     # Every step changes all weights, so each slab is fetched at least once, and at most once per use.
     found = counters.arrived + counters.late
-    assert STEPS * len(engine.slabs) <= counters.fetches + found
-    assert STEPS * len(engine.slabs) <= counters.drains <= MOST * STEPS * len(engine.slabs)
-    uses = 2 * len(engine.blocks) * len(losses) + len(engine.blocks) * STEPS // 10
+    assert steps * len(engine.slabs) <= counters.fetches + found
+    assert steps * len(engine.slabs) <= counters.drains <= MOST * steps * len(engine.slabs)
+    uses = 2 * len(engine.blocks) * len(losses) + len(engine.blocks) * steps // 10
     assert found + counters.missed <= uses
     assert counters.fetches == counters.missed + counters.prefetched
     assert statistics.mean(losses[-50:]) < statistics.mean(losses[:50]) * 1.2, "the loss still decreases"
 
     engine.close()
     assert set(threading.enumerate()) <= before
-    assert took < 90, "too slow for the normal suite"
