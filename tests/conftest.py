@@ -1,5 +1,6 @@
 """Every test starts with default settings, offline, and on one thread, because its tensors are tiny."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -42,3 +43,9 @@ def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "uring" and (why := disk.uring_refusal()):
         pytest.skip(f"io_uring cannot be used here: {why}")
     return str(request.param)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end; tests that collect garbage need not visit it."""
+    gc.collect()
+    gc.freeze()
