@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.accuracy import row_parser
+from benchmarks.row import row_parser
 from benchmarks.shapes import config_of
 from benchmarks.step import GIB
 from megatrain.hardware.cgroups import usable_ram

@@ -20,8 +20,8 @@ import transformers
 from transformers import PreTrainedModel
 
 import megatrain as mt
-from benchmarks.accuracy import WARM, batches, collated, with_trainer
 from benchmarks.peer_rows import ADAMW, CLIP, Row
+from benchmarks.row import WARM, batches, collated, with_trainer
 from benchmarks.shapes import random_model
 from benchmarks.step import GIB, now, seconds_between, vram_outside
 from megatrain.geometry import LANES
@@ -54,7 +54,7 @@ def ours(row: Row, steps: int, machine: mt.Machine | None = None) -> Trained:
     model = random_model(row.shape, torch.bfloat16, **row.overrides).train()
     machine = machine or mt.probe()
     torch.cuda.empty_cache()
-    plan, engine, losses, seconds = with_trainer(model, machine, options, {})
+    plan, engine, losses, seconds, moved = with_trainer(model, machine, options, {})
     chosen = {name: getattr(plan, name) for name in ("placement", "policies", "windows", "notes")}
     predicted = {"seconds": plan.step.seconds, **{f"{tier}_gib": plan.total(tier) / GIB for tier in ("vram", "ram")}}
     config = {

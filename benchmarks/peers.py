@@ -53,10 +53,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import WARM
 from benchmarks.peer_report import HEADER, line, picture, selected, table
 from benchmarks.peer_rows import ROWS, Row, flops, row_of
 from benchmarks.peer_steps import PEERS, STANDARD, device, run
+from benchmarks.row import WARM
 from benchmarks.step import GIB, resident_ram
 from megatrain.hardware.inventory import available_ram
 

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 from benchmarks import peer_report, peer_steps, peers
-from benchmarks.accuracy import WARM
 from benchmarks.peer_rows import ROWS, ZERO3_BYTES, ZERO3_SPARE, flops, row_of, zero3_layers
+from benchmarks.row import WARM
 from tests.unit.planner.made_up import cpu_only
 
 TINY = replace(ROWS["tiny"], length=16)
