@@ -4,8 +4,8 @@
         Short runs of a tiny model on the CPU, one file each in the folder OUT, for benchmarks.replay.
     PYTHONPATH=src python -m benchmarks.accesses --live --shape qwen2.5-7b --batch 4 --length 2048
         One run after the other with the predictor, with no prefetch, with the order of the first steps, and with the
-        true order: three periods of three steps and an evaluation. Prints how long compute waited for weights. With OUT,
-        the uses of the first run are written to OUT/live.jsonl for benchmarks.replay.
+        true order: three periods of three steps and an evaluation. Prints how long compute waited for weights. If OUT
+        is named too, the uses of the first run are written to OUT/live.jsonl for benchmarks.replay.
     PYTHONPATH=src python -m benchmarks.accesses --live --shape qwen2.5-1.5b --compression 8bit --offload-dir DIR
         The same with weights and states on disk.
 
