@@ -238,7 +238,7 @@ def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         with suppress(BaseException):
             os.close(reader)
             with os.fdopen(writer, "w") as out:
-                json.dump(_result(work), out)
+                out.write(_result(work))
         # Skip the parent's exit handlers.
         sys.stderr.flush()
         os._exit(0)
@@ -251,12 +251,12 @@ def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _result(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _result(work: Callable[[], dict[str, Any]]) -> str:
     try:
-        return work()
+        return json.dumps(work())
     except BaseException as error:
         traceback.print_exc()
-        return {"failed": f"{type(error).__name__}: {error}"}
+        return json.dumps({"failed": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

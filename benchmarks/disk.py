@@ -1,7 +1,7 @@
 """How fast states move to and from a drive: the I/O engine alone, and in training.
 
     PYTHONPATH=src python -m benchmarks.disk /mnt/nvme/scratch [MORE_DIRECTORIES] [--gb 8] [--seconds 10] [--repeats 3]
-    PYTHONPATH=src python -m benchmarks.disk /mnt/nvme/scratch --train --seconds 60 --layers 16 --hidden 4096
+    PYTHONPATH=src python -m benchmarks.disk /mnt/nvme/scratch --train --seconds 60 --layers 8 --hidden 4096
 
 Alone: reads, writes, and both at once, of extents that were written before, by threads and by io_uring in turns, for
 several sizes of pieces and numbers of pieces at once; the median of the repeats, with the least and the most.
@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import megatrain as mt
+from benchmarks.shapes import random_model
 from benchmarks.traffic import Moved, Traffic
 from megatrain.native.disk import BACKENDS, Transfer, uring_refusal
 from megatrain.store import disk
@@ -104,11 +104,12 @@ def spread(rates: Sequence[float]) -> str:
 
 def train(options: argparse.Namespace, backend: str) -> tuple[Moved, dict[str, Any]]:
     """What steps of at least so many seconds moved, and what was trained."""
-    config = LlamaConfig(
-        vocab_size=options.vocabulary, hidden_size=options.hidden, intermediate_size=3 * options.hidden,
-        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 64,
+    heads = options.hidden // 64
+    model = random_model(
+        "tiny", torch.bfloat16, lazy=True, vocab_size=options.vocabulary, hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden, num_hidden_layers=options.layers, num_attention_heads=heads,
+        num_key_value_heads=heads,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     debug = mt.Debug(disk_io=backend, allow_tmpfs=options.allow_tmpfs)
     engine = mt.Engine(
         model, offload_dir=options.directories, on_disk=["*"], optimizer_compression=options.moments,
