@@ -3,8 +3,11 @@
     PYTHONPATH=src python -m benchmarks.accesses OUT
         Short runs of a tiny model on the CPU, one file each in the folder OUT, for benchmarks.replay.
     PYTHONPATH=src python -m benchmarks.accesses --live --shape qwen2.5-7b --batch 4 --length 2048
-        One run after the other with no prefetch, with the order of the first steps, with the predictor, and with the
-        true order: three periods of three steps and an evaluation. Prints how long compute waited for weights.
+        One run after the other with the predictor, with no prefetch, with the order of the first steps, and with the
+        true order: three periods of three steps and an evaluation. Prints how long compute waited for weights. If OUT
+        is named too, the uses of the first run are written to OUT/live.jsonl for benchmarks.replay.
+    PYTHONPATH=src python -m benchmarks.accesses --live --shape qwen2.5-1.5b --compression 8bit --offload-dir DIR
+        The same with weights and states on disk.
 
 A line of a file is one access: {"seconds", "phase", "block", "slab", "role", "tier", "bytes", "trained"}. A step is
 {"seconds", "phase": "step"}; the end of the first period is {"seconds", "phase": "period"}.
@@ -30,6 +33,7 @@ from megatrain.stream.timeline import StepTimes
 
 PERIODS, STEPS = 3, 3
 """Periods of a live run, and steps before the evaluation of each."""
+WEIGHT_LANES = ("h2d", "refresh", "disk_weights")
 
 
 class Recorder(Predictor):
@@ -118,7 +122,6 @@ RUNS: dict[str, Callable[[mt.Engine, Any, int], None]] = {
 
 
 def record(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, run in RUNS.items():
         torch.manual_seed(0)
         engine = mt.Engine(random_model("tiny", torch.float32), device="cpu")
@@ -134,16 +137,16 @@ def record(folder: Path) -> None:
 # ---- a real run with each way to prefetch
 
 
-def live(shape: str, batch: int, length: int, **settings: Any) -> None:
+def live(shape: str, batch: int, length: int, trace: Path | None, **settings: Any) -> None:
     def run(name: str, guess: Callable[[mt.Engine], Guess]) -> Any:
         torch.manual_seed(0)
-        engine = mt.Engine(random_model(shape, torch.bfloat16), **settings)
+        engine = mt.Engine(random_model(shape, torch.bfloat16, lazy=True), **settings)
         optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
         used = engine._step.predictor = guess(engine)
         ids, waits, began = random_ids(engine, batch, length), list[float](), 0.0
 
         def add_waits(times: StepTimes, *_: Any) -> None:
-            waits.extend(times.waited.get(lane, 0.0) for lane in ("h2d", "refresh"))
+            waits.extend(times.waited.get(lane, 0.0) for lane in WEIGHT_LANES)
 
         for period in range(PERIODS + 1):
             if period == 1:  # the first one allocates memory and is learned from
@@ -163,6 +166,8 @@ def live(shape: str, batch: int, length: int, **settings: Any) -> None:
         counts = {name: getattr(engine.counters, name) - before[name] for name in ("arrived", "late", "missed")}
         listed = " ".join(f"{name} {count:5}" for name, count in counts.items())
         print(f"{name:<12} {seconds:8.3f} s, waited for weights {sum(waits):7.3f} s   {listed}", flush=True)
+        if isinstance(used, Recorder) and trace is not None:
+            used.write(trace)
         engine.close()
         return used
 
@@ -175,19 +180,29 @@ def live(shape: str, batch: int, length: int, **settings: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, help="folder for the traces of short runs")
+    parser.add_argument("out", nargs="?", type=Path, help="folder for traces")
     parser.add_argument("--live", action="store_true", help="compare ways to prefetch in one run each")
     parser.add_argument("--shape", default="qwen2.5-7b", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--lanes", default="auto")
+    parser.add_argument("--lanes", default="auto", help='"threads" on the CPU, where nothing is prefetched otherwise')
+    parser.add_argument("--offload-dir", nargs="+", help="directories for weights and states")
+    parser.add_argument("--compression", default=False, help="moments: bf16, 8bit or 4bit; default: FP32")
     arguments = parser.parse_args()
     if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.out is not None and not arguments.live:
         record(arguments.out)
     if arguments.live:
-        debug = mt.Debug(slots=arguments.slots, lanes=arguments.lanes)
-        live(arguments.shape, arguments.batch, arguments.length, debug=debug)
+        settings = {
+            "debug": mt.Debug(slots=arguments.slots, lanes=arguments.lanes),
+            "optimizer_compression": arguments.compression,
+        }
+        if arguments.offload_dir:
+            settings |= {"offload_dir": arguments.offload_dir, "on_disk": ["*"], "weights_on_disk": ["*"]}
+        trace = None if arguments.out is None else arguments.out / "live.jsonl"
+        live(arguments.shape, arguments.batch, arguments.length, trace, **settings)
 
 
 if __name__ == "__main__":

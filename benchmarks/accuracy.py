@@ -1,13 +1,20 @@
 """Accuracy of the planner: each row is planned and run, and seconds, VRAM and RAM are compared with the plan.
 
     PYTHONPATH=src python -m benchmarks.accuracy --rows held,padded --resume rows.jsonl --budget 400
+    PYTHONPATH=src python -m benchmarks.accuracy --rows disk --offload-dir /mnt/nvme/scratch --resume rows.jsonl
     PYTHONPATH=src python -m benchmarks.accuracy --shape qwen2.5-7b --max-vram-gb 48 [--compile] [--compression 8bit]
 
 The first form runs the rows of the named groups, each in its own process. A finished row is appended to the file and
 skipped by the next call with that file. A row that would exceed the budget (seconds) is left for the next call. The
-second form runs one row. The machine is probed if there is no earlier probe, or with `--refresh`. VRAM is the peak that
+last form runs one row. The machine is probed if there is no earlier probe, or with `--refresh`. VRAM is the peak that
 PyTorch's allocator reserved plus what the driver reports beyond it (total - free - reserved, so nothing else may run on
-the GPU). RAM is RssAnon + RssShmem. TFLOP/s as in `Plan.tflops`.
+the GPU). RAM is RssAnon + RssShmem in the steps, and its peak since the process began to build the model. TFLOP/s as in
+`Plan.tflops`.
+
+With `--offload-dir`, weights are drawn when the engine reads them, so that RAM never holds the model beside the state
+of the engine. Bytes that moved are counted from the end of the second step; GB/s are these by the seconds of a step.
+"Stalled" is the share of the steps' time in which compute waited for a lane of the disk. A row whose state does not fit
+on the disk is refused before anything is built.
 """
 
 from __future__ import annotations
@@ -16,29 +23,23 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Keeps reserved memory close to allocated memory; read when CUDA is first used.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-# Checking for a GPU must not initialise CUDA in a process that forks.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
-import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
-
 import megatrain as mt
-from benchmarks.shapes import SHAPES, config_of, random_model
-from benchmarks.step import GIB, now, resident_ram, seconds_between, vram_outside
+from benchmarks.row import WARM, measure, row_name, row_parser
+from benchmarks.shapes import config_of
+from megatrain.hardware.machine import Disk, Machine
 from megatrain.model.shapes import describe
+from megatrain.planner import Refusal, plan
 
 GROUPS: dict[str, list[list[str]]] = {
     # Speed targets: the Trainer's own plans, no cap, compiled.
@@ -55,6 +56,14 @@ GROUPS: dict[str, list[list[str]]] = {
     "32b": [
         ["--shape", "qwen3-32b", "--batch", "1", "--length", "4096", "--micro", "8", "--compression", "4bit",
          "--compile", "--trainer", "--steps", "1"],
+    ],
+    # With state on disk: they need --offload-dir.
+    "disk": [
+        ["--shape", "qwen2.5-32b", "--batch", "1", "--micro", "8", "--compression", "8bit", "--compile", "--trainer"],
+        ["--shape", "qwen2.5-7b", "--micro", "4", "--max-ram-gb", "60", "--max-vram-gb", "24", "--compile",
+         "--trainer"],
+        ["--shape", "qwen2.5-7b", "--micro", "4", "--max-ram-gb", "40", "--max-vram-gb", "24", "--compression", "8bit",
+         "--compile", "--trainer"],
     ],
     "slow": [
         ["--shape", "qwen2.5-1.5b", "--batch", "8", "--micro", "1", "--trainer"],
@@ -95,204 +104,12 @@ GROUPS: dict[str, list[list[str]]] = {
         ["--shape", "qwen2.5-14b", "--max-vram-gb", "80", "--compression", "8bit"],
     ],
 }  # fmt: skip
-WARM = 3
-"""Untimed steps: after the second, the engine waits for its lanes once, so the third starts with all updates done."""
 STARTING, PER_PARAMETER, COMPILING = 25.0, 3e-9, 30.0
 """Seconds of a row besides its steps: process and engine, weights per parameter, and compiling."""
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    ram = {"started": resident_ram()}
-    layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
-    model = random_model(args.shape, getattr(torch, args.dtype), **layers).train()
-    blocks = {block.name for block in describe(model).blocks if block.kind == "layer"}
-    machine = mt.probe(refresh=args.refresh, offload_dir=args.offload_dir)
-    torch.cuda.empty_cache()
-    ram["model"] = resident_ram()
-    plan, engine, losses, seconds = (with_trainer if args.trainer else with_own_loop)(model, machine, args, ram)
-    times = engine.step_times
-    measured = sorted(seconds)[len(seconds) // 2]
-    ram["end"] = resident_ram()
-    # Peak VRAM: what is outside PyTorch's allocator, plus its peak reservation.
-    outside = vram_outside()
-    reserved = torch.cuda.max_memory_reserved() / GIB
-    at_end = torch.cuda.memory_reserved() / GIB
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    result = {
-        "row": _name(args),
-        "tokens": plan.run.tokens,
-        "tflops": 6 * plan.matmul_parameters * plan.run.tokens / measured / 1e12,
-        "placement": plan.placement,
-        "policy": plan.policies,
-        "windows": plan.windows,
-        "decision": decision_of(plan, blocks),
-        "seconds": [plan.step.seconds, measured, measured / plan.step.seconds - 1],
-        "vram_gib": [plan.total("vram") / GIB, outside + reserved, torch.cuda.max_memory_allocated() / GIB],
-        "vram_detail": {"outside": outside, "reserved": reserved, "retries": retries, "at_end": at_end},
-        "vram_planned": {role: round(nbytes / GIB, 3) for role, nbytes in plan.memory["vram"].items()},
-        "ram_gib": [plan.total("ram") / GIB, max(ram["stepped"], ram["end"])],
-        "ram_detail": ram,
-        "ram_planned": {role: round(nbytes / GIB, 3) for role, nbytes in plan.memory["ram"].items()},
-        "lanes_predicted": {"busy": plan.step.busy, "waited": plan.step.waited},
-        "lanes_measured": {"busy": times.busy, "waited": times.waited} if times else None,
-        "disk": {
-            "planned": plan.total("disk"),
-            "blocks": len(plan.on_disk),
-            "read": engine.counters.bytes_disk_in / max(1, engine.counters.steps),
-            "written": engine.counters.bytes_disk_out / max(1, engine.counters.steps),
-        },
-        "losses": losses,
-        "all_seconds": seconds,
-    }
-    return result
-
-
-def decision_of(plan: mt.Plan, layers: set[str]) -> dict[str, Any]:
-    """What the planner decided, as `tests/unit/planner/accuracy.json` keeps it."""
-    resident, held, summed = (
-        len(layers.intersection(names)) for names in (plan.resident, plan.held_weights, plan.held_gradients)
-    )
-    streamed = len(plan.streamed_states)
-    others = 2 if set(plan.resident) - layers else int(bool(set(plan.held_weights) - layers))
-    stored = sum(policy == "store" for policy in plan.policy.values())
-    return {
-        "other_blocks": others, "resident_layers": resident, "held_weights": resident + held,
-        "held_gradients": resident + summed, "gpu_updates": resident + streamed if streamed else 0,
-        "disk_blocks": len(plan.on_disk), "disk_weights": len(set(plan.weights_on_disk) & set(plan.on_disk)),
-        "disk_frozen": len(set(plan.weights_on_disk) - set(plan.on_disk)),
-        "stored_graphs": stored, "offload_inputs": plan.policy["*"] == "offload", "first_window": plan.windows[0],
-        "window": plan.windows[:2][-1], "slots": plan.slots, "grad_slots": plan.grad_slots,
-    }  # fmt: skip
-
-
-def with_own_loop(
-    model: PreTrainedModel, machine: mt.Machine, args: argparse.Namespace, ram: dict[str, float]
-) -> tuple[mt.Plan, mt.Engine, list[float], list[float]]:
-    """The plan, the engine, losses and seconds of steps of a training loop."""
-    settings = {
-        "compile": args.compile,
-        "optimizer_compression": args.compression or False,
-        "max_vram_gb": args.max_vram_gb,
-        "max_ram_gb": args.max_ram_gb,
-        "offload_dir": args.offload_dir,
-    }
-    run = {"batch": args.batch, "length": args.length, "accumulation": args.micro, "padded": args.padded}
-    plan = mt.plan(model, machine=machine, **run, **settings)
-    print(plan.table(), file=sys.stderr, flush=True)
-    engine = mt.Engine(model, plan=plan, **settings)
-    ram["attached"] = resident_ram()
-    optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
-    inputs = [collated(rows) for rows in batches(model, args, args.micro)]
-
-    def micro_batch(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = model(**{name: values.to(engine.device) for name, values in batch.items()}).loss / args.micro
-        loss.backward()
-        return loss.detach()
-
-    def step() -> float:
-        tasks = [partial(micro_batch, batch) for batch in inputs]
-        losses: list[torch.Tensor] = []
-        for size in plan.windows:
-            losses += engine.window(tasks[len(losses) : len(losses) + size], full_step=size == len(tasks))
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum(loss.item() for loss in losses)
-
-    losses, seconds = [step() for _ in range(WARM)], []
-    ram["stepped"] = resident_ram()
-    for _ in range(args.steps):
-        began = time.perf_counter()
-        losses.append(step())
-        seconds.append(time.perf_counter() - began)
-    engine.synchronize()
-    return plan, engine, losses, seconds
-
-
-def with_trainer(
-    model: PreTrainedModel, machine: mt.Machine, args: argparse.Namespace, ram: dict[str, float]
-) -> tuple[mt.Plan, mt.Engine, list[float], list[float]]:
-    """The same for `megatrain.Trainer`, which makes its own plan. `args.more` steps follow, inside `args.around`."""
-    ends: list[Any] = []
-    around = ExitStack()
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: object, **__: object) -> None:
-            ends.append(now())  # the host may be steps ahead of the GPU
-            if len(ends) == 2:
-                ram["stepped"] = resident_ram()
-            if len(ends) == args.steps + WARM + args.more:
-                around.close()
-            if args.around is not None and len(ends) == args.steps + WARM:
-                around.enter_context(args.around(trainer.engine))
-
-    mt.init(
-        machine=machine,
-        max_vram_gb=args.max_vram_gb,
-        max_ram_gb=args.max_ram_gb,
-        offload_dir=args.offload_dir,
-        optimizer_compression=args.compression or False,
-        length=args.length,
-        compile=args.compile,
-    )
-    steps = args.steps + WARM + args.more
-    rows = [row for batch in batches(model, args, args.micro * steps) for row in batch]
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = mt.Trainer(
-            model=model,
-            args=TrainingArguments(
-                output_dir=directory,
-                per_device_train_batch_size=args.batch,
-                gradient_accumulation_steps=args.micro,
-                max_steps=steps,
-                learning_rate=1e-5,
-                bf16=args.dtype == "bfloat16",
-                use_cpu=not torch.cuda.is_available(),
-                logging_steps=steps,  # a step that is logged waits for its loss
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-            ),
-            train_dataset=rows,
-            data_collator=collated,
-            callbacks=[Clock()],
-        )
-        plan = trainer.engine.settings.plan
-        ram["attached"] = resident_ram()
-        trainer.train()
-    del ends[args.steps + WARM :]
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return plan, trainer.engine, losses, seconds_between(ends[WARM - 1 :])
-
-
-def batches(model: PreTrainedModel, args: argparse.Namespace, count: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Micro-batches of rows of random tokens; with `--padded` every second row is three quarters as long."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        ids = torch.randint(0, model.config.vocab_size, (args.batch, args.length), generator=generator)
-        short = 3 * args.length // 4 if args.padded else args.length
-        yield [{"input_ids": row[: short if number % 2 else args.length]} for number, row in enumerate(ids)]
-
-
-def collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    tokens = [row["input_ids"] for row in rows]
-    batch = {name: pad_sequence(tokens, True, value) for name, value in (("input_ids", 0), ("labels", -100))}
-    if any(len(row) < batch["input_ids"].shape[1] for row in tokens):
-        batch["attention_mask"] = (batch["labels"] != -100).long()
-    return batch
-
-
-def _name(args: argparse.Namespace) -> str:
-    """The row in words: shape, cap, and non-default options."""
-    words = [args.shape if args.layers is None else f"{args.layers} layers of {args.shape}"]
-    words.append(f"{args.max_vram_gb or 'no'} cap")
-    words.append(f"{args.micro} of {args.batch} x {args.length} tokens")
-    words += [f"{args.max_ram_gb:g} GiB of RAM and disk"] if args.offload_dir and args.max_ram_gb else []
-    words += [args.dtype] if args.dtype != "bfloat16" else []
-    words += [args.compression] if args.compression else []
-    words += ["padded"] if args.padded else []
-    words += ["compiled"] if args.compile else []
-    words += ["Trainer"] if args.trainer else []
-    return ", ".join(words)
+ESTIMATED = replace(
+    Machine.load("h200-128gb"), disks=(Disk(path="estimated", free_bytes=1 << 60, read=4.0e9, write=2.4e9),)
+)
+"""The machine whose plans estimate how long a row takes."""
 
 
 @contextmanager
@@ -300,28 +117,6 @@ def _traced(path: Path, engine: mt.Engine) -> Iterator[None]:
     with engine.trace() as timeline:
         yield
     timeline.save(path)
-
-
-def row_parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that describe one row."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer", action="store_true", help="let megatrain.Trainer plan and train")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--micro", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help=f"timed steps, after {WARM} untimed ones")
-    parser.add_argument("--padded", action="store_true", help="rows differ in length")
-    parser.add_argument("--max-vram-gb", type=float)
-    parser.add_argument("--max-ram-gb", type=float)
-    parser.add_argument("--offload-dir", nargs="*", help="directories for states that do not fit in RAM")
-    parser.add_argument("--compression")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--refresh", action="store_true", help="probe the machine again")
-    parser.set_defaults(around=None, more=0)
-    return parser
 
 
 def main() -> None:
@@ -338,7 +133,13 @@ def main() -> None:
         return
     if unknown := set(args.rows.split(",")) - set(GROUPS):
         parser.error(f"unknown group {', '.join(sorted(unknown))}; groups are {', '.join(GROUPS)}")
-    run_rows([(row, parser.parse_args(row)) for group in args.rows.split(",") for row in GROUPS[group]], args)
+    groups = args.rows.split(",")
+    if "disk" in groups and not args.offload_dir:
+        parser.error("rows of the group disk need --offload-dir, a directory on the drive to measure")
+    rows = [(row, parser.parse_args(row)) for group in groups for row in GROUPS[group]]
+    for _, options in rows:
+        options.offload_dir = args.offload_dir
+    run_rows(rows, args)
 
 
 def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Namespace) -> None:
@@ -351,13 +152,14 @@ def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Na
         done = {result["row"]: result for result in map(json.loads, args.resume.read_text().splitlines())}
     print(
         "| row | placement, policy, windows | seconds: plan, measured | TFLOP/s | VRAM GiB: plan, driver | "
-        "RAM GiB: plan, measured |\n|---|---|---|---|---|---|",
+        "RAM GiB: plan, measured | disk, GB per step: plan, written, read; GB/s; stalled; of the rating |\n"
+        "|---|---|---|---|---|---|---|",
         flush=True,
     )
     remaining: list[str] = []
     refresh = args.refresh
     for row, options in rows:
-        name = _name(options)
+        name = row_name(options)
         result = done.get(name)
         if result is None:
             started = time.perf_counter()
@@ -367,8 +169,8 @@ def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Na
             # An earlier probe may be outdated; all rows use the same one.
             options.refresh, refresh = refresh, False
             result = in_child(lambda options=options: measure(options))  # type: ignore[misc]
-            if result is None:
-                print(f"| {name} | failed: {' '.join(row)} |", flush=True)
+            if "failed" in result:
+                print(f"| {name} | failed: {result['failed']} ({' '.join(row)}) |", flush=True)
                 continue
             result["wall_s"] = round(time.perf_counter() - started, 1)
             if args.resume is not None:
@@ -380,46 +182,81 @@ def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Na
 
 
 def expected(options: argparse.Namespace) -> float:
-    """Estimated seconds of a row, at 300 TFLOP/s; most rows take less."""
+    """Estimated seconds of a row, from its plan for an H200 with one drive."""
     layers = {} if options.layers is None else {"num_hidden_layers": options.layers}
     shape = describe(config_of(options.shape, **layers))
-    tokens = options.batch * options.length * options.micro * (options.steps + WARM)
-    steps = 6 * shape.matmul_parameters * tokens / (3e14 if options.dtype == "bfloat16" else 3e13)
-    return STARTING + PER_PARAMETER * shape.parameters + steps + (COMPILING if options.compile else 0)
+    starting = STARTING + PER_PARAMETER * shape.parameters + (COMPILING if options.compile else 0)
+    try:
+        found = plan(
+            shape,
+            machine=ESTIMATED,
+            batch=options.batch,
+            length=options.length,
+            accumulation=options.micro,
+            padded=options.padded,
+            compile=options.compile,
+            precision="fp32" if options.dtype == "float32" else "bf16",
+            optimizer_compression=options.compression or False,
+            max_vram_gb=options.max_vram_gb,
+            max_ram_gb=options.max_ram_gb,
+            offload_dir=options.offload_dir and "estimated",
+        )
+    except Refusal:
+        return starting  # this machine may be larger; on one like it, the row is refused at once
+    return starting + found.step.seconds * (options.steps + WARM)
 
 
 def line(found: dict[str, Any]) -> str:
     """A row of the table."""
     planned, measured, off = found["seconds"]
+    ram = [f"{gib:.2f}" for gib in found["ram_gib"][:2]]
+    ram += [f"peak {gib:.2f}" for gib in found["ram_gib"][2:]]
     return (
         f"| {found['row']} | {found['placement']}; {found['policy']}; {found['windows']} | {planned:.2f}, "
         f"{measured:.2f} ({off:+.1%}) | {found['tflops']:.0f} | {found['vram_gib'][0]:.2f}, "
-        f"{found['vram_gib'][1]:.2f} (allocated {found['vram_gib'][2]:.2f}) | {found['ram_gib'][0]:.2f}, "
-        f"{found['ram_gib'][1]:.2f} |"
+        f"{found['vram_gib'][1]:.2f} (allocated {found['vram_gib'][2]:.2f}) | {', '.join(ram)} | {moved_of(found)} |"
     )
 
 
-def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Run in a process forked before CUDA is used, so that modules are loaded once. None if it failed."""
+def moved_of(found: dict[str, Any]) -> str:
+    """The cell of the disk."""
+    disk = found["disk"]
+    if not disk["planned"]:
+        return ""
+    sizes = (disk["planned_written"], disk["written"], disk["read"])
+    return (
+        f"{', '.join(f'{nbytes / 1e9:.2f}' for nbytes in sizes)}; {disk['gb_per_s']:.2f}; {disk['stall_share']:.0%}; "
+        f"{disk['rating_share_per_day']:.1%} a day"
+    )
+
+
+def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run in a process forked before CUDA is used, so that modules are loaded once. If it fails, {"failed": why}."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        code = 1
-        try:
+        with suppress(BaseException):
             os.close(reader)
             with os.fdopen(writer, "w") as out:
-                json.dump(work(), out)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
+                out.write(_result(work))
         # Skip the parent's exit handlers.
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as source:
         text = source.read()
-    _, status = os.waitpid(child, 0)
-    return json.loads(text) if status == 0 else None
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return (
+        json.loads(text) if text else {"failed": f"it ended with {signal.Signals(-code).name if code else 'no result'}"}
+    )
+
+
+def _result(work: Callable[[], dict[str, Any]]) -> str:
+    try:
+        return json.dumps(work())
+    except BaseException as error:
+        traceback.print_exc()
+        return json.dumps({"failed": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from benchmarks.peer_steps import PEERS
 
 Record = dict[str, Any]
 HEADER = (
-    "| peer | seconds | tokens/s | TFLOP/s | attention TFLOP/s | VRAM, GiB | RAM, GiB | seconds ÷ MegaTrain's |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| peer | seconds | tokens/s | TFLOP/s | attention TFLOP/s | VRAM, GiB | RAM, GiB | disk, GB/s read + written "
+    "| seconds ÷ MegaTrain's |\n|---|---|---|---|---|---|---|---|---|"
 )
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 900, 216, 196, 58, 34
 BAR, PITCH, GAP = 16, 22, 34
@@ -30,13 +30,18 @@ def line(record: Record, ours: Record | None) -> str:
     memory = ["" if record.get(name) is None else f"{record[name]:.1f}" for name in ("vram_gib", "ram_gib")]
     if "failed" in record:
         reason = textwrap.shorten(record["failed"].replace("|", "\\|"), 160)
-        return f"| {label} | {reason} | | | | | {memory[1]} | |"
+        return f"| {label} | {reason} | | | | | {memory[1]} | | |"
     against = "" if ours is None or "failed" in ours else f"{record['seconds'] / ours['seconds']:.2f}×"
     cells = (
         label, f"{record['seconds']:.3g}", f"{record['tokens_per_second']:,.0f}", f"{record['tflops']:.3g}",
-        f"{record['attention_tflops']:.2g}", *memory, against,
+        f"{record['attention_tflops']:.2g}", *memory, _disk(record), against,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _disk(record: Record) -> str:
+    rates = record.get("disk")
+    return "" if rates is None else f"{rates['read']:.2f} + {rates['written']:.2f}"
 
 
 def grouped(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
@@ -105,7 +110,7 @@ def picture(records: Sequence[Record]) -> str:
         y += GAP - PITCH
     gpus = ", ".join(dict.fromkeys(record["gpu"] for record in records if "gpu" in record))
     title = f"TFLOP/s of whole training steps, {gpus}"
-    caption = "Longer is faster. max_vram_gb binds MegaTrain alone; the others may use the whole GPU."
+    caption = "Longer is faster. Caps on memory bind MegaTrain alone; the others may use the whole machine."
     foot = "Plain PyTorch: everything on the GPU, BF16 weights and moments, no FP32 master. The others have one."
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" '

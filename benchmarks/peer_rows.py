@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.accuracy import row_parser
+from benchmarks.row import row_parser
 from benchmarks.shapes import config_of
 from benchmarks.step import GIB
 from megatrain.hardware.cgroups import usable_ram
@@ -14,6 +14,7 @@ from megatrain.model.shapes import ModelShape, describe
 CLIP = 1.0
 ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 """What transformers' Trainer uses by default, at the learning rate of `benchmarks.accuracy`."""
+CAPS = ("max_vram_gb", "max_ram_gb")
 ZERO3_BYTES = 25
 """RAM per parameter of ZeRO-3 with offloaded optimizer and parameters, as measured with models of 1.5B and 3B."""
 ZERO3_SPARE = 8 * GIB
@@ -32,8 +33,12 @@ class Row:
     """None: as many as the shape has. 0: as many as ZeRO-3 with offload can train in the RAM of this machine."""
     max_vram_gb: float | None = None
     """Binds MegaTrain alone. The other peers may use the whole GPU."""
+    max_ram_gb: float | None = None
+    """The same of RAM: what does not fit goes to `offload_dir`."""
     compression: str | None = None
     """Moments of MegaTrain: None is FP32."""
+    offload_dir: str | None = None
+    """Where peers with state on disk keep it in this run."""
 
     @property
     def tokens(self) -> int:
@@ -49,7 +54,9 @@ class Row:
     def options(self, steps: int, compiled: bool = False) -> Namespace:
         """The row as options of `benchmarks.accuracy`."""
         defaults = vars(row_parser(None).parse_args([]))
-        return Namespace(**(defaults | asdict(self) | {"steps": steps, "compile": compiled}))
+        directories = None if self.offload_dir is None else [self.offload_dir]
+        chosen = {"steps": steps, "compile": compiled, "offload_dir": directories}
+        return Namespace(**(defaults | asdict(self) | chosen))
 
     def work(self) -> str:
         """What every peer does in this row."""
@@ -58,13 +65,16 @@ class Row:
 
     def title(self) -> str:
         """The same with what MegaTrain alone is told."""
-        cap = "" if self.max_vram_gb is None else f", max_vram_gb={self.max_vram_gb:g}"
-        return f"{self.work()}{cap}" + ("" if self.compression is None else f", {self.compression} moments")
+        caps = "".join(f", {name}={cap:g}" for name in CAPS if (cap := getattr(self, name)) is not None)
+        return f"{self.work()}{caps}" + ("" if self.compression is None else f", {self.compression} moments")
 
 
 ROWS = {
     "tiny": Row(shape="tiny", micro=2, batch=2, length=64),
     "1.5b": Row(shape="qwen2.5-1.5b", micro=1, batch=8),
+    # With state on disk: ours by its cap, and DeepSpeed ZeRO-Infinity.
+    "1.5b-disk": Row(shape="qwen2.5-1.5b", micro=1, batch=8, max_vram_gb=12, max_ram_gb=8),
+    "3b-disk": Row(shape="qwen2.5-3b", micro=4, batch=4, max_vram_gb=16, max_ram_gb=20),
     "1.5b-12": Row(shape="qwen2.5-1.5b", micro=1, batch=8, max_vram_gb=12),
     "3b-16": Row(shape="qwen2.5-3b", micro=4, batch=4, max_vram_gb=16),
     "7b-24": Row(shape="qwen2.5-7b", micro=4, batch=4, max_vram_gb=24),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from itertools import islice
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ import transformers
 from transformers import PreTrainedModel
 
 import megatrain as mt
-from benchmarks.accuracy import WARM, batches, collated, with_trainer
 from benchmarks.peer_rows import ADAMW, CLIP, Row
+from benchmarks.row import WARM, batches, collated, with_trainer
 from benchmarks.shapes import random_model
 from benchmarks.step import GIB, now, seconds_between, vram_outside
+from benchmarks.traffic import process_io
 from megatrain.geometry import LANES
 
 Batch = dict[str, torch.Tensor]
@@ -35,6 +37,8 @@ FP32_MASTER = "FP32 master weights and moments"
 class Trained:
     seconds: list[float]
     losses: list[float]
+    disk: dict[str, float] | None
+    """GB per second read and written; None if nothing was counted."""
     config: dict[str, Any]
     """Everything that was chosen for this peer."""
     lanes: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -51,18 +55,20 @@ def device() -> str:
 def ours(row: Row, steps: int, machine: mt.Machine | None = None) -> Trained:
     """`mt.Trainer` with its own plan, compiled on a GPU. The machine is measured unless it is given."""
     options = row.options(steps, compiled=device() == "cuda")
-    model = random_model(row.shape, torch.bfloat16, **row.overrides).train()
-    machine = machine or mt.probe()
+    model = random_model(row.shape, torch.bfloat16, lazy=row.offload_dir is not None, **row.overrides).train()
+    machine = machine or mt.probe(offload_dir=row.offload_dir)
     torch.cuda.empty_cache()
-    plan, engine, losses, seconds = with_trainer(model, machine, options, {})
+    plan, engine, losses, seconds, moved = with_trainer(model, machine, options, {})
     chosen = {name: getattr(plan, name) for name in ("placement", "policies", "windows", "notes")}
     predicted = {"seconds": plan.step.seconds, **{f"{tier}_gib": plan.total(tier) / GIB for tier in ("vram", "ram")}}
     config = {
         "numerics": f"exact FP32 master, {row.compression or 'FP32'} moments", "compile": options.compile,
-        "max_vram_gb": row.max_vram_gb, "plan": chosen | predicted,
+        "max_vram_gb": row.max_vram_gb, "max_ram_gb": row.max_ram_gb, "plan": chosen | predicted,
+        "blocks_on_disk": len(plan.on_disk), "stalled_for_disk": moved.stall_share,
         "settings": {name: value for name, value in vars(engine.settings).items() if name not in ("plan", "machine")},
     }  # fmt: skip
-    return Trained(seconds, losses, kernels(model) | config, lanes_of(engine))
+    disk = disk_rates((moved.read, moved.written), moved.seconds)
+    return Trained(seconds, losses, disk, kernels(model) | config, lanes_of(engine))
 
 
 def kernels(model: PreTrainedModel) -> dict[str, Any]:
@@ -96,9 +102,9 @@ def resident(row: Row, steps: int, checkpointing: bool = False, compiled: str = 
         for layer in model.model.layers:
             layer.compile()
     call = torch.compile(model) if compiled == "model" else model
-    seconds, losses = timed(partial(plain_step, model, call, optimizer), model, row, steps)
+    results = timed(partial(plain_step, model, call, optimizer), model, row, steps)
     config = {"numerics": NO_MASTER, "checkpointing": checkpointing, "compiled": compiled, "adamw": "fused, GPU"}
-    return Trained(seconds, losses, kernels(model) | config)
+    return Trained(*results, kernels(model) | config)
 
 
 def prepared(model: PreTrainedModel, checkpointing: bool, reentrant: bool = False) -> PreTrainedModel:
@@ -129,26 +135,53 @@ def plain_step(
 
 def timed(
     step: Callable[[list[Batch]], torch.Tensor], model: PreTrainedModel, row: Row, steps: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of the steps after the warm-up, and all losses, which are read after the last step."""
+) -> tuple[list[float], list[float], dict[str, float] | None]:
+    """Of the steps after the warm-up: seconds, and what this process moved to and from drives. All losses, which are
+    read after the last step."""
     drawn = (collated(rows) for rows in batches(model, row.options(steps), row.micro * (WARM + steps)))
-    ends, losses = [], []
-    for _ in range(WARM + steps):
+    ends, losses, before, began = [], [], None, 0.0
+    for number in range(WARM + steps):
+        if number == WARM:
+            before, began = process_io(), perf_counter()
         inputs = [{name: values.to(device()) for name, values in batch.items()} for batch in islice(drawn, row.micro)]
         losses.append(step(inputs))
         ends.append(now())
-    return seconds_between(ends[WARM - 1 :]), [loss.item() for loss in losses]
+    seconds, after = seconds_between(ends[WARM - 1 :]), process_io()
+    moved = (0, 0) if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    return seconds, [loss.item() for loss in losses], disk_rates(moved, perf_counter() - began)
+
+
+def disk_rates(moved: tuple[int, int], seconds: float) -> dict[str, float] | None:
+    """GB per second, given bytes read and written. Some systems do not count them."""
+    return {"read": moved[0] / seconds / 1e9, "written": moved[1] / seconds / 1e9} if any(moved) else None
 
 
 # ---- DeepSpeed
 
+SUB_GROUP = 10**8
+"""Parameters that ZeRO-Infinity updates at once. A larger parameter is a group of its own."""
+NVME = {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+"""Reads of the next group and writes of the last one go on during an update. Each of the three groups needs 4 buffers:
+parameter, gradient and two moments."""
+AIO = {
+    "block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 8, "thread_count": 8, "single_submit": False,
+    "overlap_events": True,
+}  # fmt: skip
+"""Up to 32 blocks of 1 MiB in flight in each of 8 threads. Older releases know the threads as `thread_count`."""
 
-def zero(row: Row, steps: int, stage: int, checkpointing: bool = True) -> Trained:
-    """ZeRO with the optimizer, and in stage 3 the parameters, in pinned RAM. Bucket sizes are DeepSpeed's defaults."""
+
+def zero(row: Row, steps: int, stage: int, checkpointing: bool = True, nvme: bool = False) -> Trained:
+    """ZeRO with the optimizer, and in stage 3 the parameters, in pinned RAM. Bucket sizes are DeepSpeed's defaults.
+
+    `nvme`: the optimizer in files, as in ZeRO-Infinity.
+    """
     import deepspeed
 
     pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     options = {"stage": stage, "offload_optimizer": pinned, "overlap_comm": True, "contiguous_gradients": True}
+    if nvme:
+        require_async_io()
+        options |= {"offload_optimizer": pinned | NVME | {"nvme_path": row.offload_dir}, "sub_group_size": SUB_GROUP}
     config = {
         "train_micro_batch_size_per_gpu": row.batch,
         "gradient_accumulation_steps": row.micro,
@@ -158,7 +191,7 @@ def zero(row: Row, steps: int, stage: int, checkpointing: bool = True) -> Traine
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": options | ({"offload_param": pinned} if stage == 3 else {}),
         "steps_per_print": 10**9,
-    }
+    } | ({"aio": AIO} if nvme else {})
     deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
     model = prepared(random_model(row.shape, torch.bfloat16, **row.overrides), checkpointing, reentrant=True)
     engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -172,10 +205,18 @@ def zero(row: Row, steps: int, stage: int, checkpointing: bool = True) -> Traine
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    seconds, losses = timed(step, model, row, steps)
+    results = timed(step, model, row, steps)
     more = {"numerics": FP32_MASTER, "checkpointing": checkpointing, "optimizer_class": _names(optimizer)}
     more |= kernels(model)
-    return Trained(seconds, losses, more | {"deepspeed": config, "deepspeed_version": metadata.version("deepspeed")})
+    return Trained(*results, more | {"deepspeed": config, "deepspeed_version": metadata.version("deepspeed")})
+
+
+def require_async_io() -> None:
+    """Raise unless DeepSpeed can compile the extension that moves its files."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=True):
+        raise RuntimeError("DeepSpeed cannot build async_io: it needs libaio with its header (package libaio-dev)")
 
 
 def _names(optimizer: Any) -> list[str]:
@@ -206,10 +247,10 @@ def fsdp2(row: Row, steps: int, checkpointing: bool = True) -> Trained:
     fully_shard(model, **sharding)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     step = partial(plain_step, model, model, optimizer, prepare=model.set_requires_gradient_sync)
-    seconds, losses = timed(step, model, row, steps)
+    results = timed(step, model, row, steps)
     config = {"numerics": FP32_MASTER, "checkpointing": checkpointing, "adamw": "fused, CPU"}
     config |= kernels(model) | {name: repr(value) for name, value in sharding.items()}
-    return Trained(seconds, losses, config)
+    return Trained(*results, config)
 
 
 # ---- all of them
@@ -231,6 +272,8 @@ class Peer:
     distributed: bool = False
 
 
+NVME_BYTES = 16
+"""Read and written per parameter and step: FP32 parameter, gradient and two moments."""
 ZERO, FSDP = (70, 20, 0.55, 300, True), (35, 15, 1.2, 250, True)
 PEERS = {
     "ours": Peer("MegaTrain", ours, 65, 4, 0.15, 330),
@@ -239,6 +282,15 @@ PEERS = {
     "compiled": Peer("plain PyTorch, compiled", partial(resident, compiled="model"), 120, 1, 0, 360),
     "compiled-layers": Peer("plain PyTorch, compiled layers", partial(resident, compiled="layers"), 45, 1, 0, 360),
     "zero3": Peer("DeepSpeed ZeRO-3 offload", partial(zero, stage=3), *ZERO),
+    "zero-infinity": Peer(
+        "DeepSpeed ZeRO-Infinity",
+        partial(zero, stage=3, nvme=True),
+        100,
+        25,
+        NVME_BYTES * (1 / 4.0 + 1 / 2.4),
+        300,
+        True,
+    ),
     "zero3-stored": Peer("ZeRO-3 offload, stored", partial(zero, stage=3, checkpointing=False), *ZERO),
     "zero2": Peer("DeepSpeed ZeRO-2 offload", partial(zero, stage=2), *ZERO),
     "zero2-stored": Peer("ZeRO-2 offload, stored", partial(zero, stage=2, checkpointing=False), *ZERO),
@@ -260,6 +312,7 @@ def run(name: str, row: Row, steps: int) -> dict[str, Any]:
         "losses": trained.losses,
         "vram_gib": vram_outside() + torch.cuda.max_memory_reserved() / GIB if cuda else None,
         "lanes": trained.lanes,
+        "disk": trained.disk,
         "config": trained.config | {"adamw_settings": ADAMW, "clipping": CLIP},
         "gpu": torch.cuda.get_device_name() if cuda else "no GPU",
         "cores": len(os.sched_getaffinity(0)),

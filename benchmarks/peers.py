@@ -12,14 +12,16 @@ at 1.0:
 - eager, stored, compiled, compiled-layers: plain PyTorch with everything on the GPU; eager with gradient checkpointing,
   the others without. BF16 weights and moments, no FP32 master: less work and less exact. `compiled` compiles the whole
   model with its loss, `compiled-layers` each layer.
+- zero-infinity: DeepSpeed with the optimizer in files (NVMe) and the parameters in pinned RAM; gradient checkpointing.
 - zero3, zero2: DeepSpeed with the optimizer in pinned RAM, zero3 with the parameters too; gradient checkpointing.
 - fsdp2: `fully_shard` with `CPUOffloadPolicy`, FP32 parameters, products in BF16; gradient checkpointing.
 - zero3-stored, zero2-stored, fsdp2-stored: the same without checkpointing, where the GPU has room for it.
 - upstream: `--upstream-command`, run in the folder `--upstream` with the row as JSON in the variable PEERS_ROW. The
   last line of its output is a JSON object with `all_seconds`, and with `vram_gib` and `config` if it knows them.
 
-`max_vram_gb` binds MegaTrain alone; the other peers may use the whole GPU. A row with "-width" has as many layers as
-ZeRO-3 with offload can train in this machine's RAM, at 25 bytes per parameter beside 8 GiB.
+`max_vram_gb` and `max_ram_gb` bind MegaTrain alone; the other peers may use the whole machine. Rows with "-disk", whose
+`max_ram_gb` is too small for the states, and the peer zero-infinity need `--offload-dir`. A row with "-width" has as
+many layers as ZeRO-3 with offload can train in this machine's RAM, at 25 bytes per parameter beside 8 GiB.
 
 Each peer runs in a process of its own with a time limit of its own. A peer that fails gives a record with the reason. A
 finished pair of row and peer is appended to the file of `--resume`, and skipped by the next call with that file; a pair
@@ -29,7 +31,7 @@ Seconds are the median of the steps after three untimed ones, from the end of on
 peer waits for its loss. TFLOP/s = 6 × the matrix parameters that a token uses × tokens ÷ seconds. Attention's TFLOP/s
 are a second figure. Recomputation, padding and inactive experts are not counted. VRAM is the peak that PyTorch's
 allocator reserved plus what the driver reports beyond it, so nothing else may run on the GPU. RAM is the peak of
-RssAnon + RssShmem.
+RssAnon + RssShmem. What moved to and from drives is counted by MegaTrain for itself, and by the kernel for the others.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import WARM
 from benchmarks.peer_report import HEADER, line, picture, selected, table
 from benchmarks.peer_rows import ROWS, Row, flops, row_of
 from benchmarks.peer_steps import PEERS, STANDARD, device, run
+from benchmarks.row import WARM
 from benchmarks.step import GIB, resident_ram
 from megatrain.hardware.inventory import available_ram
 
@@ -84,7 +86,9 @@ class Ended:
 def expected(row: Row, peer: str, steps: int) -> float:
     """Estimated seconds of a pair; most take less."""
     known, billions = PEERS[peer], row.described().parameters / 1e9
-    step = sum(flops(row)) / known.tflops / 1e12 + known.updating * billions
+    on_disk = peer == "ours" and row.max_ram_gb is not None
+    updating = PEERS["zero-infinity"].updating if on_disk else known.updating
+    step = sum(flops(row)) / known.tflops / 1e12 + updating * billions
     return known.starting + known.placing * billions + step * (steps + WARM)
 
 
@@ -151,15 +155,25 @@ def command_of(name: str, peer: str, row: Row, args: argparse.Namespace) -> list
         return shlex.split(args.upstream_command)
     layers = [] if row.layers is None else ["--layers", str(row.layers)]
     started = ["--child", peer, "--parent", str(os.getpid()), "--steps", str(args.steps)]
-    return [sys.executable, "-m", "benchmarks.peers", name, *started, *layers]
+    folder = [] if row.offload_dir is None else ["--offload-dir", row.offload_dir]
+    return [sys.executable, "-m", "benchmarks.peers", name, *started, *layers, *folder]
+
+
+def needs_disk(row: Row, peer: str) -> bool:
+    return peer == "zero-infinity" or (peer == "ours" and row.max_ram_gb is not None)
 
 
 def pair(name: str, peer: str, row: Row, args: argparse.Namespace, limit: float) -> tuple[dict[str, Any], bool]:
     """The record of a pair, and whether it ran out of time."""
     began = time.monotonic()
-    environment = environment_of(peer, args.peer_path) | {"PEERS_ROW": json.dumps(asdict(row) | {"steps": args.steps})}
-    folder = args.upstream if peer == "upstream" else None
-    ended = watched(command_of(name, peer, row, args), environment, folder, limit)
+    # A peer that is ended leaves its files behind.
+    with tempfile.TemporaryDirectory(prefix="peers-", dir=args.offload_dir) as scratch:
+        if needs_disk(row, peer):
+            row = replace(row, offload_dir=scratch)
+        environment = environment_of(peer, args.peer_path)
+        environment |= {"PEERS_ROW": json.dumps(asdict(row) | {"steps": args.steps})}
+        folder = args.upstream if peer == "upstream" else None
+        ended = watched(command_of(name, peer, row, args), environment, folder, limit)
     found: dict[str, Any] = {}
     last = ended.output.strip().splitlines()[-1:]
     if ended.reason is None:
@@ -217,6 +231,8 @@ def run_pairs(names: list[str], peers: list[str], args: argparse.Namespace) -> N
     """Run the pairs that are not in the file, within the time budget."""
     began = time.monotonic()
     done: Records = {}
+    if args.offload_dir is not None:
+        Path(args.offload_dir).mkdir(parents=True, exist_ok=True)
     if args.resume is not None:
         args.resume.touch()  # fails now rather than after the first pair
         done = records(args.resume)
@@ -282,6 +298,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help="seconds for each peer, instead of a multiple of the estimate")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARM} untimed ones")
     parser.add_argument("--layers", type=int, help="another number of layers than the row has")
+    parser.add_argument("--offload-dir", help="a directory on the drive, for peers with state on disk")
     parser.add_argument("--peer-path", type=Path, help="a folder with DeepSpeed, for its peers' PYTHONPATH")
     parser.add_argument("--upstream", type=Path, help="the folder in which --upstream-command runs")
     parser.add_argument("--upstream-command", help="what runs the peer upstream")
@@ -297,6 +314,10 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}")
     if "upstream" in args.peers and not args.upstream_command:
         parser.error("the peer upstream needs --upstream-command")
+    chosen = args.peers or STANDARD
+    on_disk = [name for name in args.rows if any(needs_disk(ROWS[name], peer) for peer in chosen)]
+    if on_disk and not (args.offload_dir or args.table or args.picture):
+        parser.error(f"peers of {', '.join(on_disk)} keep state on disk: they need --offload-dir")
     if args.steps < 1:
         parser.error("--steps must be at least 1")
     if not (args.rows or args.table or args.picture):
@@ -308,7 +329,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     if args.child is not None:
-        child(args.child, row_of(args.rows[0], args.layers), args.steps, args.parent)
+        row = replace(row_of(args.rows[0], args.layers), offload_dir=args.offload_dir)
+        child(args.child, row, args.steps, args.parent)
     if args.table is not None:
         print(table(selected(list(records(args.table).values()), args.rows, args.peers)))
     if args.picture is not None:

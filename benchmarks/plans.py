@@ -23,7 +23,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings":
 CONFIGS: dict[str, dict[str, Any]] = {
     "7B (Qwen2.5-7B)": dict(SHAPES["qwen2.5-7b"]),
     "14B (Qwen2.5-14B)": dict(SHAPES["qwen2.5-14b"]),
-    "32B (Qwen2.5-32B)": SHAPES["qwen2.5-14b"] | {"intermediate_size": 27648, "num_hidden_layers": 64},
+    "32B (Qwen2.5-32B)": dict(SHAPES["qwen2.5-32b"]),
     "70B (Llama-3-70B)": LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
                                   "num_attention_heads": 64},
     "100B (dense)": LLAMA | {"hidden_size": 12288, "intermediate_size": 32768, "num_hidden_layers": 63,

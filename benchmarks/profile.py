@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import megatrain as mt
-from benchmarks.accuracy import measure, row_parser
+from benchmarks.row import measure, row_parser
 
 NORM = "norm of gradients"
 KINDS = (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from megatrain.lazy import Load
 
 QWEN = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, object]] = {
@@ -39,6 +43,8 @@ SHAPES: dict[str, dict[str, object]] = {
                           "num_attention_heads": 28, "num_key_value_heads": 4},
     "qwen2.5-14b": QWEN | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
                            "num_attention_heads": 40, "num_key_value_heads": 8},
+    "qwen2.5-32b": QWEN | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+                           "num_attention_heads": 40, "num_key_value_heads": 8},
     "qwen3-32b": QWEN | {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
                          "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
                          "vocab_size": 151936},
@@ -48,6 +54,9 @@ SHAPES: dict[str, dict[str, object]] = {
                       "max_position_embeddings": 32768, "norm_topk_prob": True},
 }  # fmt: skip
 
+PIECE = 1 << 25
+"""Numbers that are drawn at once."""
+
 
 def config_of(shape: str, **overrides: object) -> PreTrainedConfig:
     fields = SHAPES[shape] | overrides
@@ -55,28 +64,41 @@ def config_of(shape: str, **overrides: object) -> PreTrainedConfig:
 
 
 def random_model(
-    shape: str, dtype: torch.dtype, seed: int = 0, device: str = "cpu", **overrides: object
+    shape: str, dtype: torch.dtype, seed: int = 0, device: str = "cpu", lazy: bool = False, **overrides: object
 ) -> PreTrainedModel:
-    """A model of the given shape, with weights from N(0, 0.02), drawn on the GPU if there is one."""
+    """A model of the given shape, with weights from N(0, 0.02), drawn on the GPU if there is one.
+
+    `lazy`: every weight is drawn when an engine reads it, with the same bits. Until then the model takes no RAM.
+    """
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config_of(shape, **overrides), dtype=dtype)
-    source = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator(source).manual_seed(seed)
+    load = Load()
+    load.recording = False
     filled: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in filled:
-                values = torch.empty(parameter.shape, dtype=dtype, device=source)
-                if parameter.ndim > 1:
-                    values.normal_(0.0, 0.02, generator=generator)
-                else:
-                    values.fill_(1.0 if key == "weight" else 0.0)
-                filled[id(parameter)] = torch.nn.Parameter(values.to(device))
+                constant = None if parameter.ndim > 1 else float(key == "weight")
+                draw = partial(_drawn, parameter.shape, dtype, constant, seed << 32 | len(filled), device)
+                values = load.tensor(draw, tuple(parameter.shape), dtype) if lazy else draw()
+                filled[id(parameter)] = torch.nn.Parameter(values)
             module._parameters[key] = filled[id(parameter)]
     model.tie_weights()
     return model if device == "cpu" else model.to(device)
+
+
+def _drawn(size: torch.Size, dtype: torch.dtype, constant: float | None, seed: int, device: str) -> torch.Tensor:
+    """One weight; in pieces, so that little GPU memory is needed beside what a plan has reserved."""
+    values = torch.empty(size, dtype=dtype, device=device)
+    if constant is not None:
+        return values.fill_(constant)
+    source = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(source).manual_seed(seed)
+    for piece in values.view(-1).split(PIECE):
+        piece.copy_(torch.empty(len(piece), dtype=dtype, device=source).normal_(0.0, 0.02, generator=generator))
+    return values
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:

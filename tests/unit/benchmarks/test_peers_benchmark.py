@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 from benchmarks import peer_report, peer_steps, peers
-from benchmarks.accuracy import WARM
 from benchmarks.peer_rows import ROWS, ZERO3_BYTES, ZERO3_SPARE, flops, row_of, zero3_layers
+from benchmarks.row import WARM
 from tests.unit.planner.made_up import cpu_only
 
 TINY = replace(ROWS["tiny"], length=16)
@@ -224,7 +224,7 @@ def test_the_table_has_ratios_failures_and_lanes():
     assert "| h2d | 1.000 | 0.250 | 50.0 |" in lines
     assert "- MegaTrain: exact." in lines
     tables = [text for text in lines if text.startswith("| ") and "lane" not in text and "h2d" not in text]
-    assert {text.replace("\\|", "").count("|") for text in tables} == {9}
+    assert {text.replace("\\|", "").count("|") for text in tables} == {10}
 
 
 def test_rows_and_peers_can_be_selected():

@@ -6,6 +6,8 @@ import threading
 import pytest
 from tests.tiny import Stack, engine_of, inputs
 
+from megatrain.store.ticket import Wait
+from megatrain.stream.lanes import DiskLanes
 from megatrain.stream.timeline import Span, Timeline, _Page
 
 
@@ -158,3 +160,14 @@ def test_pages_do_not_pile_up():
     assert engine._lanes.timeline._closed == []
     assert engine._lanes.timeline.spans == []
     assert engine.step_times.step == 19
+
+
+def test_what_runs_inline_lets_compute_wait_for_the_disk():
+    lanes, slow = DiskLanes(), threading.Event()
+    update = lanes["disk_update"].submit(slow.wait, label="update")
+    threading.Timer(0.05, slow.set).start()
+    lanes["h2d"].submit(lambda: None, after=(Wait("weight written", update),), label="fetch")
+    lanes.timeline.cut()
+    lanes.timeline.settle(wait=True)
+    lanes.close()
+    assert lanes.timeline.last.waited["disk_update"] > 0
