@@ -100,8 +100,25 @@ TIERS = {
 STAGING_SLOTS = 2
 """Slots per ring for data that moves once per step: held gradient sums on their way to RAM, and streamed states."""
 DISK_STAGING_SLOTS = 3
-"""Staging buffers per ring for state on disk: one being read, one updated and one written. Weights have rings of their
-own, of as many."""
+"""Staging buffers per ring for state on disk: one being read, one updated and one written. Weights and gradients have
+rings of their own, of as many."""
+DISK_PIECE_BYTES = 8 << 20
+"""Bytes of a transfer to or from disk, and of its checksum."""
+DISK_THREADS = 8
+"""Such transfers in flight per directory."""
+MAX_DISK_THREADS = 64
+"""The same in all directories together."""
+
+
+def disk_threads(directories: int) -> int:
+    """Transfers in flight."""
+    return min(DISK_THREADS * directories, MAX_DISK_THREADS)
+
+
+def cached_bytes(direct: Sequence[bool]) -> int:
+    """The most that is in the page cache: all transfers in flight, unless each directory has direct I/O."""
+    return 0 if all(direct) else disk_threads(len(direct)) * DISK_PIECE_BYTES
+
 
 # ---- slabs and rings
 

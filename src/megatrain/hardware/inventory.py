@@ -170,9 +170,10 @@ def available_ram() -> int:
     return free if headroom is None else min(free, headroom)
 
 
-def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0) -> None:
-    """Raise `NotEnoughMemory` if an allocation cannot fit in RAM."""
-    free, spare = available_ram(), level(CRITICAL, cgroups.usable_ram())
+def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0, cached: int = 0) -> None:
+    """Raise `NotEnoughMemory` if an allocation cannot fit in RAM. `cached`: page cache in use beside it, which counts
+    toward the limits of the machine and the container, and not toward `max_ram_gb`."""
+    free, spare = max(0, available_ram() - cached), level(CRITICAL, cgroups.usable_ram())
     if nbytes > free - spare:
         raise NotEnoughMemory(
             f"{what} needs {nbytes / GIB:.2f} GiB of RAM, but only {free / GIB:.2f} GiB are available, of which "
