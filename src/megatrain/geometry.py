@@ -17,13 +17,11 @@ PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Optimizer → number of moments it keeps."""
-PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states", "on_disk", "weights_on_disk")
-"""Settings that list block name patterns: which state of those blocks is kept in or streamed through GPU memory, or is
-on disk."""
-PATTERN_SETTINGS = (*PLACEMENT_SETTINGS, "gradients_on_disk")
-"""All settings that list block name patterns. Plans do not decide the last one."""
 DISK_SETTINGS = ("on_disk", "weights_on_disk", "gradients_on_disk")
-"""Those that put state on disk."""
+"""Settings that list patterns of block names whose state is on disk."""
+PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states", *DISK_SETTINGS)
+"""All settings that list patterns of block names: which state of those blocks is kept in or streamed through GPU
+memory, or is on disk."""
 PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
 """Settings that a plan decides unless the user sets them."""
 PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")

@@ -51,7 +51,7 @@ def announce_attached(engine: Engine, kind: str) -> None:
     rows = {
         "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
         + (f", copies in VRAM {_size(copies)}" if copies else ""),
-        "gradients": _by_tier((slab.homes.sums.tier, slab.owned.nbytes) for slab in trained),
+        "gradients": _by_tier(((slab.homes.gradients or slab.homes.sums).tier, slab.owned.nbytes) for slab in trained),
         "states": _by_tier((slab.homes.states.tier, slab.state_bytes(moments, width)) for slab in trained),
     }
     if engine.blocks:

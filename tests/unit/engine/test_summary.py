@@ -62,6 +62,24 @@ def test_the_summary_says_where_everything_is(announced: pytest.LogCaptureFixtur
     assert summary["states"] == f"RAM {mib(states[False])}, VRAM {mib(states[True])}"
 
 
+def test_what_is_on_disk_is_in_the_summary(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
+    layers = ["model.layers.*"]
+    engine = engine_of(
+        small.llama(),
+        offload_dir=tmp_path,
+        allow_tmpfs=True,
+        on_disk=layers,
+        gradients_on_disk=layers,
+        held_gradients=[],
+    )
+    nbytes = {True: 0, False: 0}
+    for slab in engine.slabs:
+        nbytes[slab.name.startswith("model.layers")] += slab.owned.nbytes
+    summary = rows(printed(announced))
+    assert summary["weights"] == f"RAM {mib(sum(nbytes.values()))}"
+    assert summary["gradients"] == f"RAM {mib(nbytes[False])}, disk {mib(nbytes[True])}"
+
+
 def test_frozen_parameters_have_no_gradients_or_states(announced: pytest.LogCaptureFixture) -> None:
     model = small.llama().requires_grad_(False)
     engine_of(model)
