@@ -81,11 +81,11 @@ def test_a_plan_uses_only_available_memory():
 
 
 @pytest.mark.parametrize("accumulation", [1, 128])
-@pytest.mark.parametrize("name", ["h200-1.5tb", "h100-512gb", "gh200"])
+@pytest.mark.parametrize("name", ["h200-1.5tb", "h100-512gb", "a100-80gb", "gh200"])
 def test_planning_a_hundred_layers_is_bounded_work(accumulation, name):
     """`python -m benchmarks.plans --seconds` measures the time of the same plans."""
     shape, run = dense_shape(64, 100), Run(micro_batch=2, accumulation=accumulation)
-    limits = {"offload_dir": "/disk"} if name == "h100-512gb" else {}
+    limits = {"offload_dir": "/disk"} if name in ("h100-512gb", "a100-80gb") else {}
     work = work_of(lambda: solved(shape, Machine.load(name), run, **limits))
     assert work["added up"] < 1_000_000
     assert work["simulated"] < 1_500
