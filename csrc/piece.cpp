@@ -72,7 +72,7 @@ ssize_t PieceMove::attempt(size_t done) const {
 
 int PieceMove::finish(ssize_t moved) {
     if (const int failure = transfer(moved)) return failure;
-    leave_cache();
+    if (const int failure = leave_cache()) return failure;
     if (write) return 0;
     if (xxh64(bytes, length) != piece->checksum) return EBADMSG;
     return is_coded(*piece) ? decode() : 0;
@@ -92,12 +92,15 @@ int PieceMove::transfer(ssize_t moved) const {
     }
 }
 
-// Without direct I/O, pages of these files would fill the page cache. Starts writing them back, and drops clean ones.
-void PieceMove::leave_cache() const {
-    if ((fcntl(piece->file, F_GETFL) & O_DIRECT) != 0) return;
+// Without direct I/O, pages of these files would fill the page cache. Only clean ones can be dropped, so a write waits for
+// the drive, as it does with direct I/O; that also reports its errors.
+int PieceMove::leave_cache() const {
+    if ((fcntl(piece->file, F_GETFL) & O_DIRECT) != 0) return 0;
     const off_t offset = static_cast<off_t>(piece->offset), size = static_cast<off_t>(length);
-    if (write) sync_file_range(piece->file, offset, size, SYNC_FILE_RANGE_WRITE);
+    constexpr unsigned whole = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    const int failure = write && sync_file_range(piece->file, offset, size, whole) != 0 ? errno : 0;
     posix_fadvise(piece->file, offset, size, POSIX_FADV_DONTNEED);
+    return failure == EIO || failure == ENOSPC || failure == EDQUOT ? failure : 0;
 }
 
 // Codes a piece into scratch memory, and points `bytes` there if that saves something.

@@ -51,7 +51,7 @@ struct PieceMove {
     int encode();
     int decode() const;
     int transfer(ssize_t moved) const;
-    void leave_cache() const;
+    int leave_cache() const;
 };
 
 }  // namespace megatrain

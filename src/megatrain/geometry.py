@@ -17,13 +17,11 @@ PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Optimizer → number of moments it keeps."""
-PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states", "on_disk", "weights_on_disk")
-"""Settings that list block name patterns: which state of those blocks is kept in or streamed through GPU memory, or is
-on disk."""
-PATTERN_SETTINGS = (*PLACEMENT_SETTINGS, "gradients_on_disk")
-"""All settings that list block name patterns. Plans do not decide the last one."""
 DISK_SETTINGS = ("on_disk", "weights_on_disk", "gradients_on_disk")
-"""Those that put state on disk."""
+"""Settings that list patterns of block names whose state is on disk."""
+PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states", *DISK_SETTINGS)
+"""All settings that list patterns of block names: which state of those blocks is kept in or streamed through GPU
+memory, or is on disk."""
 PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
 """Settings that a plan decides unless the user sets them."""
 PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")
@@ -100,8 +98,25 @@ TIERS = {
 STAGING_SLOTS = 2
 """Slots per ring for data that moves once per step: held gradient sums on their way to RAM, and streamed states."""
 DISK_STAGING_SLOTS = 3
-"""Staging buffers per ring for state on disk: one being read, one updated and one written. Weights have rings of their
-own, of as many."""
+"""Staging buffers per ring for state on disk: one being read, one updated and one written. Weights and gradients have
+rings of their own, of as many."""
+DISK_PIECE_BYTES = 8 << 20
+"""Bytes of a transfer to or from disk, and of its checksum."""
+DISK_THREADS = 8
+"""Such transfers in flight per directory."""
+MAX_DISK_THREADS = 64
+"""The same in all directories together."""
+
+
+def disk_threads(directories: int) -> int:
+    """Transfers in flight."""
+    return min(DISK_THREADS * directories, MAX_DISK_THREADS)
+
+
+def cached_bytes(direct: Sequence[bool]) -> int:
+    """The most that is in the page cache: all transfers in flight, unless each directory has direct I/O."""
+    return 0 if all(direct) else disk_threads(len(direct)) * DISK_PIECE_BYTES
+
 
 # ---- slabs and rings
 

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests import small
 from tests.invariant.test_disk_weights import all_on_disk
 from tests.parity import zoo
 from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
+import megatrain as mt
 from megatrain.errors import DiskFailed, LaneFailed, SettingsError
+from megatrain.model.shapes import describe
+from megatrain.planner.decision import Decision
+from megatrain.planner.run import Run
+from megatrain.planner.search import Search, make_plan
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 Between = Callable[[Stack, Any], Any]
@@ -134,6 +140,23 @@ def test_dropping_gradients_reads_nothing(tmp_path: Path, whole_model: bool) -> 
     engine.close()
 
 
+def test_space_is_reserved_before_the_first_step(tmp_path: Path) -> None:
+    """What a step writes is then known, and a full drive is reported before training."""
+    model = Stack(depth=5)
+    engine = engine_of(model, **all_on_disk(tmp_path))
+    engine.optimizer(lr=0.1)
+    optimizer = engine.optimizer(lr=0.1)
+    assert engine._placement.disk is not None
+    allocated, written = engine._placement.disk.allocated_bytes, engine.drive.per_step
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.synchronize()
+    assert (engine._placement.disk.allocated_bytes, engine.drive.per_step) == (allocated, written)
+    engine.close()
+
+
 def test_tied_weights_are_summed_in_ram(tmp_path: Path) -> None:
     def run(**settings: Any) -> list[Any]:
         model = zoo.build("llama", tie_word_embeddings=True)
@@ -171,3 +194,65 @@ def test_a_gradient_that_cannot_be_read_stops_training(tmp_path: Path) -> None:
 def test_gradients_need_their_states_on_disk(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"gradients_on_disk='\*' .* name it in on_disk too"):
         engine_of(Stack(), offload_dir=tmp_path, gradients_on_disk=["*"], allow_tmpfs=True)
+
+
+def search(folder: Path, micro_batches: int, **limits: Any) -> Search:
+    run = Run(micro_batch=2, length=small.LENGTH, accumulation=micro_batches)
+    shape, machine = describe(small.llama(num_hidden_layers=8).bfloat16()), mt.Machine.load("h200-128gb")
+    return Search(shape, machine, run, offload_dir=folder, **limits)
+
+
+def least_memory(folder: Path) -> mt.Plan:
+    """What the planner chooses if GPU memory and RAM suffice for nothing else."""
+    limits: dict[str, float] = {}
+    for tier in ("vram", "ram"):
+        least = search(folder, 1, **limits, **{f"max_{tier}_gb": 1e-6}).need(tier)
+        limits[f"max_{tier}_gb"] = (least + 64) / (1 << 30)
+    return search(folder, 1, **limits).plan()
+
+
+def one_window(folder: Path) -> mt.Plan:
+    made = search(folder, 3)
+    decision = Decision(disk_blocks=11, disk_gradients=9, disk_weights=2, window=3)
+    return make_plan(made, decision, made.simulator.step(decision))
+
+
+@pytest.mark.parametrize("made", [least_memory, one_window])
+def test_a_plan_with_gradients_on_disk_is_followed(tmp_path: Path, made: Callable[[Path], mt.Plan]) -> None:
+    plan = made(tmp_path)
+    micro_batches = plan.run.accumulation
+    assert len(plan.gradients_on_disk) > 4
+    assert {*plan.gradients_on_disk} <= {*plan.on_disk}
+    assert plan.windows == (micro_batches,)
+
+    def run(**settings: Any) -> tuple[list[Any], Any]:
+        model = small.llama(num_hidden_layers=8)
+        engine = engine_of(model, precision="bf16", **settings)
+        optimizer = engine.optimizer(lr=1e-2, max_grad_norm=0.5)
+        seen: list[Any] = []
+        for step in range(3):
+            tasks = [
+                lambda seed=10 * step + k: model(**small.batch(2, seed=seed)).loss.backward()
+                for k in range(micro_batches)
+            ]
+            engine.window(tasks, full_step=True)
+            optimizer.step()
+            seen.append(optimizer.grad_norm)
+            optimizer.zero_grad()
+        engine.synchronize()
+        return [*seen, roles(engine)], engine
+
+    expected, _ = run(lanes=SyncLanes())
+    for lanes in (SyncLanes(), ThreadLanes(seed=1, max_delay=2e-4)):
+        found, engine = run(plan=plan, offload_dir=tmp_path, allow_tmpfs=True, lanes=lanes)
+        assert differences(found, expected) == []
+        parts = [(slab.name, part) for slab in engine.slabs for part in slab.grad.parts.values()]
+        assert {name for name, part in parts if part._disk_buffer is not None} == {*plan.gradients_on_disk}
+        on_disk = sum(part.disk_buffer.nbytes for _, part in parts if part._disk_buffer is not None)
+        assert on_disk == plan.memory["disk"]["gradients"]
+        assert plan.written is not None
+        assert abs(engine.drive.per_step - plan.written) <= 3 * 4096 * len(engine.slabs)
+        rings = engine._step.updates.gradients._rings
+        staged = sum(staging.buffer.nbytes for staging in rings.all if staging.buffer is not None)
+        in_ram = sum(buffer.nbytes for _, part in parts for buffer in part.buffers.values())
+        assert staged + in_ram == plan.memory["ram"]["gradients"]

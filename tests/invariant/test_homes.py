@@ -14,7 +14,7 @@ import torch
 from tests import small
 from tests.tiny import differences, engine_of, roles
 
-from megatrain.geometry import PATTERN_SETTINGS
+from megatrain.geometry import PLACEMENT_SETTINGS
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 MICRO_BATCHES = 5
@@ -27,7 +27,7 @@ KINDS = ("resident", "states", "held", "streamed", "weights", "gradients", "disk
 def random_settings(seed: int, tied: bool) -> dict[str, Any]:
     """Random settings that must not change bits."""
     source = random.Random(seed)
-    homes: dict[str, list[str]] = {name: [] for name in PATTERN_SETTINGS}
+    homes: dict[str, list[str]] = {name: [] for name in PLACEMENT_SETTINGS}
     for block in BLOCKS[:-1] if tied else BLOCKS:
         kind = source.choice(KINDS)
         if kind == "resident":

@@ -9,7 +9,14 @@ import torch
 
 from megatrain.engine.drive import DriveLife
 from megatrain.errors import SettingsError
-from megatrain.geometry import DISK_SETTINGS, DISK_STAGING_SLOTS, PATTERN_SETTINGS, STAGING_SLOTS, TIERS, group_by_size
+from megatrain.geometry import (
+    DISK_SETTINGS,
+    DISK_STAGING_SLOTS,
+    PLACEMENT_SETTINGS,
+    STAGING_SLOTS,
+    TIERS,
+    group_by_size,
+)
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.hardware.validation import folders
@@ -72,7 +79,8 @@ class Placement:
         # Reading a weight for its update costs as much as reading its states, so these go first.
         far = _matches(block, self._settings.weights_on_disk) and (on_disk or not trains)
         weight = self.disk if self.disk is not None and far else self.ram
-        gradients = self.disk if _matches(block, self._settings.gradients_on_disk) and on_disk and not summed else None
+        waits = trains and on_disk and not summed and _matches(block, self._settings.gradients_on_disk)
+        gradients = self.disk if waits else None
         return Homes(
             weight, states, sums, holds_weight=held, streams_states=streams_states, ram=self.ram, gradients=gradients
         )
@@ -91,7 +99,7 @@ class Placement:
                         "together with its states, so name it in on_disk too"
                         + ("." if what == "weights" else ", and not in held_gradients.")
                     )
-        for setting in PATTERN_SETTINGS:
+        for setting in PLACEMENT_SETTINGS:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
                     named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
@@ -111,7 +119,8 @@ class Placement:
         needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0, "disk": 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
-            needed[slab.homes.complete_gradients.tier] += 0 if slab.grad.allocated else slab.owned.nbytes
+            reserved = slab.grad.allocated or slab.grad.reserved
+            needed[slab.homes.complete_gradients.tier] += 0 if reserved else slab.owned.nbytes
         streamed = [slab for slab in slabs if slab.streams_states]
         for ring in group_by_size(streamed, lambda slab: slab.layout.nbytes):
             needed["vram"] += min(STAGING_SLOTS, len(ring)) * max(
@@ -133,7 +142,7 @@ class Placement:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(
             needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient, slots)",
-            self._settings.max_ram_gb, self.ram.allocated_bytes,
+            self._settings.max_ram_gb, self.ram.allocated_bytes, 0 if self.disk is None else self.disk.cached_bytes,
         )  # fmt: skip
 
 

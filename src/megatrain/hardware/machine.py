@@ -81,6 +81,8 @@ class Disk:
     """Bytes per second of large direct reads."""
     write: float
     """Bytes per second of large direct writes."""
+    direct: bool = True
+    """Whether transfers bypass the page cache (O_DIRECT)."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -204,6 +206,8 @@ def _check_types(described: Disk | Machine) -> None:
             require(is_count(value), field.name, "must be a non-negative integer")
         elif field.type == "float":
             require(is_rate(value), field.name, "must be a finite, non-negative number")
+        elif field.type == "bool":
+            require(isinstance(value, bool), field.name, "must be true or false")
         elif field.type == "dict[str, float]":
             good = isinstance(value, dict) and all(is_rate(rate) and rate > 0 for rate in value.values())
             require(good, field.name, "must map names to finite numbers above 0")

@@ -6,6 +6,7 @@ Thread count, matrix precision and random generators are restored.
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import math
 import mmap
@@ -255,8 +256,9 @@ def _cuda_precision(name: str) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
-    """Read and write rates in bytes per second, measured for at most `seconds` each in an unlinked file."""
+def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float, bool]:
+    """Read and write rates in bytes per second, measured for at most `seconds` each in an unlinked file, and whether
+    that was by direct I/O."""
     descriptor = _scratch_file(folder)
     try:
         _preallocate(descriptor, nbytes)
@@ -272,7 +274,8 @@ def disk(folder: Path, nbytes: int, seconds: float) -> tuple[float, float]:
         start = time.perf_counter()
         # Chunks are written in order, so these are the first ones.
         read = _sweep(lambda file, buffer, at: os.preadv(file, [buffer], at), descriptor, buffers, written, seconds)
-        return read * CHUNK / (time.perf_counter() - start), write
+        direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT != 0
+        return read * CHUNK / (time.perf_counter() - start), write, direct
     finally:
         os.close(descriptor)
 

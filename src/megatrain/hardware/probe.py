@@ -173,7 +173,7 @@ def _measure_disk(folder: Path, seconds: float) -> Disk:
             "free some space or use another directory."
         )
     try:
-        read, write = measure.disk(folder, nbytes, seconds)
+        read, write, direct = measure.disk(folder, nbytes, seconds)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughMemory(
@@ -183,7 +183,7 @@ def _measure_disk(folder: Path, seconds: float) -> Disk:
         raise SettingsError(
             f"offload_dir {folder} cannot be written to or read from ({error.strerror}); use another directory."
         ) from error
-    return Disk(path=str(folder), free_bytes=free, read=read, write=write)
+    return Disk(path=str(folder), free_bytes=free, read=read, write=write, direct=direct)
 
 
 def _key(folder: Path) -> str:

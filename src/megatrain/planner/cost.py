@@ -127,6 +127,10 @@ class Piece:
         """States from disk, and back."""
         self.trained_read, self.trained_write = (state.trained / rate if rate else 0.0 for rate in costs.disk)
         """Weights that train from disk, and back."""
+        self.gradient_read, self.gradient_write = (
+            state.unshared_gradient / rate if rate else 0.0 for rate in costs.disk
+        )
+        """A gradient from disk, and there."""
         self.frozen_bytes = state.weights - state.trained
         self.frozen_read = self.frozen_bytes / costs.disk[0] if costs.disk[0] else 0.0
         inputs = input_bytes(block, run) if layer else 0

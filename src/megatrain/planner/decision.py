@@ -56,6 +56,8 @@ class _Choices(Generic[Value]):
     never are."""
     disk_weights: Value = NONE
     """Of these, in the same order, the blocks whose weights are on disk too."""
+    disk_gradients: Value = NONE
+    """The same for gradients that are not held in VRAM. Those of a step of several windows are never on disk."""
     disk_frozen: Value = NONE
     """Blocks whose frozen weights are on disk, in the same order. Of those with states on disk too, all weights are."""
 

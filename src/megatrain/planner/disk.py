@@ -1,8 +1,8 @@
 """Which bytes of a decision are on disk, and the staging buffers in RAM through which they pass.
 
 Blocks go there in one order: layers from the last one, then the other blocks from the last one. Resident blocks never
-do. Frozen weights go first, as they are only read; then residuals and moments, which move once per step; then weights
-that train, which are read for every use.
+do. Frozen weights go first, as they are only read; then residuals and moments, which move once per step; then gradients
+of a step of one window (other sums stay in RAM); then weights that train, which are read for every use.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import numpy.typing as npt
 
 from megatrain.geometry import DISK_STAGING_SLOTS, group_by_size
 from megatrain.planner.arrays import Ints
-from megatrain.planner.decision import RESIDENT, Decision, Decisions
+from megatrain.planner.decision import RESIDENT, STREAMED, Decision, Decisions
 
 KINDS = FROZEN, BESIDE, ALONE = tuple(range(3))
 """Kinds of slabs: frozen; trained, in a block that has frozen ones too; trained, in a block without. A block that is
 named in `weights_on_disk` for its frozen weights has its others there too if its states are."""
 TRAINED = (BESIDE, ALONE)
+STAGED = ("weights", "states", "gradients")
+"""What has rings of staging buffers."""
+ON_DISK = ("disk_frozen", "disk_blocks", "disk_gradients", "disk_weights")
+"""Fields of a decision, in the order in which state goes to disk."""
 Taken = tuple[Ints, Ints]
 """How many layers are taken, from the last one, and how many of the other blocks."""
 
@@ -33,6 +37,17 @@ class SlabBytes:
     weights: int
     states: int
     kind: int
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """The slabs of a block, and its bytes by role. `gradients`: in the dtype of the weights; 0 if they stay in RAM, as
+    those of a tied slab do."""
+
+    slabs: Sequence[SlabBytes]
+    residuals: int
+    moments: int
+    gradients: int
 
 
 class DiskSums:
@@ -52,16 +67,23 @@ class DiskLedger:
 
     def __init__(
         self,
-        blocks: Sequence[Sequence[SlabBytes]],
-        residuals: Sequence[int],
-        moments: Sequence[int],
+        blocks: Sequence[BlockBytes],
         layers: Sequence[int],
         others: Sequence[int],
         heads: Sequence[int],
+        *,
+        accumulation: int,
+        cached: int = 0,
     ) -> None:
-        self._blocks, self._layers, self._others = blocks, layers, others
-        self._states = [DiskSums(role, layers, others) for role in (residuals, moments)]
-        self.has_frozen = any(slab.kind == FROZEN for slabs in blocks for slab in slabs)
+        """`accumulation`: micro-batches of a step. `cached`: bytes of page cache while anything is on disk."""
+        self._layers, self._others, self._accumulation, self._cached = layers, others, accumulation, cached
+        self._blocks = blocks
+        self._states = [
+            DiskSums(role, layers, others)
+            for role in ([block.residuals for block in blocks], [block.moments for block in blocks])
+        ]
+        self._gradients = DiskSums([block.gradients for block in blocks], layers, others)
+        self.has_frozen = any(slab.kind == FROZEN for block in blocks for slab in block.slabs)
         self._weights, self._weights_backward = (
             [
                 self._sums(
@@ -73,21 +95,26 @@ class DiskLedger:
             ]
             for left_out in ((), heads)
         )
-        self._alike = sorted({*(slab for slabs in blocks for slab in slabs)}, key=lambda slab: -slab.weights)
+        self._alike = sorted({slab for block in blocks for slab in block.slabs}, key=lambda slab: -slab.weights)
         """Distinct slabs. Layers are mostly alike, so these are few."""
         self._counts = [self._sums(lambda _, slab, one=one: slab == one) for one in self._alike]
-        self._staging: dict[bytes, tuple[int, int]] = {}
+        self._gradient_counts = [
+            self._sums(lambda i, slab, one=one: slab == one and slab.kind != FROZEN and blocks[i].gradients > 0)
+            for one in self._alike
+        ]
+        self._staging: dict[bytes, tuple[int, ...]] = {}
+        self._gains: Ints | None = None
 
     def _sums(self, number: Any) -> DiskSums:
-        values = [sum(number(index, slab) for slab in slabs) for index, slabs in enumerate(self._blocks)]
+        values = [sum(number(i, slab) for slab in block.slabs) for i, block in enumerate(self._blocks)]
         return DiskSums(values, self._layers, self._others)
 
     def order(self, resident: bool | int, layers: int) -> list[int]:
         """All blocks that can be on disk, in the order in which they go there."""
         return [*self._layers[layers:][::-1], *([] if resident else self._others[::-1])]
 
-    def placed(self, decision: Decision) -> tuple[list[int], list[int]]:
-        """The blocks with states on disk, and those with weights there."""
+    def placed(self, decision: Decision) -> dict[str, list[int]]:
+        """The blocks that each list of a plan names."""
         order = self.order(decision.other_blocks == RESIDENT, decision.resident_layers)
         frozen, alone = (
             max(decision.disk_frozen, decision.disk_weights),
@@ -96,10 +123,16 @@ class DiskLedger:
         weights = [
             index
             for rank, index in enumerate(order)
-            if rank < (frozen if any(slab.kind == FROZEN for slab in self._blocks[index]) else alone)
-            and self._blocks[index]
+            if rank < (frozen if any(slab.kind == FROZEN for slab in self._blocks[index].slabs) else alone)
+            and self._blocks[index].slabs
         ]
-        return sorted(order[: decision.disk_blocks]), sorted(weights)
+        layers, others = (int(taken[0]) for taken in self._gradients_taken(Decisions.of([decision])))
+        last = [*self._layers[::-1][:layers], *self._others[::-1][:others]]
+        return {
+            "on_disk": sorted(order[: decision.disk_blocks]),
+            "weights_on_disk": sorted(weights),
+            "gradients_on_disk": sorted(index for index in last if self._blocks[index].gradients),
+        }
 
     def taken(self, chosen: Decisions, blocks: Ints) -> Taken:
         """The first `blocks` blocks, as far as there are so many."""
@@ -123,79 +156,119 @@ class DiskLedger:
             total += sums.of((np.minimum(taken[0], layers), np.where(others, taken[1], 0)))
         return total
 
-    def accounts(self, chosen: Decisions) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Bytes of weights, residuals and moments on disk, and of staging buffers in RAM for weights and for states."""
-        zero = np.zeros(len(chosen), np.int64)
-        found = np.array([zero] * 5)
+    def gradient_count(self, chosen: Decisions) -> Ints:
+        """How many blocks, in the order in which they go to disk, have their gradients there unless they are held."""
+        one_window = chosen.first_window >= self._accumulation
+        return np.minimum(chosen.disk_blocks, chosen.disk_gradients) * one_window
+
+    def _gradients_taken(self, chosen: Decisions) -> Taken:
+        layers, others = self.taken(chosen, self.gradient_count(chosen))
+        in_ram = len(self._layers) - chosen.held_gradients
+        return np.minimum(layers, in_ram), np.where(chosen.other_blocks == STREAMED, others, 0)
+
+    def gradients(self, chosen: Decisions) -> Ints:
+        """Bytes of gradients on disk."""
+        return self._gradients.of(self._gradients_taken(chosen))
+
+    def accounts(self, chosen: Decisions) -> tuple[Ints, Ints]:
+        """Bytes on disk: weights, residuals, moments and gradients. Bytes of RAM that they take: staging buffers for
+        weights, states and gradients, and page cache."""
+        on_disk, in_ram = np.zeros((4, len(chosen)), np.int64), np.zeros((4, len(chosen)), np.int64)
         used = np.flatnonzero((chosen.disk_blocks > 0) | (chosen.disk_frozen > 0) | (chosen.disk_weights > 0))
         if len(used):
             some = chosen.take(used)
-            taken = self.taken(some, some.disk_blocks)
-            residuals, moments = (role.of(taken) for role in self._states)
-            found[:, used] = [self.weights(some), residuals, moments, *self._staged(some, taken)]
-        weights, residuals, moments, staged_weights, staged_states = found
-        return weights, residuals, moments, staged_weights, staged_states
+            states, gradients = self.taken(some, some.disk_blocks), self._gradients_taken(some)
+            residuals, moments = (role.of(states) for role in self._states)
+            on_disk[:, used] = [self.weights(some), residuals, moments, self._gradients.of(gradients)]
+            weights = [self.taken(some, count) for count in weight_counts(some)]
+            counts = [count.of(weights[slab.kind]) for slab, count in zip(self._alike, self._counts, strict=True)]
+            counts += [count.of(states) for count in self._counts]
+            counts += [count.of(gradients) for count in self._gradient_counts]
+            in_ram[:, used] = [*self._staged(counts), np.full(len(used), self._cached)]
+        return on_disk, in_ram
 
     def written(self, decision: Decision) -> int:
         """Bytes that a step writes: what is on disk, less frozen weights."""
         chosen = Decisions.of([decision])
-        _, residuals, moments, _, _ = self.accounts(chosen)
-        return int((self.weights(chosen, TRAINED) + residuals + moments)[0])
+        return int((self.accounts(chosen)[0].sum(axis=0) - self.weights(chosen, (FROZEN,)))[0])
 
-    def _staged(self, chosen: Decisions, states: Taken) -> Ints:
-        """Staging buffers for weights, and for states. They depend on how many slabs of each size there are, and more
-        than fill a ring count as that many."""
-        taken = [self.taken(chosen, count) for count in weight_counts(chosen)]
-        columns = [count.of(taken[slab.kind]) for slab, count in zip(self._alike, self._counts, strict=True)]
-        columns += [count.of(states) for count in self._counts]
-        rows = np.ascontiguousarray(np.minimum(np.array(columns).T, DISK_STAGING_SLOTS).astype(np.uint8))
+    def _staged(self, counts: Sequence[Ints]) -> Ints:
+        """Staging buffers, `STAGED` × decisions, by how many of each distinct slab have weights, states and gradients
+        on disk. More than fill a ring count as that many."""
+        rows = np.ascontiguousarray(np.minimum(np.array(counts).T, DISK_STAGING_SLOTS).astype(np.uint8))
         keys = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
         _, first, where = np.unique(keys, return_index=True, return_inverse=True)
         sizes = []
         for row in rows[first]:
             key = row.tobytes()
             if key not in self._staging:
-                self._staging[key] = self._staging_bytes(row.tolist())
+                self._staging[key] = self._staging_bytes(row.reshape(len(STAGED), -1).tolist())
             sizes.append(self._staging[key])
         staged: Ints = np.array(sizes, np.int64).T[:, where]
         return staged
 
-    def _staging_bytes(self, counts: Sequence[int]) -> tuple[int, int]:
-        """The buffers that stream/disk_weights.py and stream/disk.py allocate."""
-        kinds = len(self._alike)
-        each = [*zip(self._alike, counts[:kinds], counts[kinds:], strict=True)]
-        weights = states = 0
-        for ring in group_by_size([one for one in each if one[1]], lambda one: one[0].weights):
-            weights += min(DISK_STAGING_SLOTS, sum(count for _, count, _ in ring)) * ring[0][0].weights
-        for ring in group_by_size([one for one in each if one[2]], lambda one: one[0].weights):
+    def _staging_bytes(self, counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The buffers that stream/disk_weights.py, stream/disk.py and stream/disk_gradients.py allocate."""
+        weights = [slab.weights for slab in self._alike]
+        # A weight on disk is staged for the update too, with the states.
+        with_weights = [
+            slab.states + slab.weights * (count > 0) for slab, count in zip(self._alike, counts[0], strict=True)
+        ]
+        totals = []
+        for what, some, sizes in zip(STAGED, counts, (weights, with_weights, weights), strict=True):
+            members = [each for each in zip(self._alike, some, sizes, strict=True) if each[1]]
+            rings = group_by_size(members, lambda member: member[0].weights)
             # Frozen slabs have no states, but count as members of a ring.
-            if any(slab.kind != FROZEN for slab, _, _ in ring):
-                largest = max(slab.states + slab.weights * (there > 0) for slab, there, _ in ring)
-                states += min(DISK_STAGING_SLOTS, sum(count for _, _, count in ring)) * largest
-        return weights, states
+            used = (ring for ring in rings if what == "weights" or any(slab.kind != FROZEN for slab, _, _ in ring))
+            totals.append(
+                sum(
+                    min(DISK_STAGING_SLOTS, sum(count for _, count, _ in ring)) * max(nbytes for _, _, nbytes in ring)
+                    for ring in used
+                )
+            )
+        return tuple(totals)
 
     def freeing(self, chosen: Decisions, over: Ints) -> Decisions:
         """Decisions with the least on disk that frees `over` bytes of RAM, or else with what frees most."""
         needy = np.flatnonzero(over > 0)
-        columns = {name: np.zeros_like(over) for name in ("disk_frozen", "disk_blocks", "disk_weights")}
+        columns = {name: np.zeros_like(over) for name in ON_DISK}
         if not len(needy):
             return chosen.replace(**columns)
-        groups, member = np.unique(
-            2 * chosen.resident_layers[needy] + (chosen.other_blocks[needy] == RESIDENT), return_inverse=True
-        )
+        some, over = chosen.take(needy), over[needy]
+        gains, stage = self._gradient_stages(some)
+        most_gained = np.array([gain[-1] for gain in gains])[stage]
+        groups, member = np.unique(2 * some.resident_layers + (some.other_blocks == RESIDENT), return_inverse=True)
         paths = [self._path(int(group) % 2, int(group) // 2) for group in groups]
-        every = Decisions(**{name: np.concatenate([path[name] for path in paths]) for name in paths[0]})
-        weights, residuals, moments, *staged = self.accounts(every)
-        freed = weights + residuals + moments - sum(staged)
+        on_disk, in_ram = self.accounts(
+            Decisions(**{name: np.concatenate([path[name] for path in paths]) for name in paths[0]})
+        )
+        freed = on_disk.sum(axis=0) - in_ram.sum(axis=0)
+        left = np.zeros_like(over)
+        """What gradients must free."""
         start = 0
         for number, path in enumerate(paths):
             stop = start + len(path["disk_blocks"])
-            most = np.maximum.accumulate(freed[start:stop])
-            members = needy[member == number]
-            steps = np.searchsorted(most, np.minimum(over[members], most[-1]))
-            for name, column in columns.items():
-                column[members] = path[name][steps]
+            # Gradients go between states and weights that train.
+            middle = start + int(np.argmax(path["disk_blocks"]))
+            before, after = (
+                np.maximum.accumulate(freed[part]) for part in (slice(start, middle + 1), slice(middle, stop))
+            )
+            members = np.flatnonzero(member == number)
+            most = after[-1] + most_gained[members]
+            wanted = np.minimum(over[members], np.maximum(before[-1], most))
+            enough = wanted <= before[-1]
+            later = middle - start + np.searchsorted(after, wanted - most_gained[members])
+            steps = np.where(enough, np.searchsorted(before, wanted), later)
+            for name in path.keys() & columns.keys():
+                columns[name][needy[members]] = path[name][steps]
+            left[members] = np.where(enough, 0, wanted - after[0])
             start = stop
+        for number, gain in enumerate(gains):
+            members = np.flatnonzero(stage == number)
+            count = np.searchsorted(gain, np.minimum(left[members], gain[-1]))
+            layers = len(self._layers) - some.held_gradients[members]
+            skipped = some.held_gradients[members] - some.resident_layers[members]
+            columns["disk_gradients"][needy[members]] = count + skipped * (count > layers)
         return chosen.replace(**columns)
 
     def _path(self, resident: int, layers: int) -> dict[str, Ints]:
@@ -206,6 +279,24 @@ class DiskLedger:
         path = {name: np.clip(step - number * count, 0, count) for number, name in enumerate(stages)}
         placement = {"other_blocks": RESIDENT * resident, "resident_layers": layers, "disk_frozen": 0}
         return {name: np.full_like(step, value) for name, value in placement.items()} | path
+
+    def _gradient_stages(self, chosen: Decisions) -> tuple[list[Ints], Ints]:
+        """What the first gradients free at most, by how many there are, if all states are on disk: distinct lists, and
+        which of them applies to each decision."""
+        if self._gains is None:
+            layers, others = np.indices((len(self._layers) + 1, len(self._others) + 1)).reshape(2, -1)
+            none = [np.zeros_like(layers)] * (2 * len(self._alike))
+            staged = self._staged([*none, *(count.of((layers, others)) for count in self._gradient_counts)]).sum(axis=0)
+            gains = self._gradients.of((layers, others)) - staged
+            self._gains = gains.reshape(len(self._layers) + 1, -1)
+        in_ram = len(self._layers) - chosen.held_gradients
+        keys = (2 * in_ram + (chosen.other_blocks == STREAMED)) * (chosen.first_window >= self._accumulation)
+        distinct, stage = np.unique(keys, return_inverse=True)
+        table = self._gains
+        stages = [
+            [*table[: key // 2 + 1, 0], *table[key // 2, 1:][: None if key % 2 else 0]] for key in map(int, distinct)
+        ]
+        return [np.maximum.accumulate(gains) for gains in stages], stage
 
 
 def weight_counts(chosen: Decisions) -> tuple[Ints, Ints, Ints]:

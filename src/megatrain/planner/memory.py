@@ -32,7 +32,7 @@ from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner import activations
 from megatrain.planner.arrays import Bools, Ints, Sums, Table, look_up, most_layers
 from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Decision, Decisions, Windows
-from megatrain.planner.disk import ALONE, BESIDE, FROZEN, DiskLedger, SlabBytes
+from megatrain.planner.disk import ALONE, BESIDE, FROZEN, BlockBytes, DiskLedger, SlabBytes
 from megatrain.planner.run import Run
 
 GIB = 1 << 30
@@ -95,6 +95,11 @@ class State:
         """Bytes of the weights that train."""
         return sum(slab.weights for slab in self.slabs if slab.kind != FROZEN)
 
+    @property
+    def unshared_gradient(self) -> int:
+        """Bytes of the gradient of a step of one window, if it has one part; else 0."""
+        return 0 if self.tied else self.gradient(1)
+
     def gradient(self, windows: int, single: bool = False) -> int:
         """Bytes of the gradient: rounded if the step has one window, else an FP32 sum. A tied slab has two parts.
 
@@ -135,8 +140,9 @@ def _slabs(shape: ModelShape, itemsize: int, trained: bool) -> tuple[list[Slabs]
 class Ledger:
     """Prefix sums over a model's blocks, from which the bytes of many decisions take a few additions."""
 
-    def __init__(self, shape: ModelShape, run: Run, gpu: bool = True) -> None:
-        self.shape, self.run, self.gpu = shape, run, gpu
+    def __init__(self, shape: ModelShape, run: Run, gpu: bool = True, cached: int = 0) -> None:
+        """`cached`: bytes of page cache that a disk takes."""
+        self.shape, self.run, self.gpu, self.cached = shape, run, gpu, cached
         attention = run.attention or shape.attention
         self.states = [State(block, run) for block in shape.blocks]
         self.layers = [i for i, block in enumerate(shape.blocks) if block.kind == "layer"]
@@ -167,12 +173,12 @@ class Ledger:
         """Slots in VRAM for streamed states."""
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self.disk = DiskLedger(
-            [state.slabs for state in self.states],
-            [state.residuals for state in self.states],
-            [state.moments for state in self.states],
+            [BlockBytes(s.slabs, s.residuals, s.moments, s.unshared_gradient) for s in self.states],
             self.layers,
             self.other_blocks,
             heads=[i for i, block in enumerate(shape.blocks) if block.kind == "head"],
+            accumulation=run.accumulation,
+            cached=cached,
         )
 
     def placed(self, decision: Decision) -> dict[str, list[int]]:
@@ -185,14 +191,12 @@ class Ledger:
             return [i for i in blocks(self.layers[decision.resident_layers : until], HELD) if self.states[i].weights]
 
         sums = [i for i in held(decision.held_gradients) if self.shape.blocks[i].trainable]
-        on_disk, weights_on_disk = self.disk.placed(decision)
         return {
             "resident": blocks(self.layers[: decision.resident_layers], RESIDENT),
             "held_weights": held(decision.held_weights),
             "held_gradients": sums,
             "streamed_states": [i for i in sums if i in self.layers[: decision.gpu_updates]],
-            "on_disk": on_disk,
-            "weights_on_disk": weights_on_disk,
+            **self.disk.placed(decision),
         }
 
     def account(self, decision: Decision) -> dict[str, dict[str, int]]:
@@ -218,10 +222,12 @@ class Ledger:
         kinds = [sums.after(held_sums, streamed) for sums in self._gradients]
         in_ram = np.choose(windows.several * 1 + windows.single, kinds) + sums_out + staging * windows.single
         on_device, work, offloaded = self._activations(chosen)
-        far, residuals, moments, staged_weights, staged_states = self.disk.accounts(chosen)
+        on_disk, (staged_weights, staged_states, staged_gradients, cached) = self.disk.accounts(chosen)
         zero = np.zeros_like(layers)
-        near = [host[0] - far + staged_weights, host[1] - residuals, host[2] - moments]
-        ram = np.array([*near, in_ram, offloaded, PROCESS_BYTES + staged_states])
+        near = np.array([*host, in_ram]) - on_disk
+        near[0] += staged_weights
+        near[3] += staged_gradients
+        ram = np.array([*near, offloaded, PROCESS_BYTES + staged_states + cached])
         vram = np.array([weights, device[1], device[2], in_vram + slots, on_device, work])
         vram[2] += chosen.streams_states * self._state_slot_bytes
         pinned = pinned_bytes(ram, chosen.streams_states) if self.gpu else zero
@@ -231,7 +237,7 @@ class Ledger:
             vram[5] += cuda_bytes(pinned, chosen.largest_window) + slack
         else:
             vram, ram = np.zeros_like(vram), ram + vram
-        return np.array([vram, ram, [far, residuals, moments, zero, zero, zero]])
+        return np.array([vram, ram, [*on_disk, zero, zero]])
 
     def computing(self, decision: Decision) -> tuple[int, int]:
         """Bytes on the device for the activations and the workspace of a window's micro-batches, and the workspace of

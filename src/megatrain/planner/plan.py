@@ -35,6 +35,8 @@ OLD_LANES = {
     "disk": "disk_out",
 }
 """Lane names in plans of earlier releases → names of today."""
+ADDED: dict[str, Any] = {"weights_on_disk": [], "gradients_on_disk": []}
+"""Fields that plans of format 2 did not have at first."""
 POLICY_WORDS = {"recompute": "recompute", "store": "store activations", "offload": "offload inputs and recompute"}
 
 
@@ -60,6 +62,8 @@ class Plan:
     """Blocks whose residual and moments are on disk."""
     weights_on_disk: tuple[str, ...]
     """Blocks whose frozen weights are on disk, and those that train if the block is in `on_disk` too."""
+    gradients_on_disk: tuple[str, ...]
+    """Blocks of `on_disk` whose gradients are on disk from the backward to the update."""
     blocks: int
     """Number of blocks."""
     policy: dict[str, str]
@@ -139,7 +143,7 @@ class Plan:
         format = data.pop("format", None) if isinstance(data, dict) else None
         if format not in (1, FORMAT):
             raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again with megatrain.plan.")
-        data = _with_current_lanes(_from_format1(data) if format == 1 else {"weights_on_disk": []} | data)
+        data = _with_current_lanes(_from_format1(data) if format == 1 else ADDED | data)
         try:
             values = dict(fields_of(cls, data, "it"))
             for name in (*PLACEMENT_SETTINGS, "windows", "lossy", "notes"):
@@ -202,10 +206,10 @@ class Plan:
     def _disk_row(self) -> str:
         roles = self.memory["disk"]
         written = roles["moments"] + roles["residuals"] if self.written is None else self.written
-        states = f"states of {len(self.on_disk)} blocks" if self.on_disk else ""
-        weights = f"weights of {len(self.weights_on_disk)} blocks" if self.weights_on_disk else ""
+        kept = {"states": self.on_disk, "gradients": self.gradients_on_disk, "weights": self.weights_on_disk}
+        lists = [f"{what} of {len(names)} blocks" for what, names in kept.items() if names]
         wear = f"{written / 1e9:.0f} GB written per step, {written * 86400 / self.step.seconds / 1e12:.1f} TB a day"
-        return ", ".join(filter(None, [states, weights, wear if written else "nothing written"]))
+        return ", ".join([*lists, wear if written else "nothing written"])
 
     @property
     def placement(self) -> str:
@@ -227,10 +231,11 @@ class Plan:
             some = f"{len(names)} {placed}, the rest {rest}" if names else f"all {rest}"
             return f"of the other {others}: {some if len(names) < others else f'all {placed}'}"
 
+        on_disk = bool(self.gradients_on_disk)
         return [
             ["placement", resident],
             ["weights", split(self.held_weights, "held in VRAM", "fetched for each window")],
-            ["gradients", split(self.held_gradients, "summed in VRAM", "in RAM")],
+            ["gradients", split(self.held_gradients, "summed in VRAM", f"in RAM{' or on disk' * on_disk}")],
             ["updates", split(self.streamed_states, "on the GPU with streamed states", threads)],
         ]
 

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import MAX_WINDOW, update_threads, window_sizes
+from megatrain.geometry import MAX_WINDOW, cached_bytes, update_threads, window_sizes
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
@@ -33,6 +33,7 @@ from megatrain.planner.decision import (
     Decision,
     Decisions,
 )
+from megatrain.planner.disk import ON_DISK
 from megatrain.planner.memory import GIB, TIERS, Ledger
 from megatrain.planner.plan import Plan
 from megatrain.planner.run import Limits, Run, split
@@ -69,7 +70,9 @@ class Search:
             "ram": _capacity("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), free.ram),
             "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN_DISK_BYTES),
         }
-        self.ledger = known_ledger or Ledger(shape, run, gpu=self.gpu)
+        cached = cached_bytes([disk.direct for disk in self.disks])
+        same = known_ledger is not None and known_ledger.cached == cached
+        self.ledger = known_ledger if known_ledger and same else Ledger(shape, run, self.gpu, cached)
         self._simulator: Simulator | None = None
 
     def changed(self, **options: Any) -> Search:
@@ -223,7 +226,7 @@ class Search:
         slots, grad_slots = zip(*product(SLOTS, GRAD_SLOTS), strict=True)
         each = groups.take(np.repeat(np.arange(len(groups)), count))
         each = each.replace(slots=np.tile(slots, len(groups)), grad_slots=np.tile(grad_slots, len(groups))).replace(
-            disk_frozen=0, disk_blocks=0, disk_weights=0
+            **dict.fromkeys(ON_DISK, 0)
         )
         return self._filled(self._fewest_bytes(each.replace(stored_graphs=0)))
 
@@ -295,8 +298,8 @@ def window_choices(accumulation: int) -> list[tuple[int, int]]:
 def _tie_break(decision: Decision) -> tuple[int, ...]:
     """Orders equally fast decisions: the least memory first, then the usual number of slots."""
     return (
-        decision.disk_weights, decision.disk_blocks, decision.disk_frozen, decision.offload_inputs,
-        decision.other_blocks, decision.resident_layers,
+        decision.disk_weights, decision.disk_gradients, decision.disk_blocks, decision.disk_frozen,
+        decision.offload_inputs, decision.other_blocks, decision.resident_layers,
         decision.held_weights, decision.held_gradients, decision.gpu_updates, decision.stored_graphs, decision.window,
         decision.first_window, abs(decision.slots - USUAL_SLOTS), abs(decision.grad_slots - USUAL_GRAD_SLOTS),
         decision.slots,
@@ -340,5 +343,7 @@ def _notes(search: Search, decision: Decision) -> Iterator[str]:
         )
     if decision.disk_blocks + decision.disk_frozen and ASSUMED_DISK in search.disks:
         yield "the speed of the disk is assumed, and its free space not known"
+    if decision.disk_blocks + decision.disk_frozen and search.ledger.cached:
+        yield f"without direct I/O, {search.ledger.cached / GIB:.2g} GiB of RAM are page cache"
     if not search.gpu:
         yield "there is no GPU: compute is the CPU's, and nothing overlaps"

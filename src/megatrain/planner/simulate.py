@@ -127,9 +127,18 @@ class Simulator:
         )
         # Updates of states on disk are counted with the others: they share the CPU.
         reads, writes, _ = self._disk(chosen)
+        gradients_in, gradients_out = self._gradients_on_disk(chosen)
+        reads, writes = reads + gradients_in, writes + gradients_out
         lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, states, states + weights)
         on_disk = self._weights_on_disk(chosen, count)
         return dict(zip(LANES, (*lanes, reads + on_disk[0], 0 * reads, writes + on_disk[1], on_disk[2]), strict=True))
+
+    def _gradients_on_disk(self, chosen: Decisions) -> tuple[Any, Any]:
+        """Seconds to read gradients from disk, and to write them there."""
+        if not (self.costs.disk[0] and (chosen.disk_gradients > 0).any()):
+            return 0.0, 0.0
+        nbytes = self.ledger.disk.gradients(chosen)
+        return nbytes / self.costs.disk[0], nbytes / self.costs.disk[1]
 
     def _weights_on_disk(self, chosen: Decisions, windows: Ints) -> tuple[Any, Any, Any]:
         """Seconds of weights on disk: read and written for their updates, and read for their fetches and refreshes."""
@@ -147,8 +156,8 @@ class Simulator:
         return trained / read, trained / write, (windows * fetched + refreshed) / read
 
     def _disk(self, chosen: Decisions) -> tuple[Floats, Floats, Floats]:
-        """Seconds of reads and of writes, and how long the last update of a block on disk waits: for all reads but the
-        first, and for the writes that free memory for them."""
+        """Seconds to read and to write states, and how long the last update of a block on disk waits: for all reads but
+        the first, and for the writes that free memory for them."""
 
         def seconds(resident: int, layers: int, disk: int) -> tuple[float, float, float]:
             pieces = self.costs.pieces
@@ -187,5 +196,6 @@ class Simulator:
             len(self.ledger.layers) - chosen.stored_graphs
         )
         after = self._around + compute - first * overlapped
-        updates = np.maximum(busy["states_in"], np.maximum(busy["update"], self._disk(chosen)[2]))
+        waited: Floats = self._disk(chosen)[2] + self._gradients_on_disk(chosen)[0]
+        updates: Floats = np.maximum(busy["states_in"], np.maximum(busy["update"], waited))
         return np.maximum(longest, updates + after)

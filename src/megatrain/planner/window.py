@@ -53,6 +53,8 @@ class PlacedBlock:
         slowdown = np.where(chosen.streams_states, costs.update_slowdown, 1.0)
         self.update = np.where(self.updated_on_gpu, 0.0, piece.update * slowdown) + piece.merge * ~held_sum
         self.disk = DiskWork.of(piece, chosen, ~resident, rank)
+        if self.disk is not None:
+            self.disk.gradient &= self.drained & (ledger.disk.gradient_count(chosen) > rank)
         self.offloaded = (chosen.offload_inputs > 0) & ~stored & (piece.offload > 0)
         self.recompute = np.where(stored, 0.0, piece.recompute)
 
@@ -67,6 +69,8 @@ class DiskWork:
         trained = streamed & (counts[BESIDE if piece.frozen_bytes else ALONE] > rank)
         self.updated = streamed & (chosen.disk_blocks > rank)
         """Whether states are on disk."""
+        self.gradient: Bools = self.updated & (piece.gradient_write > 0)
+        """Whether the gradient is on disk."""
         self.read_states: Floats = piece.disk_read + piece.trained_read * trained
         self.write_states: Floats = piece.disk_write + piece.trained_write * trained
         """Seconds of the states, and of the weights that are updated with them."""
@@ -112,6 +116,7 @@ class WindowPass:
         self.clipping = costs.run.clipping
         self.call = costs.call(self.micro)
         self.compute, self.link_in, self.link_out, self.updates, self.disk = (np.zeros(count) for _ in range(5))
+        self.gradients_written = np.zeros(count)
         rings = range(max(costs.rings.values(), default=0) + 1)
         self.released = [_Queue(max(SLOTS), count) for _ in rings]
         self.sent = [_Queue(max(GRAD_SLOTS), count) for _ in rings]
@@ -120,6 +125,10 @@ class WindowPass:
         """When streamed states were back in RAM, which frees their slot."""
         self.sums_out_buffers = [_Queue(STAGING_SLOTS, count) for _ in rings]
         """When updates from held sums ended, which frees their buffer in RAM."""
+        self.gradient_buffers = [_Queue(DISK_STAGING_SLOTS, count) for _ in rings]
+        """When gradients were on disk, or their updates ended, which frees their buffer in RAM."""
+        self.unwritten: tuple[PlacedBlock, Floats] | None = None
+        """A gradient to be written to disk, and when it has arrived in RAM."""
         self.weight_buffers = [_Queue(DISK_STAGING_SLOTS, count) for _ in rings]
         """When weights from disk were copied to the GPU, which frees their buffer in RAM."""
         self.slots, self.grad_slots = [], []
@@ -140,7 +149,10 @@ class WindowPass:
             self._forward(block, written, staged)
         for block in reversed(self.blocks):
             self._backward(block)
+        self._write_gradient()
         self._wait(self.link_out, np.ones_like(self.last), "d2h")
+        # The first update of the next step reads the last gradient.
+        self._wait(self.gradients_written, np.ones_like(self.last), "disk_out")
         self._wait(self.updates, self.last & (not self.clipping), "update")
         return self.compute
 
@@ -150,7 +162,15 @@ class WindowPass:
         free = np.zeros_like(self.compute)
         done: list[tuple[Floats | None, Floats | None]] = []
         ready: list[Floats | None] = [None] * len(self.blocks)
-        reads = self._reads_of_states()
+        reads = self._reads()
+
+        def read_ahead(index: int) -> None:
+            if index < len(reads) and (seconds := reads[index]) is not None:
+                self.disk = self.disk + seconds
+                ready[index] = np.where(seconds > 0, self.disk, 0.0)
+
+        for index in range(AHEAD):
+            read_ahead(index)
         for index, block in enumerate(self.blocks):
             piece, buffers, disk = block.piece, self.sums_out_buffers[block.ring], block.disk
             begin = np.maximum(self.link_out, buffers.before(STAGING_SLOTS))
@@ -165,19 +185,20 @@ class WindowPass:
                 self.disk = np.where(disk.updated, np.maximum(self.disk, free) + disk.write_states, self.disk)
                 self.disk = self.disk + disk.read_weight * block.fetched + disk.read_refresh * block.refreshed
             done.append((written, self.disk))
-            if index + AHEAD < len(reads) and (read := reads[index + AHEAD]) is not None:
-                self.disk = self.disk + read
-                ready[index + AHEAD] = np.where(read > 0, self.disk, 0.0)
+            read_ahead(index + AHEAD)
         return done
 
-    def _reads_of_states(self) -> list[Floats | None]:
-        """Seconds to read the states of each block. The first were read during the backward."""
+    def _reads(self) -> list[Floats | None]:
+        """Seconds to read what the update of each block needs. The first states were read during the backward."""
         before = np.zeros_like(self.last, np.int64)
         seconds: list[Floats | None] = []
         for block in self.blocks:
-            disk = block.disk
-            seconds.append(None if disk is None else disk.read_states * (disk.updated & (before >= AHEAD)))
-            before = before if disk is None else before + disk.updated
+            if (disk := block.disk) is None:
+                seconds.append(None)
+                continue
+            states = disk.read_states * (disk.updated & (before >= AHEAD))
+            seconds.append(states + block.piece.gradient_read * disk.gradient)
+            before = before + disk.updated
         return seconds
 
     def _stream_states(self, block: PlacedBlock) -> Floats:
@@ -288,10 +309,29 @@ class WindowPass:
             self.link_in = np.where(block.drained, resumed, self.link_in)
             self._wait(self.link_in, block.drained, "h2d")
         self._wait(slots.before(self.grad_slots[block.ring]), block.drained, "d2h")
-        seconds = np.where(self.several, piece.drain_sum, piece.drain)
-        sent = np.maximum(self.link_out, self.compute) + seconds
-        self.link_out = np.where(block.drained, sent, self.link_out)
+        seconds, begin = np.where(self.several, piece.drain_sum, piece.drain), np.maximum(self.link_out, self.compute)
+        on_disk = None if block.disk is None else block.disk.gradient
+        if on_disk is not None:
+            # One of the buffers may have the gradient that is still to be written.
+            free = self.gradient_buffers[block.ring].before(DISK_STAGING_SLOTS - 1)
+            begin = np.maximum(begin, np.where(on_disk, free, 0.0))
+        self.link_out = np.where(block.drained, begin + seconds, self.link_out)
         slots.add(self.link_out, block.drained)
+        if on_disk is not None:
+            self._write_gradient()
+            self.unwritten = block, self.link_out
+
+    def _write_gradient(self) -> None:
+        """Write the last gradient to disk. The drive reads weights for the next backward before it."""
+        if self.unwritten is None:
+            return
+        block, arrived = self.unwritten
+        assert block.disk is not None
+        on_disk, self.unwritten = block.disk.gradient, None
+        written = np.maximum(self.disk, arrived) + block.piece.gradient_write
+        self.disk = np.where(on_disk, written, self.disk)
+        self.gradients_written = np.where(on_disk, written, self.gradients_written)
+        self.gradient_buffers[block.ring].add(self.disk, on_disk)
 
     def _update_on_arrival(self, block: PlacedBlock) -> None:
         """Without clipping: held sums are copied out in the last backward, and each update follows its gradient."""
@@ -301,9 +341,13 @@ class WindowPass:
         self.link_out = np.where(copied_out, np.maximum(self.link_out, free) + piece.sum_out, self.link_out)
         done = np.maximum(self.updates, self.link_out) + block.update
         if (disk := block.disk) is not None:
+            self._write_gradient()
             self.disk = self.disk + (disk.read_states + disk.write_states) * (disk.updated & self.last)
+            self.disk = self.disk + piece.gradient_read * disk.gradient
             done = np.where(disk.updated, np.maximum(done, self.disk), done)
         self.updates = np.where(updated, done, self.updates)
         streamed = np.maximum(self.updates, self._stream_states(block))
         self.updates = np.where(block.streams_states & self.last, streamed, self.updates)
         buffers.add(self.updates, copied_out)
+        if disk is not None:
+            self.gradient_buffers[block.ring].add(self.updates, disk.gradient)

@@ -20,17 +20,13 @@ from typing import Any
 import torch
 
 from megatrain.errors import DiskFailed, EngineClosed
-from megatrain.geometry import ALIGN_BYTES, round_up
+from megatrain.geometry import ALIGN_BYTES, DISK_PIECE_BYTES, DISK_THREADS, cached_bytes, disk_threads, round_up
 from megatrain.native import disk as native
 from megatrain.store import forks
 from megatrain.store.memory import Buffer
 from megatrain.store.scratch import ScratchFile, open_scratch
 
-PIECE_BYTES = 8 << 20
-"""Bytes per transfer and per checksum."""
-THREADS = 8
-"""Transfers in flight per directory."""
-MAX_THREADS = 64
+PIECE_BYTES, THREADS = DISK_PIECE_BYTES, DISK_THREADS
 _stuck: list[object] = []
 """Memories whose threads hang in a system call: their files must stay open."""
 
@@ -124,11 +120,16 @@ class DiskMemory:
         self.files: list[ScratchFile] = []
         self._next = 0
         self._lock = threading.Lock()
-        self._pool = native.Pool(min(THREADS * len(directories), MAX_THREADS), backend)
+        self._pool = native.Pool(disk_threads(len(directories)), backend)
         self._close = weakref.finalize(self, _close, self._pool, self.files, self.owner)
         for directory in directories:
             self.files.append(open_scratch(Path(directory), allow_tmpfs))
             forks.close_in_child(self.files[-1])
+
+    @property
+    def cached_bytes(self) -> int:
+        """The most that transfers keep in the page cache: nothing with direct I/O."""
+        return cached_bytes([file.direct for file in self.files])
 
     def require(self, nbytes: int) -> None:
         """Raise `DiskFull` unless the file systems have room for this much more."""

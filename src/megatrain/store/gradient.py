@@ -94,9 +94,7 @@ class Part:
     @property
     def disk_buffer(self) -> Buffer:
         if self._disk_buffer is None:
-            assert self._gradient.homes.gradients is not None
-            nbytes = self._gradient.layout.numel * self.dtype.itemsize
-            self._disk_buffer = self._gradient.homes.gradients.allocate(nbytes, transferred=False)
+            self._disk_buffer = self._gradient.take_disk_buffer()
         return self._disk_buffer
 
     def move_to_disk(self) -> Buffer:
@@ -205,6 +203,8 @@ class Gradient:
         """Whether steps have several micro-batches: device sums are then FP32 from the first one."""
         self.scale = 1.0
         """Applied wherever the gradient is used, so that clipping needs no pass over memory and no rounding."""
+        self._reserved: Buffer | None = None
+        self._disk_buffers = 0
         self.drop_leftovers: list[Callable[[], None]] = []
         """Called by `clear`; each drops what an interrupted backward left in a parameter's autograd field."""
 
@@ -216,6 +216,23 @@ class Gradient:
         if call_id not in self.parts:
             self.parts[call_id] = Part(self)
         return self.parts[call_id]
+
+    @property
+    def reserved(self) -> bool:
+        """Whether a gradient that goes to disk has its space there."""
+        return self._reserved is not None or self._disk_buffers > 0
+
+    def reserve(self) -> None:
+        """Reserve space on disk, if the gradient goes there."""
+        if self.homes.gradients is not None and not self.reserved:
+            self._reserved = self.homes.gradients.allocate(self.layout.nbytes, transferred=False)
+
+    def take_disk_buffer(self) -> Buffer:
+        """Space on disk for one more part: the first is reserved with the states."""
+        assert self.homes.gradients is not None
+        reserved, self._reserved = self._reserved, None
+        self._disk_buffers += 1
+        return reserved or self.homes.gradients.allocate(self.layout.nbytes, transferred=False)
 
     @property
     def present(self) -> set[int]:

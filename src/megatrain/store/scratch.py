@@ -8,6 +8,7 @@ directory stays until the file is closed, and the next process removes it if thi
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from functools import cache
@@ -37,6 +38,8 @@ class ScratchFile:
     def __init__(self, directory: Path, descriptor: int, private: PrivateDirectory | None = None) -> None:
         self.directory, self.descriptor, self._private = directory, descriptor, private
         self.kind = native.describe(descriptor)
+        self.direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT != 0
+        """Whether transfers bypass the page cache."""
         self._end = self._reserved = 0
 
     def place(self, nbytes: int) -> int:
@@ -100,6 +103,8 @@ def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
     if file is None:
         _warn_once(directory, "does not support direct I/O: states pass through the page cache, which takes RAM")
         file = _open_nameless(directory, 0)
+        # Pages that are read ahead of a transfer would stay in the cache.
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     magic = file.kind.magic
     if magic in MEMORY_SYSTEMS and not allow_tmpfs:
         file.close()

@@ -78,7 +78,9 @@ class Slab:
         self.residual = self._residual_buffer.view(torch.int16)
 
     def allocate_states(self, moments: Mapping[str, bool], width: str) -> None:
-        """Allocate zeroed residual and moments (name → whether it is signed)."""
+        """Allocate zeroed residual and moments (name → whether it is signed), and space on disk for a gradient."""
+        if not self.shared:
+            self.grad.reserve()
         if self.split_master and self.residual is None:
             self._allocate_residual()
         for role, signed in moments.items():

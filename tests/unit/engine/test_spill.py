@@ -13,6 +13,8 @@ import megatrain as mt
 from megatrain.engine import spill
 from megatrain.errors import NotEnoughMemory
 from megatrain.geometry import ALIGN_BYTES
+from megatrain.hardware import cgroups, inventory
+from megatrain.store import scratch
 
 GIB = 1 << 30
 SIZES = {"num_hidden_layers": 10, "hidden_size": 128, "intermediate_size": 256}
@@ -184,3 +186,25 @@ def test_weights_of_the_user_are_kept(tmp_path: Path) -> None:
     engine, _ = train(frozen(), max_ram_gb=2 * held, weights_on_disk=["model.layers.7"], **limits)
     assert engine.settings.weights_on_disk == ("model.layers.7",)
     assert engine.settings.on_disk == ()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_page_cache_counts_toward_free_ram_and_not_toward_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Without direct I/O, 64 MiB are in transit. 48 MiB are free here, and 32 allowed."""
+    monkeypatch.setattr(scratch, "_transfers_directly", lambda file: direct)
+    free = inventory.level(inventory.CRITICAL, cgroups.usable_ram()) + (48 << 20)
+    options: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "on_disk": ["model.layers.*"]}
+    model = small.llama(**SIZES)
+    engine = engine_of(model, max_ram_gb=32 / 1024, **options)
+    if engine._placement.disk is None or engine._placement.disk.cached_bytes != (0 if direct else 64 << 20):
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(inventory, "available_ram", lambda: free)
+    if direct:
+        engine.optimizer(lr=1e-2)
+        return
+    with pytest.raises(NotEnoughMemory, match="are available, of which"):
+        engine.optimizer(lr=1e-2)
+    monkeypatch.undo()
+    engine.optimizer(lr=1e-2)

@@ -22,7 +22,7 @@ def described(**changes):
         "vram_bytes": 80 * GIB,
         "ram_bytes": 500 * GIB,
         "cores": 32,
-        "disks": [{"path": "/mnt/a", "free_bytes": 10, "read": 4e9, "write": 2e9}],
+        "disks": [{"path": "/mnt/a", "free_bytes": 10, "read": 4e9, "write": 2e9, "direct": True}],
         "h2d": 25e9,
         "d2h": 25e9,
         "duplex": 45e9,
@@ -116,7 +116,8 @@ def test_a_wrong_value_is_named(field, value):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("read", 0), ("write", 0.0), ("read", -1), ("free_bytes", 1.5), ("path", ""), ("path", 7)]
+    ("field", "value"),
+    [("read", 0), ("write", 0.0), ("read", -1), ("free_bytes", 1.5), ("path", ""), ("path", 7), ("direct", 1)],
 )
 def test_a_wrong_value_of_a_disk_is_named(field, value):
     disk = {"path": "/mnt/a", "free_bytes": 10, "read": 4e9, "write": 2e9}
@@ -139,6 +140,12 @@ def test_a_machine_is_deeply_frozen():
     made = dataclasses.replace(machine, update=rates)
     rates["fp32"] = 1.0
     assert made == machine
+
+
+def test_a_disk_has_direct_io_unless_its_description_says_otherwise():
+    disk = {"path": "/mnt/a", "free_bytes": 10, "read": 4e9, "write": 2e9}
+    assert read(described(disks=[disk])) == read(described())
+    assert not read(described(disks=[disk | {"direct": False}])).disks[0].direct
 
 
 def test_copies_are_equal_and_have_equal_hashes():

@@ -115,7 +115,7 @@ class Counted:
         self.fake(monkeypatch, "rate", 26e9)
         self.fake(monkeypatch, "matmul", 1e12)
         self.fake(monkeypatch, "attention", 1e11)
-        self.fake(monkeypatch, "disk", (3e9, 2e9))
+        self.fake(monkeypatch, "disk", (3e9, 2e9, True))
 
     def fake(self, monkeypatch, name, result):
         def measured(*arguments):
@@ -259,7 +259,7 @@ def test_disks_are_measured_once_each(counted, tmp_path):
 
 def test_many_disks_share_the_time_of_a_few(counted, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(measure, "disk", lambda folder, nbytes, seconds: given.append(seconds) or (3e9, 2e9))
+    monkeypatch.setattr(measure, "disk", lambda folder, nbytes, seconds: given.append(seconds) or (3e9, 2e9, True))
     folders = [tmp_path / f"disk{number}" for number in range(12)]
     for folder in folders:
         folder.mkdir()
@@ -317,7 +317,7 @@ def test_a_missing_device_is_refused(monkeypatch):
 
 
 def test_disk_measures_a_real_disk(tmp_path):
-    read, write = measure.disk(tmp_path, 4 * measure.CHUNK, 5.0)
+    read, write, _ = measure.disk(tmp_path, 4 * measure.CHUNK, 5.0)
     assert read > 1e6
     assert write > 1e6
     assert list(tmp_path.iterdir()) == []
@@ -325,7 +325,7 @@ def test_disk_measures_a_real_disk(tmp_path):
 
 def test_disk_stops_early_and_leaves_nothing(tmp_path):
     # With no time left, each worker still makes one transfer, so there is a result.
-    read, write = measure.disk(tmp_path, 64 * measure.CHUNK, 0.0)
+    read, write, _ = measure.disk(tmp_path, 64 * measure.CHUNK, 0.0)
     assert read > 1e6
     assert write > 1e6
     assert list(tmp_path.iterdir()) == []
@@ -341,7 +341,9 @@ def test_disk_without_direct_io(tmp_path, monkeypatch, announced):
         return really(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert measure.disk(tmp_path, 4 * measure.CHUNK, 5.0) > (1e6, 1e6)
+    read, write, direct = measure.disk(tmp_path, 4 * measure.CHUNK, 5.0)
+    assert (min(read, write) > 1e6, direct) == (True, False)
+    assert probe._measure_disk(tmp_path, 1.0).direct is False
     assert list(tmp_path.iterdir()) == []
     assert "does not support direct I/O" in announced.messages[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import megatrain as mt
 from megatrain.geometry import ALIGN_BYTES
 from megatrain.model.shapes import describe
 from megatrain.planner.decision import HELD, RESIDENT, Decision, Decisions
+from megatrain.planner.disk import ON_DISK
 from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
 
@@ -45,9 +47,18 @@ def experts() -> torch.nn.Module:
     return small.mixtral(num_hidden_layers=LAYERS, vocab_size=2048)
 
 
-MODELS = [trained, partly_frozen, some_blocks_frozen, experts]
+def tied() -> torch.nn.Module:
+    return small.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True)
+
+
+MODELS = [trained, partly_frozen, some_blocks_frozen, experts, tied]
 DECISIONS = [
     Decision(disk_blocks=LAYERS),
+    Decision(disk_blocks=LAYERS, disk_gradients=2, held_gradients=1),
+    Decision(disk_blocks=LAYERS + 3, disk_gradients=LAYERS + 3, disk_weights=4),
+    Decision(disk_blocks=LAYERS + 3, disk_gradients=LAYERS + 3, held_gradients=LAYERS - 2, resident_layers=1),
+    Decision(disk_blocks=LAYERS + 3, disk_gradients=LAYERS + 3, held_gradients=2, other_blocks=HELD),
+    Decision(disk_frozen=LAYERS + 3, disk_blocks=4, disk_gradients=9),
     Decision(disk_blocks=LAYERS + 3, disk_weights=2),
     Decision(disk_blocks=LAYERS + 3, disk_weights=LAYERS + 3),
     Decision(disk_frozen=4),
@@ -58,6 +69,12 @@ DECISIONS = [
 
 def placed(ledger: Ledger, decision: Decision) -> dict[str, list[str]]:
     return {name: [ledger.shape.blocks[i].name for i in found] for name, found in ledger.placed(decision).items()}
+
+
+def account(ledger: Ledger, decision: Decision) -> tuple[list[int], list[int]]:
+    """Bytes on disk by role, and of RAM for them."""
+    on_disk, in_ram = ledger.disk.accounts(Decisions.of([decision]))
+    return on_disk[:, 0].tolist(), in_ram[:, 0].tolist()
 
 
 def train(model: torch.nn.Module, **settings: Any) -> mt.Engine:
@@ -82,11 +99,12 @@ def test_planned_bytes_are_those_of_an_engine(
 ) -> None:
     model = make().to(torch.bfloat16)
     ledger = Ledger(describe(model), Run(micro_batch=2, length=small.LENGTH, precision="bf16"))
-    account = ledger.account(decision)
-    weights, _, _, staged_weights, staged_states = (int(x[0]) for x in ledger.disk.accounts(Decisions.of([decision])))
+    account_of = ledger.account(decision)
+    (weights, _, _, gradients), (staged_weights, staged_states, staged_gradients, cached) = account(ledger, decision)
+    assert cached == 0
     lists = placed(ledger, decision)
     if not lists["on_disk"] and not lists["weights_on_disk"]:
-        assert sum(account["disk"].values()) == staged_weights == staged_states == 0
+        assert sum(account_of["disk"].values()) == staged_weights == staged_states == staged_gradients == 0
         return
     engine = train(model, precision="bf16", offload_dir=tmp_path, **lists)
     disk = engine._placement.disk
@@ -94,8 +112,16 @@ def test_planned_bytes_are_those_of_an_engine(
     on_disk = [slab for slab in engine.slabs if slab.weight_on_disk]
     assert weights == sum(slab.layout.nbytes for slab in on_disk)
     assert abs(engine.drive.per_step - ledger.disk.written(decision)) <= ALIGN_BYTES * len(engine.slabs) * 3
-    assert 0 <= sum(account["disk"].values()) - disk.allocated_bytes <= 256 * len(engine.slabs)
+    assert 0 <= sum(account_of["disk"].values()) - disk.allocated_bytes <= 256 * len(engine.slabs)
     assert allocated(engine._step.fetcher._disk._rings) == staged_weights
+    parts = [part for slab in engine.slabs for part in slab.grad.parts.values()]
+    assert gradients == sum(part.disk_buffer.nbytes for part in parts if part._disk_buffer is not None)
+    assert {slab.name for slab in engine.slabs if slab.homes.gradients is not None} == {*lists["gradients_on_disk"]}
+    assert allocated(engine._step.updates.gradients._rings) == staged_gradients
+    summed = [part for slab in engine.slabs if not slab.grad.on_device for part in slab.grad.parts.values()]
+    in_ram = staged_gradients + sum(buffer.nbytes for part in summed for buffer in part.buffers.values())
+    exact = decision.other_blocks != HELD and not decision.held_gradients and not any(s.tied for s in ledger.states)
+    assert account_of["ram"]["gradients"] == in_ram if exact else account_of["ram"]["gradients"] >= in_ram
     held = allocated(engine._step.updates.disk.rings)
     assert held <= staged_states <= held + 6 * ALIGN_BYTES * max(1, staged_states // max(held, 1))
 
@@ -103,20 +129,19 @@ def test_planned_bytes_are_those_of_an_engine(
 @pytest.mark.parametrize("make", MODELS)
 def test_ram_falls_by_what_is_on_disk_less_staging(make: Callable[[], torch.nn.Module]) -> None:
     ledger = Ledger(describe(make()), Run(precision="bf16"))
+    roles = ("weights", "residuals", "moments", "gradients")
     for decision in DECISIONS:
-        near, far = ledger.account(Decision(held_weights=decision.held_weights)), ledger.account(decision)
-        found = ledger.disk.accounts(Decisions.of([decision]))
-        weights, residuals, moments, staged_weights, _ = (int(each[0]) for each in found)
-        assert far["disk"] == {**dict.fromkeys(far["disk"], 0), "weights": weights, "residuals": residuals,
-                               "moments": moments}  # fmt: skip
-        assert near["ram"]["weights"] - far["ram"]["weights"] == weights - staged_weights
-        for role in ("residuals", "moments"):
-            assert near["ram"][role] - far["ram"][role] == far["disk"][role]
+        in_ram = replace(decision, **dict.fromkeys(ON_DISK, 0))
+        near, far = ledger.account(in_ram), ledger.account(decision)
+        on_disk, (weights, _, gradients, _) = account(ledger, decision)
+        assert far["disk"] == {**dict.fromkeys(far["disk"], 0), **dict(zip(roles, on_disk, strict=True))}
+        for role, nbytes, staged in zip(roles, on_disk, (weights, 0, 0, gradients), strict=True):
+            assert near["ram"][role] - far["ram"][role] == nbytes - staged
 
 
 def freed(ledger: Ledger, chosen: Decisions) -> Any:
-    weights, residuals, moments, *staged = ledger.disk.accounts(chosen)
-    return weights + residuals + moments - sum(staged)
+    on_disk, in_ram = ledger.disk.accounts(chosen)
+    return on_disk.sum(axis=0) - in_ram.sum(axis=0)
 
 
 def in_order(ledger: Ledger, over: Sequence[int], **placement: int) -> list[Decision]:
@@ -124,24 +149,59 @@ def in_order(ledger: Ledger, over: Sequence[int], **placement: int) -> list[Deci
     return [chosen[index] for index in range(len(over))]
 
 
+PLACEMENTS: list[dict[str, int]] = [
+    {},
+    {"resident_layers": 2},
+    {"other_blocks": RESIDENT, "resident_layers": 1},
+    {"resident_layers": 1, "held_gradients": 3},
+    {"other_blocks": HELD, "held_gradients": LAYERS - 1},
+]
+
+
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("placement", [{}, {"resident_layers": 2}, {"other_blocks": RESIDENT, "resident_layers": 1}])
-def test_as_much_goes_to_disk_as_ram_requires(make: Callable[[], torch.nn.Module], placement: dict[str, int]) -> None:
-    """Frozen weights first, then states, then weights that train."""
-    ledger = Ledger(describe(make()), Run(precision="bf16"))
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("windows", [1, 2])
+def test_as_much_goes_to_disk_as_ram_requires(
+    make: Callable[[], torch.nn.Module], placement: dict[str, int], windows: int
+) -> None:
+    """Frozen weights first, then states, then gradients as far as that frees RAM, then weights that train."""
+    ledger = Ledger(describe(make()), Run(precision="bf16", accumulation=4))
+    placement = placement | {"window": 4 // windows}
     count = len(ledger.disk.order(placement.get("other_blocks") == RESIDENT, placement.get("resident_layers", 0)))
-    stages = [(step, 0, 0) for step in range(count)] if ledger.disk.has_frozen else []
+    stages = [(step, 0, 0, 0) for step in range(count)] if ledger.disk.has_frozen else []
     full = count if ledger.disk.has_frozen else 0
-    stages += [(full, step, 0) for step in range(count)] + [(full, count, step) for step in range(count + 1)]
-    columns = dict(zip(("disk_frozen", "disk_blocks", "disk_weights"), zip(*stages, strict=True), strict=True))
-    possible = freed(ledger, Decisions(**placement, **columns))
+    stages += [(full, step, 0, 0) for step in range(count)]
+
+    def possible_with(stages: Sequence[tuple[int, ...]]) -> Any:
+        return freed(ledger, Decisions(**placement, **dict(zip(ON_DISK, zip(*stages, strict=True), strict=True))))
+
+    gradients = [(full, count, step, 0) for step in range(count + 1)]
+    most = int(np.argmax(possible_with(gradients)))
+    assert most == 0 if windows > 1 else most > 0 or ledger.disk.has_frozen or placement.get("held_gradients", 0) > 2
+    stages += [*gradients[: most + 1], *((full, count, most, step) for step in range(1, count + 1))]
+    possible = possible_with(stages)
     wanted = [0, *range(1, int(possible.max()) + 1, max(1, int(possible.max()) // 50)), int(possible.max()), 1 << 50]
     for over, decision in zip(wanted, in_order(ledger, wanted, **placement), strict=True):
         first = int(np.argmax(possible >= over)) if over <= possible.max() else int(np.argmax(possible))
-        assert (decision.disk_frozen, decision.disk_blocks, decision.disk_weights) == stages[first]
+        assert tuple(getattr(decision, name) for name in ON_DISK) == stages[first]
+
+
+def test_page_cache_counts_once_anything_is_on_disk() -> None:
+    shape = describe(trained())
+    direct, cached = (Ledger(shape, Run(), cached=nbytes) for nbytes in (0, 1 << 26))
+    for decision in (Decision(), Decision(disk_blocks=2), Decision(disk_blocks=9, disk_gradients=9, disk_weights=9)):
+        found = cached.account(decision)["ram"]["workspace"] - direct.account(decision)["ram"]["workspace"]
+        assert found == (1 << 26) * (decision.disk_blocks > 0)
+    assert freed(cached, Decisions(disk_blocks=[9])) == freed(direct, Decisions(disk_blocks=[9])) - (1 << 26)
 
 
 def test_resident_blocks_are_never_on_disk() -> None:
     ledger = Ledger(describe(trained()), Run())
-    lists = placed(ledger, Decision(resident_layers=2, other_blocks=RESIDENT, disk_blocks=9, disk_weights=9))
-    assert lists["on_disk"] == lists["weights_on_disk"] == [f"model.layers.{i}" for i in range(2, LAYERS)]
+    every = {"disk_blocks": 9, "disk_gradients": 9, "disk_weights": 9}
+    lists = placed(ledger, Decision(resident_layers=2, other_blocks=RESIDENT, **every))
+    assert (
+        lists["on_disk"]
+        == lists["weights_on_disk"]
+        == lists["gradients_on_disk"]
+        == [f"model.layers.{i}" for i in range(2, LAYERS)]
+    )

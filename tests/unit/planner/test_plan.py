@@ -96,14 +96,28 @@ def test_lanes_under_their_old_names_are_read(old, new):
     assert Plan.from_json(json.dumps(data)) == result
 
 
-def test_plans_that_did_not_decide_about_weights_on_disk_are_read():
+def test_plans_that_did_not_decide_about_weights_and_gradients_on_disk_are_read():
     result = plan(dense_shape(64, 64), machine="h100-512gb", offload_dir="/d")
-    assert (result.weights_on_disk, result.written) == ((), result.total("disk"))
+    assert (result.weights_on_disk, result.gradients_on_disk) == ((), ())
+    assert result.written == result.total("disk")
     data = json.loads(result.to_json())
-    del data["weights_on_disk"], data["written"]
+    del data["weights_on_disk"], data["gradients_on_disk"], data["written"]
     older = Plan.from_json(json.dumps(data))
     assert older == dataclasses.replace(result, written=None)
     assert older.table() == result.table()
+
+
+def test_the_table_says_what_is_on_disk():
+    result = plan(dense_shape(32, 90), machine="rtx4090-64gb", offload_dir="/d")
+    states, gradients = len(result.on_disk), len(result.gradients_on_disk)
+    assert 0 < gradients <= states
+    rows = {name: rest.strip() for name, _, rest in (line.partition("  ") for line in result.table().splitlines())}
+    assert f"states of {states} blocks, gradients of {gradients} blocks" in rows["disk"]
+    assert rows["gradients"].endswith("in RAM or on disk")
+    on_disk = result.memory["disk"]["gradients"]
+    assert on_disk > 0
+    assert f"{on_disk / (1 << 30):.2f}" in rows["disk"] + str(result)
+    assert f"{result.written / 1e9:.0f} GB written per step" in rows["disk"]
 
 
 def test_a_plan_is_deeply_frozen():
@@ -126,7 +140,8 @@ def test_a_plan_is_deeply_frozen():
         ("windows", [0], "windows"), ("windows", "2", "windows"), ("windows", [2], "windows"),
         ("windows", [], "windows"), ("held_weights", ["a", "a"], "held_weights"),
         ("held_gradients", 5, "held_gradients"),
-        ("weights_on_disk", "a", "weights_on_disk"), ("written", -1, "written"),
+        ("weights_on_disk", "a", "weights_on_disk"), ("gradients_on_disk", [1], "gradients_on_disk"),
+        ("written", -1, "written"),
         ("slots", 1.5, "slots"), ("threads", -1, "threads"),
         ("model", 5, "model"), ("parameters", 10**400, "parameters"), ("resident", 5, "resident"),
         ("resident", [1], "resident"), ("resident", ["a", "a"], "resident"), ("notes", "text", "notes"),

@@ -42,6 +42,8 @@ def test_plans_fit_and_are_deterministic(shape, machine, run, cap, disk):
     assert hash(Plan.from_json(result.to_json())) == hash(result)
     assert result.total("ram") <= machine.ram_bytes
     assert set(result.resident).isdisjoint({*result.on_disk, *result.weights_on_disk})
+    assert {*result.gradients_on_disk} <= {*result.on_disk} - {*result.held_gradients}
+    assert not result.gradients_on_disk or len(result.windows) == 1
     assert set(result.weights_on_disk) <= set(result.on_disk), "nothing is frozen"
     assert not result.weights_on_disk or len(result.resident) + len(result.on_disk) == result.blocks
     assert set(result.resident).isdisjoint({*result.held_weights, *result.held_gradients})
@@ -79,11 +81,11 @@ def test_a_plan_uses_only_available_memory():
 
 
 @pytest.mark.parametrize("accumulation", [1, 128])
-@pytest.mark.parametrize("name", ["h200-1.5tb", "h100-512gb", "gh200"])
+@pytest.mark.parametrize("name", ["h200-1.5tb", "h100-512gb", "a100-80gb", "gh200"])
 def test_planning_a_hundred_layers_is_bounded_work(accumulation, name):
     """`python -m benchmarks.plans --seconds` measures the time of the same plans."""
     shape, run = dense_shape(64, 100), Run(micro_batch=2, accumulation=accumulation)
-    limits = {"offload_dir": "/disk"} if name == "h100-512gb" else {}
+    limits = {"offload_dir": "/disk"} if name in ("h100-512gb", "a100-80gb") else {}
     work = work_of(lambda: solved(shape, Machine.load(name), run, **limits))
     assert work["added up"] < 1_000_000
     assert work["simulated"] < 1_500
@@ -125,9 +127,9 @@ def test_a_disk_takes_what_ram_does_not_hold():
 
 
 def test_weights_go_to_disk_if_ram_does_not_hold_them_without_states():
-    """20B parameters: 37 GiB of weights, and as much of gradients, in 61 GiB of RAM."""
-    shape = dense_shape(32, 90)
-    result = plan(shape, machine="rtx4090-64gb", offload_dir="/mnt/nvme", accumulation=4)
+    """20B parameters: 37 GiB of weights in 50 GiB of RAM, with staging buffers for everything else."""
+    shape, options = dense_shape(32, 90), {"machine": "rtx4090-64gb", "offload_dir": "/mnt/nvme", "accumulation": 4}
+    result = plan(shape, **options, max_ram_gb=50)
     assert len(result.on_disk) + len(result.resident) == result.blocks
     assert 0 < len(result.weights_on_disk) < len(result.on_disk)
     assert result.step.busy["disk_weights"] > 0
@@ -136,8 +138,51 @@ def test_weights_go_to_disk_if_ram_does_not_hold_them_without_states():
     # The last layers first; with more RAM, fewer of them.
     layers = [name for name in result.weights_on_disk if name.startswith("layers.")]
     assert layers == [f"layers.{index}" for index in range(90 - len(layers), 90)]
-    more = dataclasses.replace(Machine.load("rtx4090-64gb"), ram_bytes=80 * GB)
-    assert len(plan(shape, machine=more, offload_dir="/mnt/nvme", accumulation=4).weights_on_disk) < len(layers)
+    assert 0 < len(plan(shape, **options, max_ram_gb=60).weights_on_disk) < len(layers)
+    assert plan(shape, **options).weights_on_disk == ()
+
+
+def test_gradients_go_to_disk_before_weights():
+    """20B parameters in a step of one window."""
+    shape = dense_shape(32, 90)
+    plans = [
+        plan(shape, machine="rtx4090-64gb", offload_dir="/mnt/nvme", accumulation=accumulation, max_ram_gb=cap)
+        for accumulation in (1, 4) for cap in (60, 45, 28)
+    ]  # fmt: skip
+    for result in plans:
+        if result.windows != (result.run.accumulation,):
+            continue
+        assert result.memory["disk"]["gradients"] > 0
+        assert result.step.busy["disk_out"] > 0
+        assert result.written == result.total("disk")
+        layers = [name for name in result.gradients_on_disk if name.startswith("layers.")]
+        assert layers == [f"layers.{index}" for index in range(90 - len(layers), 90)], "the last layers first"
+    assert any(result.windows == (4,) for result in plans)
+    roomy, short, least = plans[:3]
+    assert 0 < len(roomy.gradients_on_disk) < len(short.gradients_on_disk) == len(least.gradients_on_disk)
+    assert roomy.weights_on_disk == ()
+    assert 0 < len(short.weights_on_disk) < len(least.weights_on_disk) < len(least.on_disk)
+    with pytest.raises(Refusal, match="of ram"):  # sums of micro-batches one by one stay in RAM
+        plan(shape, machine="rtx4090-64gb", offload_dir="/mnt/nvme", accumulation=4, together=False)
+
+
+def test_page_cache_counts_without_direct_io():
+    """As much RAM as the transfers in flight; more is on disk where that makes a difference."""
+    shape, machine = dense_shape(64, 64), Machine.load("h100-512gb")
+    drive = Disk(path="/mnt/nvme", free_bytes=4000 * GB, read=3e9, write=2e9)
+    direct, cached = (
+        plan(shape, machine=dataclasses.replace(machine, disks=(each,)), offload_dir="/mnt/nvme")
+        for each in (drive, dataclasses.replace(drive, direct=False))
+    )
+    assert cached.memory["ram"]["workspace"] - direct.memory["ram"]["workspace"] == pytest.approx(8 * 8 << 20, rel=0.05)
+    assert [note for note in cached.notes if "without direct I/O, 0.062 GiB of RAM are page cache" in note]
+    assert not [note for note in direct.notes if "page cache" in note]
+    in_ram = plan(dense_shape(8, 8), machine=machine)
+    search = Search(dense_shape(8, 8), dataclasses.replace(machine, disks=(dataclasses.replace(drive, direct=False),)),
+                    Run(), offload_dir="/mnt/nvme")  # fmt: skip
+    assert search.plan().memory == in_ram.memory, "nothing is on disk"
+    assert search.changed(offload_dir=None).ledger.cached == 0
+    assert search.changed(offload_dir=["/mnt/nvme", "/other"]).ledger.cached == 2 * 8 * 8 << 20
 
 
 def frozen_but_vectors(shape, blocks):
@@ -247,10 +292,11 @@ def test_nothing_that_fits_is_faster(shape, machine, run, disk):
 
 
 def decisions(search):
-    """All decisions that fit. Weights are on disk only if all states are."""
+    """All decisions that fit. Gradients are on disk only if all states are, and weights only if all gradients are that
+    free RAM."""
     counts = range(len(search.ledger.layers) + 1)
     layer_counts, other_blocks, both = (counts, range(3), (0, 1)) if search.gpu else ((0,), (0,), (0,))
-    disks = range(2 * len(search.shape.blocks) + 1) if search.disks else (0,)
+    disks = range(3 * len(search.shape.blocks) + 1) if search.disks else (0,)
     windows = window_choices(search.run.accumulation)
     each = itertools.product(
         other_blocks,
@@ -276,9 +322,13 @@ def decisions(search):
     ]
     made = Decisions(**dict(zip(NAMES, zip(*rows, strict=True), strict=False)))
     streamed = len(counts) - 1 - made.resident_layers + (made.other_blocks < 2) * len(search.ledger.other_blocks)
+    most = search.ledger.disk.freeing(made, np.full(len(made), 1 << 50)).disk_gradients
+    made, disk = made.replace(disk_blocks=0), made.disk_blocks
     made = made.replace(
-        disk_blocks=np.minimum(made.disk_blocks, streamed), disk_weights=np.maximum(made.disk_blocks - streamed, 0)
-    ).take(made.disk_blocks <= 2 * streamed)
+        disk_blocks=np.minimum(disk, streamed),
+        disk_gradients=np.clip(disk - streamed, 0, most),
+        disk_weights=np.maximum(disk - streamed - most, 0),
+    ).take(disk <= 2 * streamed + most)
     totals = search.ledger.totals(made)
     return made.take(np.logical_and.reduce([totals[tier] <= room for tier, room in search.capacity.items()]))
 

@@ -152,6 +152,7 @@ def test_steps_with_a_disk_are_monotone(shape, machine, run, frozen, data):
         slots=data.draw(st.integers(1, 3)),
         grad_slots=1,
         disk_blocks=states,
+        disk_gradients=data.draw(st.integers(0, states)),
         disk_weights=data.draw(st.integers(0, states)),
         disk_frozen=data.draw(st.integers(0, count)),
     )
@@ -160,10 +161,11 @@ def test_steps_with_a_disk_are_monotone(shape, machine, run, frozen, data):
     assert step.seconds >= simulated.bounds(Decisions.of([decision]))[0] * (1 - 1e-9)
     assert step.seconds >= sum(step.busy[lane] for lane in DRIVE) * (1 - 1e-9)
     better = [{"slots": decision.slots + 1}, {"grad_slots": 2}, {"stored_graphs": decision.stored_graphs + 1}]
-    for name in ("disk_weights", "disk_frozen"):
+    for name in ("disk_gradients", "disk_weights", "disk_frozen"):
         better += [{name: getattr(decision, name) - 1}] if getattr(decision, name) else []
     if decision.disk_blocks:
-        better.append({"disk_blocks": states - 1, "disk_weights": min(decision.disk_weights, states - 1)})
+        fewer = {name: min(getattr(decision, name), states - 1) for name in ("disk_gradients", "disk_weights")}
+        better.append({"disk_blocks": states - 1, **fewer})
     for changes in better:
         assert simulated.step(dataclasses.replace(decision, **changes)).seconds <= step.seconds * (1 + 1e-9), changes
     fast = (dataclasses.replace(DISK[0], read=2e10, write=2e10),)
@@ -190,6 +192,39 @@ def test_weights_on_disk_are_read_for_every_use_or_once_if_held(clipping):
     assert streamed.waited["disk_weights"] > held.waited["disk_weights"]
     assert in_ram.seconds < held.seconds < streamed.seconds
     assert streamed.bottleneck in DRIVE
+
+
+@pytest.mark.parametrize("clipping", [True, False])
+def test_gradients_on_disk_are_written_and_read_once(clipping):
+    shape, run = dense_shape(16, 8), Run(accumulation=4, clipping=clipping)
+    simulated = Simulator(Costs(shape, H200, run, DISK), Ledger(shape, run))
+    in_ram = simulated.step(Decision(disk_blocks=11, window=4))
+    for held in (0, 3):
+        some = simulated.step(Decision(disk_blocks=11, disk_gradients=11, window=4, held_gradients=held))
+        nbytes = sum(state.weights for i, state in enumerate(simulated.ledger.states) if not 1 <= i <= held)
+        assert some.busy["disk_out"] - in_ram.busy["disk_out"] == pytest.approx(nbytes / 4e9)
+        assert some.busy["disk_in"] - in_ram.busy["disk_in"] == pytest.approx(nbytes / 6e9)
+        assert some.seconds > in_ram.seconds
+        # At the end of the backward, the last gradients are still being written.
+        assert some.waited["disk_out"] > in_ram.waited["disk_out"] == 0
+    windows = [simulated.step(Decision(disk_blocks=11, disk_gradients=count, window=2)) for count in (0, 11)]
+    assert windows[0] == windows[1], "sums of several windows stay in RAM"
+
+
+def test_a_faster_drive_shortens_a_backward_that_writes_gradients():
+    """The whole step is not faster than what the drive does in it."""
+    shape, run = dense_shape(16, 8), Run()
+    decision = Decision(disk_blocks=11, disk_gradients=11)
+    steps = [
+        Simulator(Costs(shape, H200, run, (dataclasses.replace(DISK[0], write=write),)), Ledger(shape, run)).step(
+            decision
+        )
+        for write in (1e9, 2e9, 4e9)
+    ]
+    assert steps[0].seconds > steps[1].seconds > steps[2].seconds
+    for step in steps:
+        assert step.bottleneck in DRIVE
+        assert sum(step.busy[lane] for lane in DRIVE) <= step.seconds < 1.5 * sum(step.busy[lane] for lane in DRIVE)
 
 
 def test_a_larger_first_window_hides_updates():

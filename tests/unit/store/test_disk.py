@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import forked
+from tests.unit.native.test_library import resident_pages
 
 from megatrain.errors import DiskFailed, DiskFull, SettingsError
 from megatrain.store import disk, scratch
@@ -121,9 +123,8 @@ def test_without_nameless_files_they_are_unlinked_at_once(tmp_path: Path, monkey
     memory.close()
 
 
-def test_without_direct_io_a_warning_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def without_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = os.open
 
     def without_direct(path: Any, flags: int, *more: Any, **options: Any) -> int:
@@ -132,6 +133,32 @@ def test_without_direct_io_a_warning_says_so(
         return plain(path, flags, *more, **options)
 
     monkeypatch.setattr(os, "open", without_direct)
+
+
+@pytest.mark.usefixtures("without_direct_io")
+def test_without_direct_io_nothing_stays_in_the_page_cache(tmp_path: Path, backend: str) -> None:
+    memory = DiskMemory([tmp_path], allow_tmpfs=True, backend=backend)
+    if memory.files[0].kind.magic in scratch.MEMORY_SYSTEMS:
+        pytest.skip(f"{tmp_path} is in RAM")
+    assert memory.cached_bytes == disk.THREADS * PIECE_BYTES
+    buffer: Any = memory.allocate(3 * PIECE_BYTES, transferred=False)
+    held = disk.aligned(buffer.nbytes)
+    mapping = mmap.mmap(memory.files[0].descriptor, buffer.nbytes)
+    for write in (True, False, True):
+        buffer.wait(buffer.transfer(held.data_ptr(), write=write, keep=held), write=write)
+        assert resident_pages(mapping, buffer.nbytes) == 0
+    mapping.close()
+    memory.close()
+
+
+def test_direct_io_uses_no_page_cache(memory: DiskMemory) -> None:
+    if not all(file.direct for file in memory.files):
+        pytest.skip("no direct I/O here")
+    assert memory.cached_bytes == 0
+
+
+@pytest.mark.usefixtures("without_direct_io")
+def test_without_direct_io_a_warning_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         memory = DiskMemory([tmp_path], allow_tmpfs=True)
         buffer = memory.allocate(10_000, transferred=False)
