@@ -120,7 +120,26 @@ class Search:
                     best = (key, members[index])
             # A bound is summed in another order than a step, and may exceed it by a rounding error.
             limit = least * (1 + 1e-12)
-        return None if best is None else (best[1], self.simulator.step(best[1]))
+        if best is None:
+            return None
+        decision = self._with_gradients_instead(best[1])
+        return decision, self.simulator.step(decision)
+
+    def _with_gradients_instead(self, decision: Decision) -> Decision:
+        """The decision with the number of gradients on disk that is fastest, and as few states there as then suffice.
+
+        Gradients are written in the backward, when the drive is otherwise idle, and states under the next forward.
+        """
+        count = decision.disk_blocks
+        gradients, states = (side.ravel() for side in np.indices((count + 1, count + 1)))
+        states, gradients = states[states >= gradients], gradients[states >= gradients]
+        each = Decisions(**vars(decision) | {"disk_blocks": states, "disk_gradients": gradients})
+        each = each.take(self._fits_in(self.ledger.totals(each)))
+        # States ascend for each number of gradients.
+        each = each.take(np.unique(each.disk_gradients, return_index=True)[1])
+        seconds = self.simulator.seconds(each)
+        fastest = min(range(len(each)), key=lambda i: (seconds[i], *_tie_break(each[i])))
+        return each[fastest] if seconds[fastest] < self.simulator.seconds(Decisions.of([decision]))[0] else decision
 
     def fits(self) -> bool:
         """Whether any decision fits."""
