@@ -129,7 +129,8 @@ class Simulator:
         reads, writes, _ = self._disk(chosen)
         lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, states, states + weights)
         on_disk = self._weights_on_disk(chosen, count)
-        return dict(zip(LANES, (*lanes, reads + on_disk[0], 0 * reads, writes + on_disk[1], on_disk[2]), strict=True))
+        drive = (reads + on_disk[0], 0 * reads, writes + on_disk[1], on_disk[2], 0 * reads)
+        return dict(zip(LANES, (*lanes, *drive), strict=True))
 
     def _weights_on_disk(self, chosen: Decisions, windows: Ints) -> tuple[Any, Any, Any]:
         """Seconds of weights on disk: read and written for their updates, and read for their fetches and refreshes."""
