@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from megatrain import files
-from megatrain.errors import DiskFull, SettingsError
+from megatrain.errors import DiskFailed, DiskFull, SettingsError
 from megatrain.geometry import ALIGN_BYTES
 from megatrain.native import disk as native
 from megatrain.store.private import PrivateDirectory, remove_stale
@@ -77,7 +77,10 @@ class ScratchFile:
                     "another drive in offload_dir."
                 ) from error
             if error.errno not in UNSUPPORTED:
-                raise
+                raise DiskFailed(
+                    f"{missing / 1e9:.3g} GB for {what} could not be reserved in {self.directory} "
+                    f"({error.strerror}): check the drive (dmesg, smartctl)."
+                ) from error
             _warn_once(self.directory, "cannot reserve space: a full drive shows only when states are written")
             os.ftruncate(self.descriptor, self._end)
         self._reserved = self._end

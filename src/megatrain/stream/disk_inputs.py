@@ -16,7 +16,7 @@ from itertools import islice
 from megatrain.geometry import INPUT_STAGING_SLOTS
 from megatrain.store.disk import DiskBuffer, DiskMemory
 from megatrain.store.memory import Buffer, Memory
-from megatrain.store.ticket import Order
+from megatrain.store.ticket import DONE, Order, Ticket
 from megatrain.stream.disk_transfer import DiskTransfers
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.offloaded import OffloadedTensor
@@ -54,6 +54,7 @@ class DiskInputs:
         self.memory, self._ram, self._lanes, self._transfers = disk, ram, lanes, transfers
         self._ring = [Staging() for _ in range(INPUT_STAGING_SLOTS)]
         """The one that was not used for longest comes first."""
+        self._last: Ticket = DONE
         self.takes = cache(lambda block: any(fnmatch(block, pattern) for pattern in patterns))
         """Whether the inputs of a block go to disk."""
 
@@ -100,15 +101,15 @@ class DiskInputs:
         self, job: str, tensor: OffloadedTensor, staging: Staging, reads: Sequence[Order], writes: Sequence[Order]
     ) -> None:
         copies = [(staging.whole.bytes[: _span(tensor)], tensor.place.buffer)]
-        block, written = tensor.turn.block, tensor.place.order.written
+        block, earlier = tensor.turn.block, self._last
 
         def work() -> None:
-            if job == "read input":
-                # Work of the same lane needs no wait, but a write that failed left an older input there.
-                written.wait()
+            # On a lane this is done. If it failed, so does all that follows: a read could find an older input, whose
+            # checksum is right, where a write has failed.
+            earlier.wait()
             self._transfers.move("disk_inputs", job, block, copies)
 
-        self._lanes.submit("disk_inputs", job, work, reads=reads, writes=writes, label=block)
+        self._last = self._lanes.submit("disk_inputs", job, work, reads=reads, writes=writes, label=block)
         staging.content = weakref.ref(tensor)
 
     def _use(self, staging: Staging, tensor: OffloadedTensor) -> Staging:
