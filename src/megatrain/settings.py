@@ -107,8 +107,8 @@ class Settings(_Choices, metaclass=_HadDebug):
     """Limits and choices of a run. Only those in `CHANGE_RESULTS` change results."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """One or several directories on drives, for optimizer states that do not fit in RAM. If all fit, nothing is
-    written."""
+    """One or several directories on drives, for state that does not fit in RAM, and for `inputs_on_disk`. If all fits,
+    no state is written."""
     drive_tbw: float | None = None
     """What each drive of `offload_dir` is rated for, in TB written. None: 600 TB per TB of its size."""
     max_drive_tb: float | None = None

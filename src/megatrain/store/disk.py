@@ -162,12 +162,15 @@ class DiskMemory:
         """Reserved space that reads as zeros. `inputs`: it is for inputs of blocks, which are not part of what a step
         changes; `count_input` counts their writes."""
         self.owner.require("give its model more memory")
-        padded = round_up(nbytes, ALIGN_BYTES)
+        padded, what = round_up(nbytes, ALIGN_BYTES), "inputs of blocks" if inputs else "states"
+        freed = sum(space.length for spaces in self._freed.values() for space in spaces)
+        # A number that is out of the question, before there is an object for every piece.
+        self.require(max(0, nbytes - freed), what)
         pieces: Any = (native.Piece * -(-padded // PIECE_BYTES))()
         for number, piece in enumerate(pieces):
             piece.length = min(PIECE_BYTES, padded - number * PIECE_BYTES)
         with self._lock:
-            spaces = self._reserve([piece.length for piece in pieces], "inputs of blocks" if inputs else "states")
+            spaces = self._reserve([piece.length for piece in pieces], what)
             self.allocated_bytes += nbytes
             self.padded_bytes += 0 if inputs else padded
         for piece, space in zip(pieces, spaces, strict=True):
