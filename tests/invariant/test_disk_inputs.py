@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -283,6 +284,38 @@ def test_a_second_backward_is_refused(tmp_path: Path) -> None:
         loss.backward(retain_graph=True)
         with pytest.raises(UnsupportedCall, match="ran twice, and policy 'offload' keeps its input for one"):
             loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("lanes", ["disk", "delayed"])
+def test_ctrl_c_at_any_time_changes_nothing_later(tmp_path: Path, lanes: str) -> None:
+    """A step that is interrupted leaves copies, writes and reads pending; the next one has the right gradients."""
+
+    def backward(model: Stack, seed: int, rows: int = ROWS) -> None:
+        loss_of(model, seed, rows).backward()
+
+    plain_model, model = Stack(depth=DEPTH), Stack(depth=DEPTH)
+    with engine_of(plain_model):
+        backward(plain_model, 0)
+        expected = gradients(plain_model)
+    source, seed = random.Random(lanes), 0
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        with engine_of(model, lanes=LANES[lanes](), **on_disk(tmp_path)) as engine:
+            optimizer = engine.optimizer(lr=0.1)
+            for _ in range(25):
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-4, 0.1))
+                    while True:
+                        seed += 1
+                        backward(model, seed, ROWS + seed % 50)
+                optimizer.zero_grad()
+                backward(model, 0)
+                assert differences(gradients(model), expected) == []
+                optimizer.zero_grad()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_ram_and_disk_do_not_grow_with_steps(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ class DiskMemory:
 
     def require(self, nbytes: int, what: str = "states") -> None:
         """Raise `DiskFull` unless the file systems have room for this much more."""
-        share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES) if nbytes else 0
-        for file in self.files:
+        share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES)
+        for file in self.files if nbytes else ():
             file.require(share, what)
 
     def allocate(self, nbytes: int, *, transferred: bool, inputs: bool = False) -> DiskBuffer:

@@ -119,6 +119,15 @@ def test_space_does_not_leak_when_it_is_freed_and_used_again(memory: DiskMemory)
     assert ends(memory) == before
 
 
+def test_a_full_drive_has_room_for_what_was_freed(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for buffer in [memory.allocate(PIECE_BYTES, transferred=False) for _ in range(4)]:
+        memory.free(buffer)
+    monkeypatch.setattr(scratch, "KEPT_FREE", 1 << 62)
+    memory.allocate(4 * PIECE_BYTES, transferred=False)
+    with pytest.raises(DiskFull):
+        memory.allocate(1, transferred=False)
+
+
 def test_space_that_is_used_again_is_striped(memory: DiskMemory) -> None:
     for _ in range(2):
         buffer: Any = memory.allocate(4 * PIECE_BYTES, transferred=False)
