@@ -146,7 +146,7 @@ def test_inputs_that_cannot_be_moved_leave_the_model_as_it_is(
     drive: Drive, tmp_path: Path, fault: Fault, said: str, backend: str
 ) -> None:
     """The error comes from a forward or a backward, and again from every later one. The model can be saved."""
-    model = Stack(depth=8)
+    model = Stack(depth=6)
     engine = engine_of(
         model, offload_dir=drive.path, policy="offload", inputs_on_disk=["*"], disk_io=backend, lanes="threads"
     )
@@ -161,7 +161,7 @@ def test_inputs_that_cannot_be_moved_leave_the_model_as_it_is(
             forward(seed).backward()
 
     # Several graphs at once, so that none after the fault needs more space.
-    for loss in [forward(seed) for seed in range(6)]:
+    for loss in [forward(seed) for seed in range(3)]:
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -189,7 +189,7 @@ def test_inputs_that_cannot_be_moved_leave_the_model_as_it_is(
     assert "\n" not in message
     assert differences(roles(engine), before) == []
     engine.save(tmp_path / "saved", optimizer)
-    again = Stack(depth=8, seed=1)
+    again = Stack(depth=6, seed=1)
     with engine_of(again) as restored:
         restored.load(tmp_path / "saved", restored.optimizer(lr=0.1))
         assert differences(roles(restored), before) == []
