@@ -348,3 +348,18 @@ def test_a_model_of_one_block_is_warned_about(tmp_path: Path, announced: Any) ->
     model = nn.Sequential(nn.Linear(8, 8))
     with engine_of(model, **on_disk(tmp_path)):
         assert any("inputs_on_disk=('*',) has no effect on a model of one block" in m for m in announced.messages)
+
+
+def test_a_trainer_uses_it(tmp_path: Path) -> None:
+    def run(name: str, **settings: Any) -> Any:
+        mt.init(device="cpu", **settings)
+        args = small.arguments(tmp_path / name, max_steps=3, gradient_accumulation_steps=2, max_grad_norm=0.5)
+        trainer = mt.Trainer(model=small.llama(num_hidden_layers=6), args=args, train_dataset=small.rows())
+        trainer.train()
+        return trainer
+
+    expected = small.snapshot(run("in RAM").model)
+    debug = mt.Debug(allow_tmpfs=True)
+    trainer = run("on disk", policy="offload", inputs_on_disk=["*"], offload_dir=tmp_path / "scratch", debug=debug)
+    assert small.same(small.snapshot(trainer.model), expected)
+    assert trainer.engine.counters.bytes_disk_out == trainer.engine.drive.written > 0
