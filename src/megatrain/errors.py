@@ -92,11 +92,11 @@ class DirectoryInUse(MegaTrainError):
 
 
 class DiskFailed(MegaTrainError):
-    """State on disk could not be read or written, or was damaged."""
+    """State or inputs on disk could not be read or written, or were damaged."""
 
 
 class DiskFull(DiskFailed):
-    """There is not enough free space for state on disk."""
+    """There is not enough free space for state or inputs on disk."""
 
 
 class DriveLimit(MegaTrainError):

@@ -17,11 +17,15 @@ PRECISIONS = ("bf16", "fp32", "bf16-sr")
 POLICIES = ("recompute", "store", "offload")
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Optimizer → number of moments it keeps."""
-DISK_SETTINGS = ("on_disk", "weights_on_disk", "gradients_on_disk")
-"""Settings that list patterns of block names whose state is on disk."""
-PLACEMENT_SETTINGS = ("resident", "held_weights", "held_gradients", "streamed_states", *DISK_SETTINGS)
-"""All settings that list patterns of block names: which state of those blocks is kept in or streamed through GPU
-memory, or is on disk."""
+PLACEMENT_SETTINGS = (
+    "resident", "held_weights", "held_gradients", "streamed_states", "on_disk", "weights_on_disk", "gradients_on_disk",
+)  # fmt: skip
+"""Settings that list patterns of block names: which state of those blocks is kept in or streamed through GPU memory, or
+is on disk."""
+PATTERN_SETTINGS = (*PLACEMENT_SETTINGS, "inputs_on_disk")
+"""All settings that list patterns of block names. Plans do not decide the last one."""
+DISK_SETTINGS = tuple(name for name in PATTERN_SETTINGS if name.endswith("on_disk"))
+"""Those that use `offload_dir`."""
 PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
 """Settings that a plan decides unless the user sets them."""
 PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")
@@ -76,6 +80,9 @@ LANES = {
     "disk_update": Lane("thread"),  # updates of those; apart, so that a late read holds up no other update
     "disk_out": Lane("thread"),  # states back to disk
     "disk_weights": Lane("thread"),  # weights on disk, into staging buffers; compute waits for them, so they are apart
+    # Inputs of blocks, to disk and back. Compute waits for both: behind states, a forward would wait for the updates of
+    # the step before it. They share a lane because the reads of a backward begin when the writes of its forward end.
+    "disk_inputs": Lane("thread"),
 }
 """All lanes by name, as the engine, the timeline and the simulator use them."""
 
@@ -100,6 +107,8 @@ STAGING_SLOTS = 2
 DISK_STAGING_SLOTS = 3
 """Staging buffers per ring for state on disk: one being read, one updated and one written. Weights and gradients have
 rings of their own, of as many."""
+INPUT_STAGING_SLOTS = 4
+"""Staging buffers for inputs of blocks on disk: a drive is slow to start, so more than one input is read ahead."""
 DISK_PIECE_BYTES = 8 << 20
 """Bytes of a transfer to or from disk, and of its checksum."""
 DISK_THREADS = 8

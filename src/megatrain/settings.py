@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatrain.aliases import Aliased, renamed
 from megatrain.errors import SettingsError, UnknownSetting
-from megatrain.geometry import PLACEMENT_SETTINGS, POLICIES, PRECISIONS, WIDTHS
+from megatrain.geometry import PATTERN_SETTINGS, POLICIES, PRECISIONS, WIDTHS
 
 COMPRESSIONS = (False, True, *[width for width in WIDTHS if width != "fp32"], "lossless")
 KERNELS = ("native", "reference")
@@ -107,8 +107,8 @@ class Settings(_Choices, metaclass=_HadDebug):
     """Limits and choices of a run. Only those in `CHANGE_RESULTS` change results."""
 
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """One or several directories on drives, for optimizer states that do not fit in RAM. If all fit, nothing is
-    written."""
+    """One or several directories on drives, for state that does not fit in RAM, and for `inputs_on_disk`. If all fits,
+    no state is written."""
     drive_tbw: float | None = None
     """What each drive of `offload_dir` is rated for, in TB written. None: 600 TB per TB of its size."""
     max_drive_tb: float | None = None
@@ -152,6 +152,9 @@ class Settings(_Choices, metaclass=_HadDebug):
     gradients_on_disk: Sequence[str] = ()
     """Patterns of block names that are also in `on_disk`. Their gradients are written to `offload_dir` in the backward
     and read for the update. Gradients of further micro-batches are summed in RAM, so use one window per step."""
+    inputs_on_disk: Sequence[str] = ()
+    """Patterns of block names with policy "offload". Their inputs are written to `offload_dir` in the forward and read
+    ahead of the backward."""
     policy: str | Mapping[str, str] = "recompute"
     """What a block keeps for its backward: "recompute", "store" or "offload"; or patterns of block names → policy."""
     compile: bool | str = "auto"
@@ -179,7 +182,7 @@ class Settings(_Choices, metaclass=_HadDebug):
         if self.precision is not None and self.precision not in PRECISIONS:
             raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)} or None, not {self.precision!r}.")
         moment_width(self.optimizer_compression)
-        for name in PLACEMENT_SETTINGS:
+        for name in PATTERN_SETTINGS:
             value = getattr(self, name)
             if isinstance(value, str):
                 raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")

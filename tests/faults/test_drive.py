@@ -25,7 +25,7 @@ import torch
 import transformers
 from tests import small
 from tests.faults.drive import MIB, Drive, mounted
-from tests.tiny import Stack, backward, engine_of
+from tests.tiny import Stack, backward, differences, engine_of, inputs, roles
 from transformers import TrainerCallback
 
 import megatrain as mt
@@ -139,6 +139,83 @@ def test_an_engine_stops_with_one_sentence(drive: Drive, tmp_path: Path, fault: 
     with suppress(MegaTrainError):
         engine.release()
     check_nothing_is_left(drive)
+
+
+@FAULTS
+def test_inputs_that_cannot_be_moved_leave_the_model_as_it_is(
+    drive: Drive, tmp_path: Path, fault: Fault, said: str, backend: str
+) -> None:
+    """The error comes from a forward or a backward, and again from every later one. The model can be saved."""
+    model = Stack(depth=6)
+    engine = engine_of(
+        model, offload_dir=drive.path, policy="offload", inputs_on_disk=["*"], disk_io=backend, lanes="threads"
+    )
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
+
+    def forward(seed: int) -> torch.Tensor:
+        return model(inputs(seed, 64)).square().mean()
+
+    def micro_batches(first: torch.Tensor) -> None:
+        first.backward()
+        for seed in range(3):
+            forward(seed).backward()
+
+    # Several graphs at once, so that none after the fault needs more space.
+    for loss in [forward(seed) for seed in range(3)]:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = roles(engine)
+    loss = forward(7)
+    engine.quiesce()
+    fault(drive, engine._placement.disk)
+    message = ""
+    for _ in range(3):
+        with pytest.raises((DiskFailed, LaneFailed)) as caught:
+            micro_batches(loss)
+        assert message in ("", str(caught.value)), "always the first failure"
+        message = str(caught.value)
+        with suppress(LaneFailed):
+            optimizer.zero_grad()
+        loss = model.gain.sum() * 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for part in (
+        said,
+        r"the input of (entry|layers\.\d) could not be (read|written) \(lane disk_inputs\)",
+        rf"the scratch file in {drive.path}, at offset [\d,]+",
+        r"No weight or state was changed by this",
+    ):
+        assert re.search(part, message), (part, message)
+    assert "\n" not in message
+    assert differences(roles(engine), before) == []
+    engine.save(tmp_path / "saved", optimizer)
+    again = Stack(depth=6, seed=1)
+    with engine_of(again) as restored:
+        restored.load(tmp_path / "saved", restored.optimizer(lr=0.1))
+        assert differences(roles(restored), before) == []
+    with suppress(MegaTrainError):
+        engine.release()
+    del loss, caught
+    check_nothing_is_left(drive)
+
+
+def test_inputs_for_which_there_is_no_space_are_refused_with_numbers(drive: Drive) -> None:
+    """Space is freed, and the same engine goes on."""
+    model = Stack(depth=4)
+    engine = engine_of(model, offload_dir=drive.path, policy="offload", inputs_on_disk=["*"], disk_io="threads")
+    optimizer = engine.optimizer(lr=0.1)
+    model(inputs(0, 64)).square().mean().backward()
+    drive.fill(keep=66 * MIB)
+    with pytest.raises(DiskFull, match=rf"^inputs of blocks need \S+ GB in {drive.path}, but only .* must stay free"):
+        model(inputs(0, 1 << 18))
+    (drive.path / "somebody-else").unlink()
+    optimizer.zero_grad()
+    model(inputs(0, 1 << 18)).square().mean().backward()
+    optimizer.step()
+    drive.abort()
+    with pytest.raises(DiskFailed, match=rf"for inputs of blocks could not be reserved in {drive.path} \(Read-only"):
+        model(inputs(0, 1 << 19))
+    engine.release()
 
 
 def llama(seed: int = 0) -> Any:

@@ -35,10 +35,14 @@ def train(clip: float | None, compression: Any = False, steps: int = 3, **settin
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["early", "clipped"])
 @pytest.mark.parametrize("compression", [False, "8bit", "lossless"])
-@pytest.mark.parametrize("where", ["states", "held", "everything"])
+@pytest.mark.parametrize("where", ["states", "held", "everything", "with inputs"])
 def test_state_on_disk_is_bitwise(tmp_path: Path, clip: float | None, compression: Any, where: str) -> None:
     held: dict[str, Any] = {"held_weights": ["*"], "held_gradients": ["*"]} if where == "held" else {}
-    more = {name: ["*"] for name in ("weights_on_disk", "gradients_on_disk")} if where == "everything" else {}
+    more: dict[str, Any] = {}
+    if where in ("everything", "with inputs"):
+        more = {name: ["*"] for name in ("weights_on_disk", "gradients_on_disk")}
+    if where == "with inputs":
+        more |= {"policy": "offload", "inputs_on_disk": ["*"]}
     expected = train(clip, compression, **held)
     debug = mt.Debug(allow_tmpfs=True, disk_coding="always")
     found = train(clip, compression, offload_dir=tmp_path, on_disk=["*"], debug=debug, **held, **more)

@@ -39,6 +39,8 @@ def random_settings(seed: int, tied: bool) -> dict[str, Any]:
         homes["weights_on_disk"] += [block] if kind in ("disk, weights", "disk, all") else []
         homes["gradients_on_disk"] += [block] if kind in ("disk, gradients", "disk, all") else []
     policies = {block: source.choice(["recompute", "store", "offload"]) for block in BLOCKS}
+    offloads = [block for block in BLOCKS[:-1] if policies[block] == "offload"]
+    homes["inputs_on_disk"] = [block for block in offloads if source.random() < 0.5]
     return {
         **{name: tuple(blocks) for name, blocks in homes.items()},
         "policy": policies,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -28,6 +29,9 @@ from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes, Work
 MAX_DELAY = 3e-4
 ON_DISK: dict[str, Any] = {"offload_dir": tempfile.gettempdir(), "on_disk": ("*",), "allow_tmpfs": True}
 ALL_ON_DISK: dict[str, Any] = {**ON_DISK, "weights_on_disk": ("*",), "gradients_on_disk": ("*",)}
+INPUTS_ON_DISK: dict[str, Any] = {
+    "offload_dir": tempfile.gettempdir(), "inputs_on_disk": ("layers.*",), "allow_tmpfs": True,
+}  # fmt: skip
 SEEDS = 200
 CHUNK = 20
 
@@ -221,6 +225,49 @@ def more_slots_than_staging(lanes: Lanes) -> list[Any]:
     return seen
 
 
+def offloaded(lanes: Lanes, **settings: Any) -> list[Any]:
+    """Inputs of more layers than there are staging buffers, longer and shorter; a forward and a backward that are
+    abandoned, the older of two graphs first, and windows."""
+    model = Stack(depth=6)
+    engine = engine_of(model, lanes=lanes, policy="offload", **settings)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=0.5)
+    seen: list[Any] = []
+
+    def forward(seed: int, rows: int = 64) -> torch.Tensor:
+        return model(inputs(seed, rows)).square().mean()
+
+    def micro_batch(seed: int) -> None:
+        forward(seed, 48).backward()
+
+    def interrupted(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    for step in range(2):
+        forward(100 + step)
+        hidden = model.entry(inputs(200 + step, 64).to(model.gain.dtype))
+        for number, layer in enumerate(model.layers):
+            hidden = layer(hidden)
+            if number == 3:
+                hidden.register_hook(interrupted)
+        with suppress(ZeroDivisionError):
+            hidden.square().mean().backward()
+        optimizer.zero_grad()
+        losses = [forward(10 * step), forward(10 * step + 1, 80 + 40 * step)]
+        for loss in losses:
+            loss.backward()
+        engine.window([partial(micro_batch, 10 * step + micro) for micro in range(2, 5)])
+        seen += [*map(torch.Tensor.detach, losses), gradients(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(roles(engine))
+    engine.close()
+    return seen
+
+
+def inputs_on_disk(lanes: Lanes) -> list[Any]:
+    return offloaded(lanes, **INPUTS_ON_DISK)
+
+
 def partial_step(lanes: Lanes) -> list[Any]:
     """A gradient is not finite in a backward in which updates have started."""
     model = Stack()
@@ -352,7 +399,7 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
     [
         language_model, not_updated, windows, one_layer, early, held, resident, tied, streamed_states, rewritten,
         interfere_streamed, disk, interfere_disk, early_disk, all_on_disk, interfere_all_on_disk,
-        more_slots_than_staging,
+        more_slots_than_staging, offloaded, inputs_on_disk,
     ],
 )  # fmt: skip
 def test_other_scenarios_do_not_depend_on_delays(scenario: Any, expected: Any):
@@ -431,6 +478,10 @@ NEEDED = [
     MissingWait("disk_in", "read gradient", "gradient written", "disk_out", all_on_disk, lag=1e-2),
     MissingWait("disk_update", "update", "staged gradient written", "disk_in", all_on_disk, lag=1e-2),
     MissingWait("update", "norm", "update", "disk_update", partial_step, lag=1e-2),
+    MissingWait("h2d", "restore", "offloaded written", "d2h", offloaded, lag=1e-2),
+    MissingWait("disk_inputs", "write input", "staged input written", "d2h", inputs_on_disk, lag=1e-2),
+    MissingWait("disk_inputs", "read input", "staged input read", "h2d", inputs_on_disk, lag=1e-2),
+    MissingWait("h2d", "restore", "staged input written", "disk_inputs", inputs_on_disk, lag=1e-2),
     MissingWait("compute", "", "slot written", "h2d", train),
     MissingWait("compute", "", "gradient slot read", "d2h", train),
     MissingWait("compute", "", "gradient slot written", "h2d", windows, lag=1e-2),
@@ -478,6 +529,12 @@ IMPLIED = {
     # The next forward waits for the update, which waited for the gradient.
     ("disk_out", "write gradient", "gradient read"),
     ("disk_out", "write gradient", "gradient written"),
+    # The user's thread waits before it reuses memory of offloaded inputs, and staging buffers for more of them.
+    ("d2h", "offload", "offloaded read"),
+    ("d2h", "offload", "staged input read"),
+    ("d2h", "offload", "staged input written"),
+    # What was copied to the buffer was written from it, on this lane.
+    ("disk_inputs", "read input", "staged input written"),
     # A write that an update overtakes is followed by another one.
     ("disk_update", "update", "staged states read"),
     ("disk_update", "update", "weight read"),
@@ -487,7 +544,7 @@ IMPLIED = {
 """Waits that others already imply. One that becomes necessary must move to NEEDED."""
 SCENARIOS = (train, interfere, not_updated, windows, one_layer, early, language_model, held, interfere_held, resident,
              tied, streamed_states, rewritten, interfere_streamed, disk, early_disk, all_on_disk,
-             more_slots_than_staging, partial_step)  # fmt: skip
+             more_slots_than_staging, partial_step, offloaded, inputs_on_disk)  # fmt: skip
 
 
 def tampered(missing: MissingWait, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:

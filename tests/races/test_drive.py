@@ -16,12 +16,13 @@ import pytest
 import torch
 from tests import forked
 from tests.races.test_delays import MissingWait, is_detected, tampered
-from tests.tiny import Stack, differences, engine_of, inputs, roles
+from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
 from megatrain.native import disk as native
 from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes
 
 ON_DISK: dict[str, Any] = {"on_disk": ("*",), "allow_tmpfs": True}
+INPUTS: dict[str, Any] = {"inputs_on_disk": ("*",), "allow_tmpfs": True}
 
 
 class SlowTransfer:
@@ -100,6 +101,63 @@ def train(lanes: Lanes, directory: Path, **settings: Any) -> list[Any]:
     seen.append(roles(engine))
     engine.close()
     return seen
+
+
+def offloaded(lanes: Lanes, **settings: Any) -> list[Any]:
+    """Inputs of more layers than there are staging buffers, longer and shorter; abandoned and overtaken graphs."""
+    model = Stack(depth=7)
+    engine = engine_of(model, lanes=lanes, policy="offload", **settings)
+    seen: list[Any] = []
+    for seed, rows in enumerate((64, 200, 40, 200)):
+        model(inputs(50 + seed, rows))
+        losses = [model(inputs(10 * seed + k, rows + 8 * k)).square().mean() for k in range(2)]
+        for loss in losses[:: 1 if seed == 1 else -1]:
+            loss.backward()
+        seen += [*map(torch.Tensor.detach, losses), gradients(model)]
+    engine.close()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def offloaded_to_ram() -> list[Any]:
+    return offloaded(SyncLanes())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_slow_drive_changes_no_input(
+    seed: int, offloaded_to_ram: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "Pool", SlowDrive)
+    lanes = ThreadLanes(seed=seed, max_delay=3e-4)
+    assert differences(offloaded(lanes, offload_dir=tmp_path, **INPUTS), offloaded_to_ram) == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_real_drive_changes_no_input(seed: int, backend: str, offloaded_to_ram: list[Any], tmp_path: Path) -> None:
+    lanes = ThreadLanes(seed=seed, max_delay=3e-4)
+    got = offloaded(lanes, offload_dir=tmp_path, disk_io=backend, **INPUTS)
+    assert differences(got, offloaded_to_ram) == []
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        ("disk_inputs", "write input", "staged input written", "d2h"),
+        ("disk_inputs", "read input", "staged input read", "h2d"),
+        ("h2d", "restore", "staged input written", "disk_inputs"),
+    ],
+    ids=lambda missing: f"{missing[0]}: {missing[2]}",
+)
+def test_a_missing_wait_of_an_input_is_detected(
+    missing: tuple[str, str, str, str], offloaded_to_ram: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "Pool", SlowDrive)
+    wait = MissingWait(*missing, offloaded, lag=5e-3)  # type: ignore[arg-type]
+
+    def run(seed: int) -> list[Any]:
+        return offloaded(tampered(wait, seed), offload_dir=tmp_path, **INPUTS)
+
+    assert is_detected(run, offloaded_to_ram, seeds=3)
 
 
 @pytest.fixture(scope="module")

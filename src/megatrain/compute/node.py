@@ -3,7 +3,7 @@
 | policy | saved | backward |
 |---|---|---|
 | `recompute` | the inputs | fetches the weights, recomputes the block with the same random numbers, differentiates it |
-| `offload` | the inputs, in host memory | the same |
+| `offload` | the inputs, in host memory or on disk | the same |
 | `store` | the graph, with handles instead of weights | fetches the weights and differentiates the stored graph |
 
 The node's inputs are the tensors in the block's arguments, and an anchor that always requires grad, so that the node
@@ -24,6 +24,7 @@ import torch
 from megatrain.compute.binding import call_with
 from megatrain.compute.block import Args, Block, Buffers, Capture, Kwargs, Weights, apply_side_effects, capture_outputs
 from megatrain.compute.compiled import CompiledCall, Shapes
+from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.compute.replay import AmbientState
 from megatrain.compute.trees import FlattenSpec, flatten_tensors
@@ -32,7 +33,8 @@ from megatrain.generators import Generators
 from megatrain.store.gradient import CallId
 from megatrain.store.parameter import user_hooks
 from megatrain.store.slab import Slab
-from megatrain.stream.activations import Activations, OffloadedTensor
+from megatrain.stream.activations import Activations
+from megatrain.stream.offloaded import OffloadedTensor
 
 MIN_OFFLOAD_BYTES = 1 << 10
 """Smaller inputs stay on the device."""
@@ -93,7 +95,7 @@ class _Call:
     training: bool
     """Whether the module was in training mode. A recompute in the other mode has different dropout masks."""
     offloaded: dict[int, OffloadedTensor] = field(default_factory=dict)
-    """Policy `offload`: inputs in host memory, by position."""
+    """Policy `offload`: inputs in host memory or on disk, by position."""
     graph: _Graph | None = None
     """Policy `store`: the forward's graph, until the backward uses it."""
     buffers: Buffers = field(default_factory=dict)
@@ -134,7 +136,11 @@ class _Call:
             return (None,) * len(tensors)
         if self.policy == "offload":
             large = [i for i in self.differentiable if tensors[i].nbytes >= MIN_OFFLOAD_BYTES]
-            self.offloaded = {i: self.runtime.activations.offload(tensors[i]) for i in large}
+            activations = self.runtime.activations
+            activations.wait_for_room(len(large), self.block.name)
+            with DeferInterrupts():
+                offloaded = activations.offload([tensors[i] for i in large], self.block.name)
+            self.offloaded = dict(zip(large, offloaded, strict=True))
         return tuple(None if i in self.offloaded else t for i, t in enumerate(tensors))
 
     def restore_inputs(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -143,8 +149,10 @@ class _Call:
                 f"the backward of {self.block.name} ran twice, and policy 'offload' keeps its input for one; use "
                 "'recompute'."
             )
-        restore = self.runtime.activations.restore
-        return tuple(restore(self.offloaded[i]) if i in self.offloaded else t for i, t in enumerate(saved))
+        activations = self.runtime.activations
+        with DeferInterrupts():
+            activations.start([*self.offloaded.values()])
+        return tuple(activations.take(self.offloaded[i]) if i in self.offloaded else t for i, t in enumerate(saved))
 
     def take_stored_graph(self, views: dict[int, torch.Tensor]) -> _Graph:
         graph, self.graph = self.graph, None

@@ -41,6 +41,7 @@ from megatrain.stream import cuda
 from megatrain.stream.activations import Activations
 from megatrain.stream.disk import DiskStream
 from megatrain.stream.disk_gradients import DiskGradients
+from megatrain.stream.disk_inputs import DiskInputs
 from megatrain.stream.disk_transfer import DiskTransfers
 from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.drain import Drain
@@ -150,6 +151,9 @@ class Attachment:
         sums_out = SumsOut(slabs, link)
         states = StateStream(fetched, fetcher, link)
         disk = DiskStream(slabs, self.placement.ram, lanes, transfers)
+        inputs = None
+        if self.placement.disk is not None:
+            inputs = DiskInputs(settings.inputs_on_disk, self.placement.disk, self.placement.ram, lanes, transfers)
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor
@@ -161,7 +165,7 @@ class Attachment:
             fetcher=fetcher,
             drain=drain,
             updates=Updates(slabs, self.placement.kernels(), lanes, sums_out, states, disk, gradients, counters),
-            activations=Activations(link, self.placement.ram),
+            activations=Activations(link, self.placement.ram, inputs),
             transformers_api=self.transformers_api,
             memory_limit=self.memory_limit,
             ram_monitor=ram_monitor,

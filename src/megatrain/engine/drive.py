@@ -25,6 +25,8 @@ class DriveLife:
     def __init__(self, disk: DiskMemory | None, drive_tbw: float | None, max_drive_tb: float | None) -> None:
         self._disk, self._limit = disk, max_drive_tb
         self._last = 0
+        self._inputs = self._all_inputs = 0
+        """Bytes of inputs written in the last step, and in all steps."""
         self._committed = 0
         """Bytes of states on disk once all steps taken so far are written. It does not depend on timing."""
         self._warned = False
@@ -39,8 +41,8 @@ class DriveLife:
 
     @property
     def per_step(self) -> int:
-        """Bytes that a step writes."""
-        return 0 if self._disk is None else self._disk.step_bytes
+        """Bytes that a step writes: all states once, and inputs of blocks as the last step did."""
+        return 0 if self._disk is None else self._disk.step_bytes + self._inputs
 
     @property
     def written(self) -> int:
@@ -72,6 +74,7 @@ class DriveLife:
     def stepped(self) -> None:
         """A step was submitted, whose states will be written."""
         if self._disk is not None:
+            self._inputs, self._all_inputs = self._disk.input_bytes - self._all_inputs, self._disk.input_bytes
             self._committed = max(self._committed, self._disk.covered_bytes) + self._disk.changing_bytes
 
     def spent(self) -> str | None:

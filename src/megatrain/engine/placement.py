@@ -8,11 +8,12 @@ from fnmatch import fnmatch
 import torch
 
 from megatrain.engine.drive import DriveLife
+from megatrain.engine.memory_limit import Policies
 from megatrain.errors import SettingsError
 from megatrain.geometry import (
     DISK_SETTINGS,
     DISK_STAGING_SLOTS,
-    PLACEMENT_SETTINGS,
+    PATTERN_SETTINGS,
     STAGING_SLOTS,
     TIERS,
     group_by_size,
@@ -99,7 +100,15 @@ class Placement:
                         "together with its states, so name it in on_disk too"
                         + ("." if what == "weights" else ", and not in held_gradients.")
                     )
-        for setting in PLACEMENT_SETTINGS:
+        policies = Policies(self._settings.policy, blocks)
+        for pattern in self._settings.inputs_on_disk:
+            found = [name for name in blocks if fnmatch(name, pattern)]
+            if found and all(policies[name] != "offload" for name in found):
+                raise SettingsError(
+                    f"inputs_on_disk={pattern!r} matches {found[0]}, whose policy is {policies[found[0]]!r}: only "
+                    "policy 'offload' takes inputs off the device, so set that for it."
+                )
+        for setting in PATTERN_SETTINGS:
             for pattern in getattr(self._settings, setting):
                 if not any(fnmatch(name, pattern) for name in blocks):
                     named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
@@ -175,7 +184,7 @@ def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Mo
         + ("it stays on the GPU" if stays else "its weights are fetched where its forward uses them")
     )
     chosen = settings.chosen()
-    for name in ("compile", "policy", "window"):
+    for name in ("compile", "policy", "window", "inputs_on_disk"):
         if chosen.get(name) and chosen[name] != "auto":
             warn(f"{name}={chosen[name]!r} has no effect on a model of one block")
     return settings.override(resident=("*",)) if stays else settings

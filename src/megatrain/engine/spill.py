@@ -145,7 +145,8 @@ def with_states_on_disk(
     }
     chosen = _choose(blocks, total - limit, given)
     if not chosen.states and not chosen.weights:
-        announce(f"offload_dir is not used: state of {total / GIB:.2f} GiB fits in RAM")
+        unused = "holds no state" if settings.inputs_on_disk else "is not used"
+        announce(f"offload_dir {unused}: state of {total / GIB:.2f} GiB fits in RAM")
         return settings
     _announce_choice(blocks, chosen, total, limit)
     names = {"on_disk": chosen.states, "weights_on_disk": chosen.weights, "gradients_on_disk": chosen.gradients}

@@ -281,7 +281,7 @@ def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
 
     def renamed(value: Any) -> Any:
         if isinstance(value, dict):
-            new = ("disk_in", "disk_update", "disk_weights") if "disk" in value else ("disk_weights",)
+            new = ("disk_weights", "disk_inputs", *(("disk_in", "disk_update") if "disk" in value else ()))
             added = dict.fromkeys(new, 0.0) if "h2d" in value else {}
             return added | {OLD_LANES.get(lane, lane): spent for lane, spent in value.items()}
         return OLD_LANES.get(value, value) if isinstance(value, str) else value

@@ -131,7 +131,8 @@ class Simulator:
         reads, writes = reads + gradients_in, writes + gradients_out
         lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, states, states + weights)
         on_disk = self._weights_on_disk(chosen, count)
-        return dict(zip(LANES, (*lanes, reads + on_disk[0], 0 * reads, writes + on_disk[1], on_disk[2]), strict=True))
+        drive = (reads + on_disk[0], 0 * reads, writes + on_disk[1], on_disk[2], 0 * reads)
+        return dict(zip(LANES, (*lanes, *drive), strict=True))
 
     def _gradients_on_disk(self, chosen: Decisions) -> tuple[Any, Any]:
         """Seconds to read gradients from disk, and to write them there."""

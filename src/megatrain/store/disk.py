@@ -1,4 +1,5 @@
-"""The disk as a tier for states: nameless files in the directories of `offload_dir`, striped piece by piece.
+"""The disk as a tier for state and for inputs of blocks: nameless files in the directories of
+`offload_dir`, striped piece by piece.
 
 A buffer on disk has no memory: its tensors are on the meta device, so that sizes, shapes and dtypes are those of a
 buffer in RAM. `read`, `changing` and `transfer` move its bytes. Files are scratch: they are never synced, and they
@@ -12,10 +13,11 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,24 +33,40 @@ _stuck: list[object] = []
 """Memories whose threads hang in a system call: their files must stay open."""
 
 
+class Space(NamedTuple):
+    """Reserved bytes of a file, of which a piece may use fewer."""
+
+    length: int
+    offset: int
+    file: int
+    """The number of the file."""
+
+
 class DiskBuffer(Buffer):
     """Bytes on disk, in pieces."""
 
-    def __init__(self, nbytes: int, memory: DiskMemory, pieces: Any) -> None:
+    def __init__(self, nbytes: int, memory: DiskMemory, pieces: Any, spaces: Sequence[Space], inputs: bool) -> None:
         super().__init__(torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned=False)
         self._memory, self._pieces = memory, pieces
+        self.spaces, self.inputs = spaces, inputs
 
     @property
     def coded(self) -> bool:
         return len(self._pieces) > 0 and self._pieces[0].dtype != 0
 
-    def transfer(self, address: int, *, write: bool, keep: object) -> native.Transfer:
-        """Submit a read of the whole buffer into memory, or a write from it; `ALIGN_BYTES` aligned and padded."""
-        return self._memory.submit(self._pieces, 0, len(self._pieces), address, write=write, keep=keep)
+    def span(self, nbytes: int) -> int:
+        """The length of the pieces that hold the first `nbytes`: what a transfer of them moves."""
+        return sum(piece.length for piece in self._pieces[: -(-nbytes // PIECE_BYTES)])
+
+    def transfer(self, address: int, *, write: bool, keep: object, nbytes: int | None = None) -> native.Transfer:
+        """Submit a read of the buffer into memory, or a write from it; `ALIGN_BYTES` aligned and padded. With `nbytes`,
+        only the pieces that hold so many."""
+        count = -(-(self.nbytes if nbytes is None else nbytes) // PIECE_BYTES)
+        return self._memory.submit(self._pieces, 0, count, address, write=write, keep=keep)
 
     def wait(self, transfer: native.Transfer, *, write: bool) -> int:
-        """Wait for a transfer of the whole buffer; raise `DiskFailed` if it failed. Returns the bytes that moved."""
-        return self._memory.wait(transfer, round_up(self.nbytes, ALIGN_BYTES) if write else 0)
+        """Wait for a transfer by `transfer`; raise `DiskFailed` if it failed. Returns the bytes that moved."""
+        return self._memory.wait(transfer, round_up(self.nbytes, ALIGN_BYTES) if write and not self.inputs else 0)
 
     def holds_fp32(self) -> None:
         """Code the bytes from now on, if this memory does."""
@@ -116,8 +134,12 @@ class DiskMemory:
         """What of `padded_bytes` is coded."""
         self.constant_bytes = 0
         """What of `padded_bytes` no step writes: frozen weights."""
+        self.input_bytes = 0
+        """What of `written_bytes` was for inputs of blocks."""
         self.owner = forks.Owner()
         self.files: list[ScratchFile] = []
+        self._freed: dict[int, list[Space]] = {number: [] for number in range(len(directories))}
+        """By file: space that no buffer uses, in order of length."""
         self._next = 0
         self._lock = threading.Lock()
         self._pool = native.Pool(disk_threads(len(directories)), backend)
@@ -131,35 +153,75 @@ class DiskMemory:
         """The most that transfers keep in the page cache: nothing with direct I/O."""
         return cached_bytes([file.direct for file in self.files])
 
-    def require(self, nbytes: int) -> None:
+    def require(self, nbytes: int, what: str = "states") -> None:
         """Raise `DiskFull` unless the file systems have room for this much more."""
-        share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES) if nbytes else 0
-        for file in self.files:
-            file.require(share)
+        share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES)
+        for file in self.files if nbytes else ():
+            file.require(share, what)
 
-    def allocate(self, nbytes: int, *, transferred: bool) -> DiskBuffer:
-        """Reserved space that reads as zeros."""
+    def allocate(self, nbytes: int, *, transferred: bool, inputs: bool = False) -> DiskBuffer:
+        """Reserved space that reads as zeros. `inputs`: it is for inputs of blocks, which are not part of what a step
+        changes; `count_input` counts their writes."""
         self.owner.require("give its model more memory")
-        self.require(nbytes)
-        padded = round_up(nbytes, ALIGN_BYTES)
+        padded, what = round_up(nbytes, ALIGN_BYTES), "inputs of blocks" if inputs else "states"
+        freed = sum(space.length for spaces in self._freed.values() for space in spaces)
+        # A number that is out of the question, before there is an object for every piece.
+        self.require(max(0, nbytes - freed), what)
         pieces: Any = (native.Piece * -(-padded // PIECE_BYTES))()
         for number, piece in enumerate(pieces):
-            file = self.files[(self._next + number) % len(self.files)]
             piece.length = min(PIECE_BYTES, padded - number * PIECE_BYTES)
-            piece.file, piece.offset = file.descriptor, file.place(piece.length)
-        self._next = (self._next + len(pieces)) % len(self.files)
-        for file in self.files:
-            file.reserve()
-        self.allocated_bytes += nbytes
-        self.padded_bytes += padded
-        return DiskBuffer(nbytes, self, pieces)
+        with self._lock:
+            spaces = self._reserve([piece.length for piece in pieces], what)
+            self.allocated_bytes += nbytes
+            self.padded_bytes += 0 if inputs else padded
+        for piece, space in zip(pieces, spaces, strict=True):
+            piece.file, piece.offset = self.files[space.file].descriptor, space.offset
+        return DiskBuffer(nbytes, self, pieces, spaces, inputs)
 
     def free(self, buffer: DiskBuffer) -> None:
-        """The space is kept until the files are closed."""
-        self.allocated_bytes -= buffer.nbytes
+        """Give the space to later buffers. The files keep it until they are closed."""
         padded = round_up(buffer.nbytes, ALIGN_BYTES)
-        self.padded_bytes -= padded
-        self.coded_bytes -= padded if buffer.coded else 0
+        with self._lock:
+            self.allocated_bytes -= buffer.nbytes
+            self.padded_bytes -= 0 if buffer.inputs else padded
+            self.coded_bytes -= padded if buffer.coded else 0
+            self._give_back(buffer.spaces)
+
+    def _reserve(self, lengths: Sequence[int], what: str) -> list[Space]:
+        """Space for pieces of these lengths, in turn in every file: what was freed there, else more of it."""
+        turns = [(self._next + number) % len(self.files) for number in range(len(lengths))]
+        found = [self._take(file, length) for file, length in zip(turns, lengths, strict=True)]
+        missing = [number for number, space in enumerate(found) if space is None]
+        try:
+            self.require(sum(lengths[number] for number in missing), what)
+            for number in missing:
+                length, file = lengths[number], turns[number]
+                found[number] = Space(length, self.files[file].place(length), file)
+            for each in self.files:
+                each.reserve(what)
+        except BaseException:
+            self._give_back([space for space in found if space is not None])
+            raise
+        self._next = (self._next + len(lengths)) % len(self.files)
+        return [space for space in found if space is not None]
+
+    def _take(self, file: int, length: int) -> Space | None:
+        """The smallest freed space of a file that is long enough."""
+        freed = self._freed[file]
+        at = bisect_left(freed, length, key=lambda space: space.length)
+        return freed.pop(at) if at < len(freed) else None
+
+    def _give_back(self, spaces: Sequence[Space]) -> None:
+        for space in spaces:
+            # A file that could not be extended is as long as before.
+            if space.offset + space.length <= self.files[space.file].end:
+                insort(self._freed[space.file], space)
+
+    def count_input(self, nbytes: int) -> None:
+        """Count a write of an input. When it is submitted, so that `written_bytes` does not depend on timing."""
+        with self._lock:
+            self.written_bytes += nbytes
+            self.input_bytes += nbytes
 
     def submit(
         self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object
@@ -204,11 +266,11 @@ class DiskMemory:
         place = f"the scratch file in {where}, at offset {fault.offset:,}"
         if fault.errno == errno.EBADMSG:
             return DiskFailed(
-                f"states read back from {place}, are not what was written there (wrong checksum): the drive, its cable "
-                "or RAM is faulty; check them."
+                f"what was read back from {place}, is not what was written there (wrong checksum): the drive, its "
+                "cable or RAM is faulty; check them."
             )
         if fault.errno == errno.ENODATA:
-            return DiskFailed(f"states are missing in {place}: the file was truncated; find out what did that.")
+            return DiskFailed(f"bytes are missing in {place}: the file was truncated; find out what did that.")
         if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return DiskFailed(f"{fault.strerror} in {place}: free space, or raise the quota or file size limit.")
         return DiskFailed(f"{fault.strerror} (errno {fault.errno}) in {place}: check the drive (dmesg, smartctl).")

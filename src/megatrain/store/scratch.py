@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from megatrain import files
-from megatrain.errors import DiskFull, SettingsError
+from megatrain.errors import DiskFailed, DiskFull, SettingsError
 from megatrain.geometry import ALIGN_BYTES
 from megatrain.native import disk as native
 from megatrain.store.private import PrivateDirectory, remove_stale
@@ -47,18 +47,23 @@ class ScratchFile:
         self._end += nbytes
         return self._end - nbytes
 
-    def require(self, nbytes: int) -> None:
+    @property
+    def end(self) -> int:
+        """The length of everything placed so far."""
+        return self._end
+
+    def require(self, nbytes: int, what: str = "states") -> None:
         """Raise `DiskFull` unless `nbytes` more can be reserved."""
         system = os.fstatvfs(self.descriptor)
         free = system.f_bavail * system.f_frsize
         if nbytes + KEPT_FREE > free:
             raise DiskFull(
-                f"states need {nbytes / 1e9:.3g} GB in {self.directory}, but only {free / 1e9:.3g} GB are free, of "
+                f"{what} need {nbytes / 1e9:.3g} GB in {self.directory}, but only {free / 1e9:.3g} GB are free, of "
                 f"which {KEPT_FREE / 1e9:.2g} must stay free; free some space, or name a directory on another drive in "
                 "offload_dir."
             )
 
-    def reserve(self) -> None:
+    def reserve(self, what: str = "states") -> None:
         """Allocate the blocks of everything placed so far, so that writing cannot run out of space."""
         missing = self._end - self._reserved
         if not missing:
@@ -70,12 +75,15 @@ class ScratchFile:
                 self._end = self._reserved
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise DiskFull(
-                    f"{missing / 1e9:.3g} GB for states could not be reserved in {self.directory} "
+                    f"{missing / 1e9:.3g} GB for {what} could not be reserved in {self.directory} "
                     f"({error.strerror}); free some space, raise the quota or file size limit, or name a directory on "
                     "another drive in offload_dir."
                 ) from error
             if error.errno not in UNSUPPORTED:
-                raise
+                raise DiskFailed(
+                    f"{missing / 1e9:.3g} GB for {what} could not be reserved in {self.directory} "
+                    f"({error.strerror}): check the drive (dmesg, smartctl)."
+                ) from error
             _warn_once(self.directory, "cannot reserve space: a full drive shows only when states are written")
             os.ftruncate(self.descriptor, self._end)
         self._reserved = self._end

@@ -99,7 +99,7 @@ class DiskStream:
         def work() -> None:
             # A skipped step changes nothing.
             if staged.changed:
-                self.transfers.move("disk_out", "write states", slab, staged.moved, staged.progress)
+                self.transfers.move("disk_out", "write states", slab.name, staged.moved, staged.progress)
             self._unwritten[slab.index].remove(staged)
 
         self._unwritten.setdefault(slab.index, []).append(staged)
@@ -140,7 +140,7 @@ class DiskStream:
         on_disk = slab.open(reads=staged.roles)
 
         def work() -> None:
-            self.transfers.move("disk_in", "read states", slab, staged.moved, staged.progress)
+            self.transfers.move("disk_in", "read states", slab.name, staged.moved, staged.progress)
 
         self._lanes.submit("disk_in", "read states", work, reads=on_disk.reads, writes=[staging.order], label=slab.name)
         staging.content = slab.index, slab.version

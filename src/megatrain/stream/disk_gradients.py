@@ -83,7 +83,7 @@ class DiskGradients:
         copies, progress = [(staging.whole().bytes, buffer)], self._transfers.progress
 
         def work() -> None:
-            self._transfers.move(lane, job, slab, copies, progress)
+            self._transfers.move(lane, job, slab.name, copies, progress)
 
         self._lanes.submit(lane, job, work, reads=reads, writes=writes, label=slab.name)
 

@@ -9,7 +9,6 @@ import torch
 from megatrain.errors import DiskFailed
 from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Buffer
-from megatrain.store.slab import Slab
 from megatrain.telemetry.counters import Counters
 
 
@@ -24,17 +23,20 @@ class DiskTransfers:
         """The first failure. Some parts of the model may have taken a step that others have not."""
 
     def move(
-        self, lane: str, job: str, slab: Slab, copies: Sequence[tuple[torch.Tensor, Buffer]], progress: object
+        self, lane: str, job: str, name: str, copies: Sequence[tuple[torch.Tensor, Buffer]], progress: object = None
     ) -> None:
-        """Read or write whole buffers, as the first word of `job` says, and wait. `copies`: memory and buffer of each.
-        `progress`: that of the step which this belongs to."""
+        """Read or write buffers, as the first word of `job` says, and wait. `copies`: memory and buffer of each; of a
+        longer buffer, as much as the memory holds. `name`: of the part of the model. `progress`: that of the step which
+        this belongs to; None: it moves no state, so a failure leaves the model as it is."""
         verb, what = job.split()
         try:
             moved = _transfer(copies, write=verb == "write")
         except DiskFailed as error:
             done = {"read": "read", "write": "written"}[verb]
-            said = f"the {what} of {slab.name} could not be {done} (lane {lane}): {error} {progress}"
-            self.failed = self.failed or DiskFailed(said)
+            unchanged = "No weight or state was changed by this." if progress is None else progress
+            said = f"the {what} of {name} could not be {done} (lane {lane}): {error} {unchanged}"
+            if progress is not None:
+                self.failed = self.failed or DiskFailed(said)
             raise DiskFailed(said) from error
         if verb == "write":
             self._counters.bytes_disk_out += moved
@@ -47,7 +49,8 @@ def _transfer(copies: Sequence[tuple[torch.Tensor, Buffer]], *, write: bool) -> 
     transfers = []
     for memory, buffer in copies:
         assert isinstance(buffer, DiskBuffer)
-        transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory)))
+        nbytes = min(memory.nbytes, buffer.nbytes)
+        transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory, nbytes=nbytes)))
     failed: DiskFailed | None = None
     moved = 0
     for buffer, transfer in transfers:

@@ -68,7 +68,7 @@ class DiskWeights:
 
         def work() -> None:
             copies = [(view, slab.weight_buffer)]
-            self._transfers.move("disk_weights", "read weights", slab, copies, self._transfers.progress)
+            self._transfers.move("disk_weights", "read weights", slab.name, copies, self._transfers.progress)
 
         self._lanes.submit("disk_weights", "read weight", work, reads=source.reads, writes=[order], label=slab.name)
 

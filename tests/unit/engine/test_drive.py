@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests import small
-from tests.tiny import Stack, backward, engine_of
+from tests.tiny import Stack, backward, engine_of, inputs
 
 import megatrain as mt
 from megatrain.engine.drive import DriveLife
@@ -72,6 +72,29 @@ def test_an_engine_takes_no_step_beyond_the_limit(tmp_path: Path) -> None:
     # A step writes one page per moment and slab: 40,960 bytes.
     assert len(taken) == 3
     engine.save(tmp_path / "saved", optimizer)
+
+
+def test_inputs_of_blocks_count(tmp_path: Path) -> None:
+    """Two micro-batches with an input of two pages for each of three layers."""
+    more: dict[str, Any] = {"policy": "offload", "inputs_on_disk": ["layers.*"], "debug": mt.Debug(allow_tmpfs=True)}
+    model = Stack()
+    engine = engine_of(model, offload_dir=tmp_path, max_drive_tb=100_000 / 1e12, **more)
+    optimizer = engine.optimizer(lr=0.1)
+    assert engine.drive.per_step == 0
+    taken: list[int] = []
+
+    def steps() -> None:
+        for seed in range(20):
+            for micro in range(2):
+                model(inputs(2 * seed + micro, 200)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            taken.append(engine.drive.per_step)
+
+    with pytest.raises(DriveLimit, match=r"1.47e-07 TB were written to disk, and max_drive_tb=1e-07, so no"):
+        steps()
+    assert taken == [2 * 3 * 8192] * 2
+    assert engine.drive.written == engine.counters.bytes_disk_out == 3 * 2 * 3 * 8192
 
 
 def test_a_trainer_stops_with_a_checkpoint_and_records_what_it_wrote(

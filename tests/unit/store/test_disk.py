@@ -87,6 +87,99 @@ def test_zeroing_whole_pieces_writes_nothing(memory: DiskMemory) -> None:
     assert memory.written_bytes == before + PIECE_BYTES
 
 
+def ends(memory: DiskMemory) -> list[int]:
+    return [file.end for file in memory.files]
+
+
+def test_freed_space_is_used_again_and_reads_as_zeros(memory: DiskMemory) -> None:
+    sizes = [2 * PIECE_BYTES + 5000, PIECE_BYTES, 4096, 9000]
+    first = [memory.allocate(nbytes, transferred=False) for nbytes in sizes]
+    kept, before = filled(first[1]), ends(memory)
+    for number in (0, 2, 3):
+        filled(first[number])
+        memory.free(first[number])
+    assert memory.allocated_bytes == PIECE_BYTES
+    second = [memory.allocate(nbytes, transferred=False) for nbytes in (sizes[0], 4096, 8192)]
+    for buffer in second:
+        assert not buffer.read(0, buffer.nbytes).any()
+    values = [filled(buffer, seed) for seed, buffer in enumerate(second)]
+    for buffer, expected in zip([first[1], *second], [kept, *values], strict=True):
+        assert torch.equal(buffer.read(0, buffer.nbytes), expected)
+    assert sum(ends(memory)) - sum(before) <= 2 * PIECE_BYTES
+
+
+def test_space_does_not_leak_when_it_is_freed_and_used_again(memory: DiskMemory) -> None:
+    """Also if sizes differ: a short piece takes the place of a long one, which is whole again when it is freed."""
+    for nbytes in (3 * PIECE_BYTES, 3 * PIECE_BYTES):
+        memory.free(memory.allocate(nbytes, transferred=False))
+    before = ends(memory)
+    for nbytes in range(1, 3 * PIECE_BYTES, 777_777):
+        buffers = [memory.allocate(nbytes // 2, transferred=False) for _ in range(2)]
+        for buffer in buffers:
+            memory.free(buffer)
+    memory.free(memory.allocate(3 * PIECE_BYTES, transferred=False))
+    assert ends(memory) == before
+
+
+def test_a_full_drive_has_room_for_what_was_freed(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for buffer in [memory.allocate(PIECE_BYTES, transferred=False) for _ in range(4)]:
+        memory.free(buffer)
+    monkeypatch.setattr(scratch, "KEPT_FREE", 1 << 62)
+    memory.allocate(4 * PIECE_BYTES, transferred=False)
+    with pytest.raises(DiskFull):
+        memory.allocate(1, transferred=False)
+
+
+def test_space_that_is_used_again_is_striped(memory: DiskMemory) -> None:
+    for _ in range(2):
+        buffer: Any = memory.allocate(4 * PIECE_BYTES, transferred=False)
+        assert len({piece.file for piece in buffer._pieces[:2]}) == len({p.file for p in buffer._pieces[2:]}) == 2
+        memory.free(buffer)
+
+
+def test_a_refused_allocation_gives_its_space_back(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.free(memory.allocate(2 * PIECE_BYTES, transferred=False))
+    before, fallocate = ends(memory), os.posix_fallocate
+
+    def full(descriptor: int, *more: int) -> None:
+        if descriptor == memory.files[1].descriptor:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(descriptor, *more)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFull, match=r"GB for states could not be reserved in .*b \(No space left"):
+        memory.allocate(6 * PIECE_BYTES, transferred=False)
+    assert memory.allocated_bytes == memory.padded_bytes == 0
+    monkeypatch.undo()
+    buffer = memory.allocate(6 * PIECE_BYTES, transferred=False)
+    assert torch.equal(filled(buffer), buffer.read(0, buffer.nbytes))
+    assert ends(memory) == [before[0] + 2 * PIECE_BYTES, before[1] + 2 * PIECE_BYTES]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO])
+def test_a_drive_that_cannot_reserve_is_named(memory: DiskMemory, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(descriptor: int, *more: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", failing)
+    with pytest.raises(DiskFailed, match=rf"could not be reserved in .*a \({os.strerror(code)}\): check the drive"):
+        memory.allocate(100, transferred=False)
+
+
+def test_part_of_a_buffer_moves(memory: DiskMemory) -> None:
+    buffer = memory.allocate(2 * PIECE_BYTES + 100, transferred=False)
+    values = filled(buffer)
+    held = disk.aligned(PIECE_BYTES)
+    held.fill_(7)
+    assert [buffer.span(n) for n in (0, 1, PIECE_BYTES + 1, buffer.nbytes)] == [
+        0, PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 4096,
+    ]  # fmt: skip
+    moved = buffer.wait(buffer.transfer(held.data_ptr(), write=True, keep=held, nbytes=100), write=True)
+    assert moved == PIECE_BYTES
+    assert (buffer.read(0, PIECE_BYTES) == 7).all()
+    assert torch.equal(buffer.read(PIECE_BYTES, buffer.nbytes), values[PIECE_BYTES:])
+
+
 def test_the_files_have_no_names_and_are_closed(tmp_path: Path) -> None:
     memory = DiskMemory([tmp_path], allow_tmpfs=True)
     filled(memory.allocate(1 << 20, transferred=False))
