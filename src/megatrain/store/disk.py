@@ -35,19 +35,54 @@ _stuck: list[object] = []
 """Memories whose threads hang in a system call: their files must stay open."""
 
 
+class Access:
+    """Transfers of one buffer: reads share it, a write has it alone. A piece that is half written has a wrong checksum.
+
+    Lanes never conflict (store/ticket.py); users may read and write from other threads.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._active = 0
+        """The number of reads; -1 during a write."""
+        self._writers = 0
+        """Writes that wait. New reads wait for them: otherwise a write might never begin."""
+
+    @contextmanager
+    def __call__(self, *, write: bool) -> Iterator[None]:
+        with self._changed:
+            self._writers += write
+            try:
+                self._changed.wait_for(lambda: not self._active if write else self._active >= 0 and not self._writers)
+            finally:
+                self._writers -= write
+                self._changed.notify_all()
+            self._active += -1 if write else 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= -1 if write else 1
+                self._changed.notify_all()
+
+
 class DiskBuffer(Buffer):
     """Bytes on disk, in pieces."""
 
     def __init__(self, nbytes: int, memory: DiskMemory, pieces: Any) -> None:
         super().__init__(torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned=False)
         self._memory, self._pieces = memory, pieces
+        self.access = Access()
+        self._changes = threading.RLock()
+        """Held from the read to the write of a change: ranges that are changed at once may share a piece."""
 
     @property
     def coded(self) -> bool:
         return len(self._pieces) > 0 and self._pieces[0].dtype != 0
 
     def transfer(self, address: int, *, write: bool, keep: object) -> native.Transfer:
-        """Submit a read of the whole buffer into memory, or a write from it; `ALIGN_BYTES` aligned and padded."""
+        """Submit a read of the whole buffer into memory, or a write from it; `ALIGN_BYTES` aligned and padded. Hold
+        its `access` until `wait` is done."""
         return self._memory.submit(self._pieces, 0, len(self._pieces), address, write=write, keep=keep)
 
     def wait(self, transfer: native.Transfer, *, write: bool) -> int:
@@ -69,10 +104,11 @@ class DiskBuffer(Buffer):
 
     @contextmanager
     def changing(self, start: int, end: int) -> Iterator[torch.Tensor]:
-        first, count, base, held = self._covering(start, end)
-        self._move(first, count, held, write=False)
-        yield held[start - base : end - base]
-        self._move(first, count, held, write=True)
+        with self._changes:
+            first, count, base, held = self._covering(start, end)
+            self._move(first, count, held, write=False)
+            yield held[start - base : end - base]
+            self._move(first, count, held, write=True)
 
     def zero(self, start: int, end: int) -> None:
         """Fill with zeros. Pieces that become zero as a whole need no I/O."""
@@ -93,8 +129,9 @@ class DiskBuffer(Buffer):
         return first, count, first * PIECE_BYTES, aligned(nbytes)
 
     def _move(self, first: int, count: int, held: torch.Tensor, *, write: bool) -> None:
-        transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
-        self._memory.wait(transfer, held.nbytes if write else 0)
+        with self.access(write=write):
+            transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
+            self._memory.wait(transfer, held.nbytes if write else 0)
 
 
 class DiskMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -44,18 +45,20 @@ class DiskTransfers:
 
 def _transfer(copies: Sequence[tuple[torch.Tensor, Buffer]], *, write: bool) -> int:
     """Returns the bytes that moved, which are fewer if some are coded."""
-    transfers = []
-    for memory, buffer in copies:
-        assert isinstance(buffer, DiskBuffer)
-        transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory)))
     failed: DiskFailed | None = None
     moved = 0
-    for buffer, transfer in transfers:
-        # The others use the memory until they are done.
-        try:
-            moved += buffer.wait(transfer, write=write)
-        except DiskFailed as error:
-            failed = failed or error
+    with ExitStack() as held:
+        transfers = []
+        for memory, buffer in copies:
+            assert isinstance(buffer, DiskBuffer)
+            held.enter_context(buffer.access(write=write))
+            transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory)))
+        for buffer, transfer in transfers:
+            # The others use the memory until they are done.
+            try:
+                moved += buffer.wait(transfer, write=write)
+            except DiskFailed as error:
+                failed = failed or error
     if failed is not None:
         raise failed
     return moved

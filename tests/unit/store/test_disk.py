@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,26 @@ def test_ranges_are_read_and_changed_alone(memory: DiskMemory) -> None:
         assert torch.equal(buffer.read(0, buffer.nbytes), values)
     assert torch.equal(before.read(0, before.nbytes), others[0])
     assert torch.equal(after.read(0, after.nbytes), others[1])
+
+
+def test_threads_may_read_and_change_one_piece(memory: DiskMemory) -> None:
+    """As with memory: every change is kept, and nothing that is half written is read."""
+    buffer = memory.allocate(PIECE_BYTES, transferred=False)
+    half, rounds = PIECE_BYTES // 2, 20
+
+    def change(start: int) -> None:
+        for _ in range(rounds):
+            with buffer.changing(start, start + half) as part:
+                part.add_(1)
+
+    with ThreadPoolExecutor(3) as threads:
+        changes = [threads.submit(change, start) for start in (0, half)]
+        reads = threads.submit(
+            lambda: [buffer.read(0, PIECE_BYTES).view(2, half).aminmax(dim=1) for _ in range(rounds)]
+        )
+    assert [done.result() for done in changes] == [None, None]
+    assert all(torch.equal(*values) for values in reads.result())
+    assert (buffer.read(0, PIECE_BYTES) == rounds).all()
 
 
 def test_pieces_are_striped_over_the_directories(memory: DiskMemory) -> None:
