@@ -50,7 +50,7 @@ class SlowTransfer:
                 ctypes.memmove(at, stored.ljust(piece.length, b"\0"), piece.length)
             at += piece.length
 
-    def wait(self) -> int:
+    def wait(self, seconds: float) -> int:
         self._thread.join()
         return sum(piece.length for piece in self._pieces)
 
@@ -149,7 +149,7 @@ def test_a_transfer_that_is_not_waited_for_is_detected(
     expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "Pool", SlowDrive)
-    monkeypatch.setattr(SlowTransfer, "wait", lambda transfer: 0)
+    monkeypatch.setattr(SlowTransfer, "wait", lambda transfer, seconds: 0)
 
     def run(seed: int) -> list[Any]:
         lanes = ThreadLanes(seed=seed, max_delay=3e-4)

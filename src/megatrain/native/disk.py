@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
+import time
 from typing import Any, NamedTuple
 
 from megatrain.native import library
@@ -91,6 +93,10 @@ def checksum(address: int, nbytes: int) -> int:
     return int(library.load().mt_disk_checksum(address, nbytes))
 
 
+class Stalled(Exception):
+    """A transfer takes too long. It goes on, and its memory must stay valid."""
+
+
 class Transfer:
     """A submitted read or write."""
 
@@ -99,13 +105,16 @@ class Transfer:
         self._keep = keep
         """What the threads use meanwhile: pieces and memory."""
 
-    def wait(self) -> int:
-        """Block until it is done; raise `TransferFailed` if a piece failed. Returns the bytes read or written: fewer
-        than those of the pieces if some are coded or were never written, 0 if it was waited for before."""
-        outcome = _Outcome()
+    def wait(self, seconds: float = math.inf) -> int:
+        """Block until it is done; raise `TransferFailed` if a piece failed, `Stalled` if it is not done after about
+        this many seconds. Returns the bytes read or written: fewer than those of the pieces if some are coded or were
+        never written, 0 if it was waited for before."""
+        outcome, deadline = _Outcome(), time.monotonic() + seconds
         while self._handle is not None:
             code = library.load().mt_disk_wait(self._handle, POLL_MS, ctypes.byref(outcome))
             if code == errno.ETIMEDOUT and outcome.code == 0:
+                if time.monotonic() > deadline:
+                    raise Stalled
                 continue
             self._handle = self._keep = None
             if code != 0:
@@ -113,7 +122,7 @@ class Transfer:
         return int(outcome.moved)
 
     def __del__(self) -> None:
-        # After Ctrl-C the threads may still use the memory.
+        # After Ctrl-C, or if it is stalled, the threads may still use the memory.
         if self._handle is not None:
             _unfinished.append(self._keep)
 

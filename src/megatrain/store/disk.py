@@ -31,6 +31,9 @@ PIECE_BYTES = 8 << 20
 THREADS = 8
 """Transfers in flight per directory."""
 MAX_THREADS = 64
+STALLED_SECONDS = 1500.0
+"""After this a drive counts as failed. It is less than the time after which a lane does (stream/lanes.py), whose error
+says less."""
 _stuck: list[object] = []
 """Memories whose threads hang in a system call: their files must stay open."""
 
@@ -160,6 +163,7 @@ class DiskMemory:
         self.owner = forks.Owner()
         self.files: list[ScratchFile] = []
         self._next = 0
+        self._stalled: DiskFailed | None = None
         self._lock = threading.Lock()
         self._pool = native.Pool(min(THREADS * len(directories), MAX_THREADS), backend)
         self._close = weakref.finalize(self, _close, self._pool, self.files, self.owner)
@@ -203,6 +207,8 @@ class DiskMemory:
         self.owner.require("read or write its state on disk")
         if not self._close.alive:
             raise EngineClosed("the model was released from its engine, which freed what was on disk.")
+        if self._stalled is not None:
+            raise DiskFailed(str(self._stalled))
         return self._pool.submit(pieces, first, count, address, write=write, keep=(keep, self))
 
     def wait(self, transfer: native.Transfer, writes: int) -> int:
@@ -211,9 +217,16 @@ class DiskMemory:
         Returns the bytes that moved.
         """
         try:
-            moved = transfer.wait()
+            moved = transfer.wait(STALLED_SECONDS if self._stalled is None else 0.0)
         except native.TransferFailed as fault:
             raise self._failed(fault) from fault
+        except native.Stalled:
+            folders = " or ".join(dict.fromkeys(str(file.directory) for file in self.files))
+            self._stalled = self._stalled or DiskFailed(
+                f"no answer for {STALLED_SECONDS:.0f} s from the scratch file in {folders}: check the drive (dmesg, "
+                "smartctl) or the network."
+            )
+            raise DiskFailed(str(self._stalled)) from None
         if writes:
             with self._lock:
                 self.written_bytes += moved
