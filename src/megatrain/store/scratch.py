@@ -22,10 +22,6 @@ from megatrain.telemetry.notices import warn
 
 MEMORY_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 """File systems in RAM, by the magic number of statfs."""
-NETWORK_SYSTEMS = {
-    0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x00C36400: "Ceph", 0x0BD00BD0: "Lustre", 0x01021997: "9P",
-    0x65735546: "FUSE", 0x5346414F: "AFS", 0x47504653: "GPFS",
-}  # fmt: skip
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
 KEPT_FREE = 64 << 20
 """Bytes that stay free on a file system."""
@@ -107,8 +103,6 @@ def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
             f"offload_dir={str(directory)!r} is on {MEMORY_SYSTEMS[magic]}, which is RAM, so nothing would be gained; "
             "name a directory on a drive."
         )
-    if magic in NETWORK_SYSTEMS:
-        _warn_once(directory, f"is on a network file system ({NETWORK_SYSTEMS[magic]}): states move at its speed")
     return file
 
 
