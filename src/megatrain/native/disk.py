@@ -9,6 +9,7 @@ import ctypes
 import errno
 import math
 import os
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -82,6 +83,18 @@ def describe(file: int) -> FileKind:
     return FileKind(found.magic, (found.memory_align, found.offset_align) if found.align_known else None)
 
 
+def reserve(file: int, offset: int, nbytes: int) -> None:
+    """Allocate the blocks of a range. Where the file system cannot, OSError: `os.posix_fallocate` would then write to
+    every block, which takes hours over a network."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None:
+        raise OSError(errno.ENOSYS, "the C library has no fallocate64")
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while fallocate(file, 0, offset, nbytes) != 0:
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
 def uring_refusal() -> str | None:
     """Why io_uring cannot be used here; None if it can."""
     code = int(library.load().mt_disk_uring())
@@ -131,6 +144,8 @@ class Pool:
     """Threads that read and write pieces, `depth` at once, themselves or by one of the other `BACKENDS`."""
 
     def __init__(self, depth: int, backend: str = "threads") -> None:
+        self._lock = threading.Lock()
+        """Of the handle: another thread may submit while the pool is stopped."""
         self._handle: Any = ctypes.c_void_p()
         code = library.load().mt_disk_start(depth, BACKENDS.index(backend), ctypes.byref(self._handle))
         library.check(code, f"starting disk I/O by {backend}, {depth} pieces at once")
@@ -139,12 +154,16 @@ class Pool:
         """Transfer `count` pieces from number `first` of an array, from or to consecutive memory."""
         handle = ctypes.c_void_p()
         start = ctypes.addressof(pieces) + first * ctypes.sizeof(Piece)
-        code = library.load().mt_disk_submit(self._handle, start, count, address, write, ctypes.byref(handle))
+        code = errno.ECANCELED
+        with self._lock:
+            if self._handle is not None:
+                code = library.load().mt_disk_submit(self._handle, start, count, address, write, ctypes.byref(handle))
         library.check(code, f"submitting {count} pieces")
         return Transfer(handle, (pieces, keep))
 
     def stop(self) -> bool:
         """End the threads. False if a piece is stuck in the kernel: files and memory must then stay as they are."""
-        if self._handle is not None and library.load().mt_disk_stop(self._handle, STOP_MS) == 0:
-            self._handle = None
-        return self._handle is None
+        with self._lock:
+            if self._handle is not None and library.load().mt_disk_stop(self._handle, STOP_MS) == 0:
+                self._handle = None
+            return self._handle is None

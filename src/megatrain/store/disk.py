@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatrain.errors import DiskFailed, EngineClosed
+from megatrain.errors import DiskFailed, EngineClosed, MegaTrainError
 from megatrain.geometry import ALIGN_BYTES, round_up
 from megatrain.native import disk as native
 from megatrain.store import forks
@@ -34,6 +35,7 @@ MAX_THREADS = 64
 STALLED_SECONDS = 1500.0
 """After this a drive counts as failed. It is less than the time after which a lane does (stream/lanes.py), whose error
 says less."""
+RELEASED = "the model was released from its engine, which freed what was on disk."
 _stuck: list[object] = []
 """Memories whose threads hang in a system call: their files must stay open."""
 
@@ -173,9 +175,12 @@ class DiskMemory:
 
     def require(self, nbytes: int) -> None:
         """Raise `DiskFull` unless the file systems have room for this much more."""
-        share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES) if nbytes else 0
+        if not nbytes:
+            return
+        share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES)
+        sharing = Counter(file.device for file in self.files)
         for file in self.files:
-            file.require(share)
+            file.require(share * sharing[file.device])
 
     def allocate(self, nbytes: int, *, transferred: bool) -> DiskBuffer:
         """Reserved space that reads as zeros."""
@@ -205,11 +210,12 @@ class DiskMemory:
         self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object
     ) -> native.Transfer:
         self.owner.require("read or write its state on disk")
-        if not self._close.alive:
-            raise EngineClosed("the model was released from its engine, which freed what was on disk.")
         if self._stalled is not None:
             raise DiskFailed(str(self._stalled))
-        return self._pool.submit(pieces, first, count, address, write=write, keep=(keep, self))
+        try:
+            return self._pool.submit(pieces, first, count, address, write=write, keep=(keep, self))
+        except OSError as error:
+            raise EngineClosed(RELEASED) if error.errno == errno.ECANCELED else error from None
 
     def wait(self, transfer: native.Transfer, writes: int) -> int:
         """Wait for a transfer that writes this many bytes of states, or reads; raise `DiskFailed` if it failed.
@@ -248,7 +254,9 @@ class DiskMemory:
         """End the threads and close the files, which frees their space."""
         self._close()
 
-    def _failed(self, fault: native.TransferFailed) -> DiskFailed:
+    def _failed(self, fault: native.TransferFailed) -> MegaTrainError:
+        if fault.errno == errno.ECANCELED:
+            return EngineClosed(RELEASED)
         where = next((str(file.directory) for file in self.files if file.descriptor == fault.file), "offload_dir")
         place = f"the scratch file in {where}, at offset {fault.offset:,}"
         if fault.errno == errno.EBADMSG:

@@ -33,6 +33,8 @@ class ScratchFile:
     def __init__(self, directory: Path, descriptor: int, private: PrivateDirectory | None = None) -> None:
         self.directory, self.descriptor, self._private = directory, descriptor, private
         self.kind = native.describe(descriptor)
+        self.device = os.fstat(descriptor).st_dev
+        """Files with the same one share their free space."""
         self._end = self._reserved = 0
 
     def place(self, nbytes: int) -> int:
@@ -57,7 +59,7 @@ class ScratchFile:
         if not missing:
             return
         try:
-            os.posix_fallocate(self.descriptor, self._reserved, missing)
+            native.reserve(self.descriptor, self._reserved, missing)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 self._end = self._reserved
@@ -86,10 +88,7 @@ def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
     file: ScratchFile | None = None
     try:
         files.make_directory(directory)
-        file = _open_nameless(directory, os.O_DIRECT)
-        if not _transfers_directly(file):
-            file.close()
-            file = None
+        file = _direct(_open_nameless(directory, os.O_DIRECT))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise SettingsError(f"offload_dir={str(directory)!r} cannot be used: {error.strerror or error}.") from error
@@ -106,19 +105,21 @@ def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
     return file
 
 
-def _transfers_directly(file: ScratchFile) -> bool:
-    """Whether a page can be written directly. Some file systems accept the flag and refuse the transfer."""
+def _direct(file: ScratchFile) -> ScratchFile | None:
+    """The file if a page of it can be written directly, else it is closed. Some file systems accept the flag and refuse
+    the transfer."""
     alignment = file.kind.alignment
-    if alignment is not None and not 0 < max(alignment) <= ALIGN_BYTES:
-        return False
     try:
-        # Anonymous mappings are page-aligned.
-        os.pwrite(file.descriptor, mmap.mmap(-1, ALIGN_BYTES), 0)
+        if alignment is None or 0 < max(alignment) <= ALIGN_BYTES:
+            # Anonymous mappings are page-aligned.
+            os.pwrite(file.descriptor, mmap.mmap(-1, ALIGN_BYTES), 0)
+            return file
     except OSError as error:
         if error.errno != errno.EINVAL:
+            file.close()
             raise
-        return False
-    return True
+    file.close()
+    return None
 
 
 def _open_nameless(directory: Path, more: int) -> ScratchFile:

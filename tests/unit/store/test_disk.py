@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests import forked
 
-from megatrain.errors import DiskFailed, DiskFull, SettingsError
+from megatrain.errors import DiskFailed, DiskFull, EngineClosed, SettingsError
 from megatrain.store import disk, scratch
 from megatrain.store.disk import PIECE_BYTES, DiskMemory
 
@@ -179,7 +179,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_than_is_free_is_refused_with_the_numbers(memory: DiskMemory) -> None:
-    with pytest.raises(DiskFull, match=r"states need 5.76e\+08 GB in .*, but only .* GB are free"):
+    with pytest.raises(DiskFull, match=r"states need 1.15e\+09 GB in .*, but only .* GB are free"):
         memory.require(1 << 60)
     with pytest.raises(DiskFull, match="GB are free"):
         memory.allocate(1 << 50, transferred=False)
@@ -210,3 +210,47 @@ def test_children_close_the_files_and_do_not_use_them(memory: DiskMemory, tmp_pa
     assert ended.raised[0] == "ForkedProcess"
     assert forked.run(memory.close).raised is None
     assert torch.equal(buffer.read(0, 10_000), values)
+
+
+def test_directories_on_one_drive_share_its_space(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [*os.statvfs("/")]
+    # Bytes per block, and free blocks.
+    fields[1], fields[4] = 1, 10 * PIECE_BYTES + scratch.KEPT_FREE
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(fields))
+    memory.require(10 * PIECE_BYTES)
+    with pytest.raises(DiskFull, match=r"states need 0.101 GB in .*/a, but only 0.151 GB are free"):
+        memory.require(11 * PIECE_BYTES)
+
+
+def test_a_full_drive_does_not_matter_if_nothing_is_needed(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = list(os.statvfs("/"))
+    fields[4] = 0
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(fields))
+    memory.require(0)
+    assert memory.allocate(0, transferred=False).read(0, 0).numel() == 0
+
+
+def test_a_file_that_cannot_be_used_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(SettingsError, match="cannot be used: no space"):
+        DiskMemory([tmp_path], allow_tmpfs=True)
+    assert not any(str(tmp_path) in name for name in descriptors())
+
+
+def test_a_thread_that_reads_while_the_files_are_closed_is_refused(tmp_path: Path) -> None:
+    for _ in range(30):
+        memory = DiskMemory([tmp_path], allow_tmpfs=True)
+        buffer = memory.allocate(1 << 16, transferred=False)
+        with ThreadPoolExecutor(1) as threads:
+
+            def read() -> None:
+                while True:
+                    buffer.read(0, 1 << 16)  # noqa: B023
+
+            reading = threads.submit(read)
+            memory.close()
+            with pytest.raises((EngineClosed, DiskFailed)):
+                reading.result()
