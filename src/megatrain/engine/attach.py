@@ -68,6 +68,7 @@ class Attachment:
         self.engine, self.specs, self.saved_dtypes, self.transformers_api = engine, specs, saved_dtypes, api
         self.closed = False
         self.on_close, self.on_release = Undo(Owner()), Undo()
+        self._free_disk: Callable[[], None] = lambda: None
         try:
             for step in ATTACH_STEPS:
                 step(self)
@@ -77,7 +78,7 @@ class Attachment:
                 try:
                     self.close(CLOSE_TIMEOUT)
                 finally:
-                    self.on_release.run()
+                    self.release()
             raise
 
     def close(self, timeout: float | None = None) -> None:
@@ -86,6 +87,12 @@ class Attachment:
         self.on_close.timeout = timeout
         self.on_close.run()
 
+    def release(self) -> None:
+        """Undo the changes to the model; call `close` first. What is on disk is freed last, and not if the model still
+        needs it because this failed."""
+        self.on_release.run()
+        self._free_disk()
+
     # ---- the steps
 
     def create_tiers(self) -> None:
@@ -93,8 +100,8 @@ class Attachment:
         self.placement = Placement(self.settings, self.device)
         self.on_close.add(self.placement.ram.unpin)
         if self.placement.disk is not None:
-            # After `close`, FP32 masters can still be read, and their low halves may be on disk.
-            self.on_release.add(self.placement.disk.close)
+            # Not by `close`: FP32 masters can still be read, and their low halves may be on disk.
+            self._free_disk = self.placement.disk.close
 
     def limit_gpu_memory(self) -> None:
         """Limit PyTorch's allocator to what `max_vram_gb` or the plan allows."""
