@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from megatrain.errors import DiskFailed
+from megatrain.native.disk import Transfer
 from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Buffer
 from megatrain.store.slab import Slab
@@ -48,17 +49,22 @@ def _transfer(copies: Sequence[tuple[torch.Tensor, Buffer]], *, write: bool) -> 
     failed: DiskFailed | None = None
     moved = 0
     with ExitStack() as held:
-        transfers = []
-        for memory, buffer in copies:
-            assert isinstance(buffer, DiskBuffer)
-            held.enter_context(buffer.access(write=write))
-            transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory)))
-        for buffer, transfer in transfers:
-            # The others use the memory until they are done.
-            try:
-                moved += buffer.wait(transfer, write=write)
-            except DiskFailed as error:
-                failed = failed or error
+        transfers: list[tuple[DiskBuffer, Transfer]] = []
+        try:
+            for memory, buffer in copies:
+                assert isinstance(buffer, DiskBuffer)
+                held.enter_context(buffer.access(write=write))
+                transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory)))
+            for buffer, transfer in transfers:
+                # The others use the memory until they are done.
+                try:
+                    moved += buffer.wait(transfer, write=write)
+                except DiskFailed as error:
+                    failed = failed or error
+        except KeyboardInterrupt:
+            for _, transfer in transfers:
+                transfer.abandon()
+            raise
     if failed is not None:
         raise failed
     return moved
