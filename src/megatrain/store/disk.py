@@ -103,12 +103,14 @@ class DiskBuffer(Buffer):
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """A copy of the bytes, in host memory."""
+        self._memory.require_owner()
         first, count, base, held = self._covering(start, end)
         self._move(first, count, held, write=False)
         return held[start - base : end - base]
 
     @contextmanager
     def changing(self, start: int, end: int) -> Iterator[torch.Tensor]:
+        self._memory.require_owner()
         with self._changes:
             first, count, base, held = self._covering(start, end)
             self._move(first, count, held, write=False)
@@ -182,6 +184,10 @@ class DiskMemory:
         for file in self.files:
             file.require(share * sharing[file.device])
 
+    def require_owner(self) -> None:
+        """Raise in a forked child. There, locks may be held by threads that do not exist."""
+        self.owner.require("read or write its state on disk")
+
     def allocate(self, nbytes: int, *, transferred: bool) -> DiskBuffer:
         """Reserved space that reads as zeros."""
         self.owner.require("give its model more memory")
@@ -209,7 +215,7 @@ class DiskMemory:
     def submit(
         self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object
     ) -> native.Transfer:
-        self.owner.require("read or write its state on disk")
+        self.require_owner()
         if self._stalled is not None:
             raise DiskFailed(str(self._stalled))
         try:

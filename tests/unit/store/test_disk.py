@@ -205,9 +205,12 @@ def test_children_close_the_files_and_do_not_use_them(memory: DiskMemory, tmp_pa
     buffer = memory.allocate(10_000, transferred=False)
     values = filled(buffer)
     assert forked.run(lambda: [name for name in descriptors() if str(tmp_path) in name]).value == []
-    ended = forked.run(lambda: buffer.read(0, 10))
-    assert ended.raised is not None
-    assert ended.raised[0] == "ForkedProcess"
+    with buffer.access(write=True):
+        # As if another thread were writing.
+        for work in (lambda: buffer.read(0, 10), lambda: buffer.zero(0, 10)):
+            ended = forked.run(work)
+            assert ended.raised is not None
+            assert ended.raised[0] == "ForkedProcess"
     assert forked.run(memory.close).raised is None
     assert torch.equal(buffer.read(0, 10_000), values)
 
