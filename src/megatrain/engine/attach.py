@@ -28,7 +28,7 @@ from megatrain.engine.recording import Recording
 from megatrain.engine.step import Step
 from megatrain.engine.summary import announce_attached, attention_shape
 from megatrain.engine.undo import Undo
-from megatrain.errors import EngineClosed
+from megatrain.errors import DiskFailed, EngineClosed, LaneFailed
 from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
 from megatrain.hardware.attention import request_backend
@@ -88,9 +88,13 @@ class Attachment:
         self.on_close.run()
 
     def release(self) -> None:
-        """Undo the changes to the model; call `close` first. What is on disk is freed last, and not if the model still
-        needs it because this failed."""
-        self.on_release.run()
+        """Undo the changes to the model; call `close` first. What is on disk is freed last. If this fails, the model
+        still needs it, unless the drive or an update failed."""
+        try:
+            self.on_release.run()
+        except (DiskFailed, LaneFailed):
+            self._free_disk()
+            raise
         self._free_disk()
 
     # ---- the steps
