@@ -32,8 +32,10 @@ import megatrain as mt
 from megatrain.errors import DiskFailed, DiskFull, LaneFailed, MegaTrainError
 from megatrain.hf.checkpoint_list import last_complete
 from megatrain.native import disk as native
+from megatrain.store import disk
 from megatrain.store.disk import aligned
 from megatrain.store.scratch import open_scratch
+from megatrain.stream import lanes
 
 Fault = Callable[[Drive, Any], None]
 
@@ -94,11 +96,13 @@ FAULTS = pytest.mark.parametrize(
 )
 
 
-def check_sentence(error: BaseException, said: str, drive: Drive, parts: int) -> None:
+def check_sentence(
+    error: BaseException, said: str, drive: Drive, parts: int, place: str = r", at offset [\d,]+"
+) -> None:
     for expected in (
         said,
-        r"the states of \S+ could not be (read|written) \(lane disk_(in|out)\)",
-        rf"the scratch file in {drive.path}, at offset [\d,]+",
+        r"the (states|weights) of \S+ could not be (read|written) \(lane disk_(in|out|weights)\)",
+        rf"the scratch file in {drive.path}{place}",
         rf"\d of {parts} parts of the model had taken the step",
     ):
         assert re.search(expected, str(error)), (expected, str(error))
@@ -438,6 +442,42 @@ def test_a_stalled_drive_can_be_interrupted(
     assert [path.name for path in (tmp_path / "out").glob("rescue-*")] == []
     check_nothing_is_left(drive)
     assert Path(last_complete(str(tmp_path / "out"))).name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("weights", ["in RAM", "on disk"])
+def test_a_stalled_drive_fails_at_last(
+    drive: Drive, tmp_path: Path, backend: str, weights: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the sentence of other faults; weights are saved if they can be read without waiting for the drive again."""
+    assert disk.STALLED_SECONDS < lanes.FAIL_AFTER_SECONDS
+    monkeypatch.setattr(disk, "STALLED_SECONDS", 1.0)
+    out, on_disk = tmp_path / "out", ["*"] if weights == "on disk" else []
+    mt.init(device="cpu", offload_dir=drive.path, on_disk=["*"], weights_on_disk=on_disk,
+            debug=mt.Debug(disk_io=backend))  # fmt: skip
+
+    def stall() -> None:
+        trainer.engine.synchronize()
+        drive.freeze()
+
+    trainer = mt.Trainer(
+        model=llama(), args=arguments(out), train_dataset=small.rows(), callbacks=[AfterStep(3, stall)]
+    )
+    began = time.monotonic()
+    try:
+        with pytest.raises((DiskFailed, LaneFailed)) as caught:
+            trainer.train()
+        check_sentence(caught.value, rf"no answer for 1 s from the scratch file in {drive.path}: check", drive, 9, "")
+        assert time.monotonic() - began < lanes.WARN_AFTER_SECONDS
+        # What was read before can still be in a buffer, so some weights of a stalled drive may be left.
+        assert list(out.glob("rescue-*")) or weights == "on disk"
+    finally:
+        drive.thaw()
+    with suppress(MegaTrainError):
+        trainer.engine.release()
+    mt.init(device="cpu")
+    again = mt.Trainer(model=llama(1), args=arguments(out), train_dataset=small.rows())
+    assert again.train(resume_from_checkpoint=True).global_step == 6
+    assert small.same(small.snapshot(again.model), expected)
 
 
 def test_a_pool_with_stalled_writes_stops_when_they_end(

@@ -26,7 +26,7 @@ from megatrain.native import disk as native
 from megatrain.store.disk import DiskMemory
 from megatrain.store.scratch import open_scratch
 
-OPENAT, UNLINK, UNLINKAT = 257, 87, 263
+OPENAT, UNLINK, UNLINKAT, FALLOCATE = 257, 87, 263, 285
 TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
 ERRORS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
@@ -240,6 +240,26 @@ def test_an_overlay(tmp_path: Path) -> None:
             assert trained(merged.path / "scratch") == trained(tmp_path / "other")
         finally:
             merged.unmount("-l")
+
+
+@needs_seccomp
+def test_space_is_not_reserved_by_writing_to_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the C library does where the file system cannot reserve: that takes hours over a network."""
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+
+    def work() -> tuple[int, int]:
+        _filter([(0x20, 0, 0, 0), (0x15, 0, 1, FALLOCATE), (0x06, 0, 0, 0x00050000 | errno.EOPNOTSUPP),
+                 (0x06, 0, 0, 0x7FFF0000)])  # fmt: skip
+        memory = DiskMemory([tmp_path], allow_tmpfs=True)
+        buffer = memory.allocate(64 << 20, transferred=False)
+        status = os.fstat(memory.files[0].descriptor)
+        assert not buffer.read(0, 10).any()
+        return status.st_size, status.st_blocks * 512
+
+    ended = forked.run(work)
+    assert ended.value is not None, ended.raised
+    assert ended.value[0] == 64 << 20
+    assert ended.value[1] <= 4096, "the page that was written to find out what the drive can do"
 
 
 def test_engines_and_processes_share_a_directory(tmp_path: Path) -> None:

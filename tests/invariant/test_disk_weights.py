@@ -14,7 +14,9 @@ from tests.invariant.test_disk import EVERYTHING, SOME, on_disk, train
 from tests.tiny import Stack, differences, engine_of, inputs
 
 import megatrain as mt
+from megatrain.engine.adopt import Adoption
 from megatrain.errors import DiskFailed, LaneFailed, NotEnoughMemory, SettingsError
+from megatrain.store.parameter import StoreTensor
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 
@@ -108,18 +110,45 @@ def test_parameters_can_be_read_written_and_saved(tmp_path: Path) -> None:
     assert torch.equal(next(iter(plain.parameters())).detach().bfloat16(), expected.bfloat16())
 
 
-def test_a_release_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    model = Stack()
-    engine = engine_of(model, **all_on_disk(tmp_path))
+@pytest.mark.parametrize("weights", ["in RAM", "on disk"])
+def test_a_release_that_does_not_fit_is_refused(tmp_path: Path, weights: str) -> None:
+    """With the bytes of what it would return: FP32 masters, if their low halves are on disk."""
+    model, needed = Stack(), []
+    engine = engine_of(model, precision="bf16", **(on_disk if weights == "in RAM" else all_on_disk)(tmp_path))
+    engine.optimizer(lr=0.1)
 
     def full(nbytes: int, held: int) -> None:
+        needed.append(nbytes)
         raise NotEnoughMemory(f"{nbytes} bytes are not free.")
 
     engine._memory._guard = full
     with pytest.raises(NotEnoughMemory, match=r"release\(\) would copy .* GB of weights from disk to RAM"):
         engine.release()
     engine._memory._guard = None
-    engine.release()
+    # It is open, and nothing is lost.
+    model(inputs(0)).square().mean().backward()
+    engine.save(tmp_path / "saved")
+    assert needed == [sum(parameter.nbytes for parameter in engine.release().parameters())]
+
+
+def test_a_release_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack()
+    engine = engine_of(model, precision="bf16", **all_on_disk(tmp_path))
+    before = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    plain, seen = Adoption._as_plain_parameter, []
+
+    def no_memory(adoption: Adoption, parameter: Any) -> Any:
+        seen.append(parameter)
+        if len(seen) > 3:
+            raise MemoryError
+        return plain(adoption, parameter)
+
+    monkeypatch.setattr(Adoption, "_as_plain_parameter", no_memory)
+    with pytest.raises(MemoryError):
+        engine.release()
+    after = dict(model.named_parameters())
+    assert sum(isinstance(parameter, StoreTensor) for parameter in after.values()) == len(before) - 3
+    assert all(torch.equal(after[name].detach().cpu().to(values.dtype), values) for name, values in before.items())
 
 
 def test_weights_that_train_need_their_states_on_disk(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class SlowTransfer:
                 ctypes.memmove(at, stored.ljust(piece.length, b"\0"), piece.length)
             at += piece.length
 
-    def wait(self) -> int:
+    def wait(self, seconds: float) -> int:
         self._thread.join()
         return sum(piece.length for piece in self._pieces)
 
@@ -206,10 +207,51 @@ def test_a_transfer_that_is_not_waited_for_is_detected(
     expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "Pool", SlowDrive)
-    monkeypatch.setattr(SlowTransfer, "wait", lambda transfer: 0)
+    monkeypatch.setattr(SlowTransfer, "wait", lambda transfer, seconds: 0)
 
     def run(seed: int) -> list[Any]:
         lanes = ThreadLanes(seed=seed, max_delay=3e-4)
         return train(lanes, tmp_path / str(seed), offload_dir=tmp_path, **ON_DISK)
 
     assert is_detected(run, expected, seeds=3)
+
+
+class Wide(torch.nn.Module):
+    """Its weight takes several pieces, so that a write of it takes a while."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale = torch.nn.Parameter(torch.randn(3_000_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale.mean()
+
+
+@pytest.mark.parametrize("lanes", ["auto", "threads"])
+def test_a_weight_may_be_read_while_it_is_written(tmp_path: Path, lanes: str, backend: str) -> None:
+    """By a user and by an evaluation in other threads, as with weights in RAM."""
+    model = Stack(layer=Wide)
+    engine = engine_of(model, lanes=lanes, disk_io=backend, offload_dir=tmp_path, weights_on_disk=("*",), **ON_DISK)
+    parameter: Any = model.layers[1].scale
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            parameter.detach().cpu()
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        while not done.is_set():
+            model(inputs(0))
+
+    with ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(work) for work in (read, evaluate)]
+        try:
+            for value in range(20):
+                parameter.data = torch.full_like(parameter, value)
+        finally:
+            done.set()
+    assert [other.result() for other in others] == [None, None]
+    assert (parameter.detach().cpu() == 19).all()
+    engine.close()

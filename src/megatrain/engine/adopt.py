@@ -101,7 +101,6 @@ class Adoption:
 
         May be called again after a Ctrl-C.
         """
-        self._require_ram_for_release()
         replaced: dict[int, torch.nn.Parameter] = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
@@ -114,10 +113,14 @@ class Adoption:
                     module._buffers[key] = buffer.cpu()
         unbind(self.model)
 
-    def _require_ram_for_release(self) -> None:
-        """Raise if weights on disk do not fit in RAM. If attaching failed, what was there before fits."""
-        nbytes = sum(slab.layout.nbytes for slab in self.slabs if slab.weight_on_disk)
-        if nbytes and not self._original_dtypes:
+    def require_ram_for_release(self) -> None:
+        """Raise if weights of which a half is on disk do not fit in RAM. Nothing has changed then."""
+        nbytes = sum(
+            parameter.numel() * _released_dtype(parameter.slab, parameter.segment).itemsize
+            for parameter in self.model.parameters()
+            if isinstance(parameter, StoreTensor) and _half_on_disk(parameter.slab)
+        )
+        if nbytes:
             try:
                 self.placement.ram.require(nbytes)
             except NotEnoughMemory as refused:
@@ -131,10 +134,8 @@ class Adoption:
         if original is not None:
             original.requires_grad_(parameter.requires_grad)
             return original
-        values = parameter.master()
-        # Without a residual the master is BF16; promote it to the dtype in which it is saved.
-        full = torch.promote_types(values.dtype, parameter.slab.saved[parameter.segment])
-        values = values.to(self._original_dtypes.get((parameter.slab.index, parameter.segment), full))
+        full = _released_dtype(parameter.slab, parameter.segment)
+        values = parameter.master().to(self._original_dtypes.get((parameter.slab.index, parameter.segment), full))
         return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
     def _require_ram(self, specs: list[BlockSpec]) -> None:
@@ -217,6 +218,16 @@ class Adoption:
             return run(block, args, kwargs)
 
         undo.patch(spec.module, "forward", forward)
+
+
+def _half_on_disk(slab: Slab) -> bool:
+    return slab.weight_on_disk or (slab.residual is not None and slab.residual.is_meta)
+
+
+def _released_dtype(slab: Slab, index: int) -> torch.dtype:
+    # Without a residual the master is BF16; promote it to the dtype in which it is saved.
+    master = slab.layout.dtype if slab.residual is None else torch.float32
+    return torch.promote_types(master, slab.saved[index])
 
 
 def _refuse_to_move(module: torch.nn.Module, device: torch.device) -> Callable[..., torch.nn.Module]:

@@ -28,7 +28,7 @@ from megatrain.engine.recording import Recording
 from megatrain.engine.step import Step
 from megatrain.engine.summary import announce_attached, attention_shape
 from megatrain.engine.undo import Undo
-from megatrain.errors import EngineClosed
+from megatrain.errors import DiskFailed, EngineClosed, LaneFailed
 from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
 from megatrain.hardware.attention import request_backend
@@ -69,6 +69,7 @@ class Attachment:
         self.engine, self.specs, self.saved_dtypes, self.transformers_api = engine, specs, saved_dtypes, api
         self.closed = False
         self.on_close, self.on_release = Undo(Owner()), Undo()
+        self._free_disk: Callable[[], None] = lambda: None
         try:
             for step in ATTACH_STEPS:
                 step(self)
@@ -78,7 +79,7 @@ class Attachment:
                 try:
                     self.close(CLOSE_TIMEOUT)
                 finally:
-                    self.on_release.run()
+                    self.release()
             raise
 
     def close(self, timeout: float | None = None) -> None:
@@ -87,6 +88,16 @@ class Attachment:
         self.on_close.timeout = timeout
         self.on_close.run()
 
+    def release(self) -> None:
+        """Undo the changes to the model; call `close` first. What is on disk is freed last. If this fails, the model
+        still needs it, unless the drive or an update failed."""
+        try:
+            self.on_release.run()
+        except (DiskFailed, LaneFailed):
+            self._free_disk()
+            raise
+        self._free_disk()
+
     # ---- the steps
 
     def create_tiers(self) -> None:
@@ -94,8 +105,8 @@ class Attachment:
         self.placement = Placement(self.settings, self.device)
         self.on_close.add(self.placement.ram.unpin)
         if self.placement.disk is not None:
-            # After `close`, FP32 masters can still be read, and their low halves may be on disk.
-            self.on_release.add(self.placement.disk.close)
+            # Not by `close`: FP32 masters can still be read, and their low halves may be on disk.
+            self._free_disk = self.placement.disk.close
 
     def limit_gpu_memory(self) -> None:
         """Limit PyTorch's allocator to what `max_vram_gb` or the plan allows."""

@@ -348,8 +348,9 @@ class Engine:
 
     def release(self) -> torch.nn.Module:
         """Close the engine and return the model as an ordinary one on the CPU."""
+        self._adoption.require_ram_for_release()
         self.close()
-        self._attached.on_release.run()
+        self._attached.release()
         return self.model
 
     def __deepcopy__(self, memo: Any) -> Engine:

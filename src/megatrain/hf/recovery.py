@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain import files
 from megatrain.engine.session import Engine
@@ -93,20 +95,32 @@ def _free(engine: Engine) -> None:
         torch.cuda.empty_cache()
 
 
-def _check_room(engine: Engine, folder: str) -> None:
-    """Warn if states on disk leave no room for a checkpoint."""
+def _check_room(engine: Engine, args: Any, state: Any) -> None:
+    """Warn if states on disk leave no room for the checkpoints that the run adds."""
     if not engine.drive.per_step:
         return
-    needed = 0
+    each = 0
     for slab in engine.slabs:
-        needed += sum(s.numel * dtype.itemsize for s, dtype in zip(slab.layout.segments, slab.saved, strict=True))
-        needed += sum(buffer.nbytes for buffer in slab.state_buffers())
-    free = files.free_bytes(folder)
-    if free < needed:
+        each += sum(s.numel * dtype.itemsize for s, dtype in zip(slab.layout.segments, slab.saved, strict=True))
+        each += sum(buffer.nbytes for buffer in slab.state_buffers())
+    count, free = _added_checkpoints(args, state), files.free_bytes(args.output_dir)
+    if free < count * each:
         warn(
-            f"a checkpoint takes about {needed / 1e9:.3g} GB, but {free / 1e9:.3g} GB are free in {folder}, beside the "
-            f"{engine.drive.per_step / 1e9:.3g} GB of states on disk: saving will fail unless there is more by then"
+            f"a checkpoint takes about {each / 1e9:.3g} GB, and the run adds up to {count} before it deletes one, but "
+            f"{free / 1e9:.3g} GB are free in {args.output_dir}, beside the {engine.drive.per_step / 1e9:.3g} GB of "
+            "states on disk: saving will fail unless there is more by then; save_total_limit keeps fewer"
         )
+
+
+def _added_checkpoints(args: Any, state: Any) -> int:
+    """How many checkpoints a run adds at most. An old one is deleted after the new one is complete."""
+    every = {"steps": state.save_steps, "epoch": state.max_steps / max(1, state.num_train_epochs)}
+    left = state.max_steps - state.global_step
+    saves = int(left // (every.get(args.save_strategy) or left or 1))
+    if args.save_total_limit is not None:
+        there = len([*Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")])
+        saves = min(saves, args.save_total_limit + 1 - there)
+    return max(1, saves)
 
 
 class RamStop(TrainerCallback):
@@ -126,7 +140,7 @@ class RamStop(TrainerCallback):
         self.error = OutOfRam
         self._engine().drive.forecast(state.max_steps - state.global_step)
         if args.save_strategy != "no":
-            _check_room(self._engine(), args.output_dir)
+            _check_room(self._engine(), args, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._versions = [slab.version for slab in self._engine().slabs]

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
+import threading
+import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatrain.native import library
@@ -19,6 +23,8 @@ FP32 = 1
 """MT_LOSSLESS_FP32 in csrc/lossless.h: the dtype of pieces that are coded."""
 BACKENDS = ("threads", "uring")
 """In the order of `enum mt_disk_backend`."""
+_RUNNING = -1
+"""An outcome's code before the end of its transfer."""
 _unfinished: list[object] = []
 """What transfers use that nobody waited for until their end. It must never be freed."""
 
@@ -80,6 +86,18 @@ def describe(file: int) -> FileKind:
     return FileKind(found.magic, (found.memory_align, found.offset_align) if found.align_known else None)
 
 
+def reserve(file: int, offset: int, nbytes: int) -> None:
+    """Allocate the blocks of a range. Where the file system cannot, OSError: `os.posix_fallocate` would then write to
+    every block, which takes hours over a network."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None:
+        raise OSError(errno.ENOSYS, "the C library has no fallocate64")
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while fallocate(file, 0, offset, nbytes) != 0:
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
 def uring_refusal() -> str | None:
     """Why io_uring cannot be used here; None if it can."""
     code = int(library.load().mt_disk_uring())
@@ -91,30 +109,52 @@ def checksum(address: int, nbytes: int) -> int:
     return int(library.load().mt_disk_checksum(address, nbytes))
 
 
+class Stalled(Exception):
+    """A transfer takes too long. It goes on, and its memory must stay valid."""
+
+
 class Transfer:
     """A submitted read or write."""
 
-    def __init__(self, handle: Any, keep: object) -> None:
-        self._handle: Any = handle
+    def __init__(self, pool: Pool, keep: object) -> None:
+        self._pool = pool
+        # Ctrl-C may come between the end of a call and the next line. These are set inside the calls.
+        self.handle = ctypes.c_void_p()
+        self._outcome = _Outcome(code=_RUNNING)
         self._keep = keep
         """What the threads use meanwhile: pieces and memory."""
 
-    def wait(self) -> int:
-        """Block until it is done; raise `TransferFailed` if a piece failed. Returns the bytes read or written: fewer
-        than those of the pieces if some are coded or were never written, 0 if it was waited for before."""
-        outcome = _Outcome()
-        while self._handle is not None:
-            code = library.load().mt_disk_wait(self._handle, POLL_MS, ctypes.byref(outcome))
-            if code == errno.ETIMEDOUT and outcome.code == 0:
-                continue
-            self._handle = self._keep = None
-            if code != 0:
-                raise TransferFailed(code, outcome.file, outcome.offset)
+    @property
+    def _running(self) -> bool:
+        return bool(self.handle) and self._outcome.code == _RUNNING
+
+    def wait(self, seconds: float = math.inf) -> int:
+        """Block until it is done; raise `TransferFailed` if a piece failed, `Stalled` if it is not done after about
+        this many seconds. Returns the bytes read or written: fewer than those of the pieces if some are coded or were
+        never written."""
+        deadline, outcome = time.monotonic() + seconds, self._outcome
+        try:
+            while self._running:
+                library.load().mt_disk_wait(self.handle, POLL_MS, ctypes.byref(outcome))
+                if self._running and time.monotonic() > deadline:
+                    raise Stalled
+        except KeyboardInterrupt:
+            self.abandon()
+            raise
+        self._keep = None
+        if outcome.code > 0:
+            raise TransferFailed(outcome.code, outcome.file, outcome.offset)
         return int(outcome.moved)
 
+    def abandon(self) -> None:
+        """Nobody will wait for it, after Ctrl-C. What is submitted next waits for it, as it may use the same memory or
+        pieces."""
+        if self._running:
+            self._pool.abandoned.append(self)
+
     def __del__(self) -> None:
-        # After Ctrl-C the threads may still use the memory.
-        if self._handle is not None:
+        # The threads may still use the memory.
+        if self._running:
             _unfinished.append(self._keep)
 
 
@@ -122,20 +162,40 @@ class Pool:
     """Threads that read and write pieces, `depth` at once, themselves or by one of the other `BACKENDS`."""
 
     def __init__(self, depth: int, backend: str = "threads") -> None:
+        self._lock = threading.Lock()
+        """Of the handle: another thread may submit while the pool is stopped."""
+        self.abandoned: list[Transfer] = []
+        self._finishing = threading.Lock()
         self._handle: Any = ctypes.c_void_p()
         code = library.load().mt_disk_start(depth, BACKENDS.index(backend), ctypes.byref(self._handle))
         library.check(code, f"starting disk I/O by {backend}, {depth} pieces at once")
 
     def submit(self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object) -> Transfer:
         """Transfer `count` pieces from number `first` of an array, from or to consecutive memory."""
-        handle = ctypes.c_void_p()
+        transfer = Transfer(self, (pieces, keep))
         start = ctypes.addressof(pieces) + first * ctypes.sizeof(Piece)
-        code = library.load().mt_disk_submit(self._handle, start, count, address, write, ctypes.byref(handle))
+        code = errno.ECANCELED
+        with self._finishing:
+            while self.abandoned:
+                with suppress(TransferFailed):
+                    self.abandoned[-1].wait()
+                self.abandoned.pop()
+        try:
+            with self._lock:
+                if self._handle is not None:
+                    handle = ctypes.byref(transfer.handle)
+                    code = library.load().mt_disk_submit(self._handle, start, count, address, write, handle)
+        except KeyboardInterrupt:
+            transfer.abandon()
+            raise
         library.check(code, f"submitting {count} pieces")
-        return Transfer(handle, (pieces, keep))
+        return transfer
 
     def stop(self) -> bool:
         """End the threads. False if a piece is stuck in the kernel: files and memory must then stay as they are."""
-        if self._handle is not None and library.load().mt_disk_stop(self._handle, STOP_MS) == 0:
-            self._handle = None
-        return self._handle is None
+        with self._lock:
+            # Ctrl-C after the call must not leave a handle that is freed.
+            handle, self._handle = self._handle, None
+            if handle is not None and library.load().mt_disk_stop(handle, STOP_MS) != 0:
+                self._handle = handle
+            return self._handle is None

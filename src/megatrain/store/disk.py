@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatrain.errors import DiskFailed, EngineClosed
+from megatrain.errors import DiskFailed, EngineClosed, MegaTrainError
 from megatrain.geometry import ALIGN_BYTES, DISK_PIECE_BYTES, DISK_THREADS, cached_bytes, disk_threads, round_up
 from megatrain.native import disk as native
 from megatrain.store import forks
@@ -29,6 +30,10 @@ from megatrain.store.memory import Buffer
 from megatrain.store.scratch import ScratchFile, open_scratch
 
 PIECE_BYTES, THREADS = DISK_PIECE_BYTES, DISK_THREADS
+STALLED_SECONDS = 1500.0
+"""After this a drive counts as failed. It is less than the time after which a lane does (stream/lanes.py), whose error
+says less."""
+RELEASED = "the model was released from its engine, which freed what was on disk."
 _stuck: list[object] = []
 """Memories whose threads hang in a system call: their files must stay open."""
 
@@ -42,6 +47,37 @@ class Space(NamedTuple):
     """The number of the file."""
 
 
+class Access:
+    """Transfers of one buffer: reads share it, a write has it alone. A piece that is half written has a wrong checksum.
+
+    Lanes never conflict (store/ticket.py); users may read and write from other threads.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._active = 0
+        """The number of reads; -1 during a write."""
+        self._writers = 0
+        """Writes that wait. New reads wait for them: otherwise a write might never begin."""
+
+    @contextmanager
+    def __call__(self, *, write: bool) -> Iterator[None]:
+        with self._changed:
+            self._writers += write
+            try:
+                self._changed.wait_for(lambda: not self._active if write else self._active >= 0 and not self._writers)
+            finally:
+                self._writers -= write
+                self._changed.notify_all()
+            self._active += -1 if write else 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= -1 if write else 1
+                self._changed.notify_all()
+
+
 class DiskBuffer(Buffer):
     """Bytes on disk, in pieces."""
 
@@ -49,6 +85,9 @@ class DiskBuffer(Buffer):
         super().__init__(torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned=False)
         self._memory, self._pieces = memory, pieces
         self.spaces, self.inputs = spaces, inputs
+        self.access = Access()
+        self._changes = threading.RLock()
+        """Held from the read to the write of a change: ranges that are changed at once may share a piece."""
 
     @property
     def coded(self) -> bool:
@@ -60,7 +99,7 @@ class DiskBuffer(Buffer):
 
     def transfer(self, address: int, *, write: bool, keep: object, nbytes: int | None = None) -> native.Transfer:
         """Submit a read of the buffer into memory, or a write from it; `ALIGN_BYTES` aligned and padded. With `nbytes`,
-        only the pieces that hold so many."""
+        only the pieces that hold so many. Hold its `access` until `wait` is done."""
         count = -(-(self.nbytes if nbytes is None else nbytes) // PIECE_BYTES)
         return self._memory.submit(self._pieces, 0, count, address, write=write, keep=keep)
 
@@ -77,16 +116,19 @@ class DiskBuffer(Buffer):
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """A copy of the bytes, in host memory."""
+        self._memory.require_owner()
         first, count, base, held = self._covering(start, end)
         self._move(first, count, held, write=False)
         return held[start - base : end - base]
 
     @contextmanager
     def changing(self, start: int, end: int) -> Iterator[torch.Tensor]:
-        first, count, base, held = self._covering(start, end)
-        self._move(first, count, held, write=False)
-        yield held[start - base : end - base]
-        self._move(first, count, held, write=True)
+        self._memory.require_owner()
+        with self._changes:
+            first, count, base, held = self._covering(start, end)
+            self._move(first, count, held, write=False)
+            yield held[start - base : end - base]
+            self._move(first, count, held, write=True)
 
     def zero(self, start: int, end: int) -> None:
         """Fill with zeros. Pieces that become zero as a whole need no I/O."""
@@ -107,8 +149,9 @@ class DiskBuffer(Buffer):
         return first, count, first * PIECE_BYTES, aligned(nbytes)
 
     def _move(self, first: int, count: int, held: torch.Tensor, *, write: bool) -> None:
-        transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
-        self._memory.wait(transfer, held.nbytes if write else 0)
+        with self.access(write=write):
+            transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
+            self._memory.wait(transfer, held.nbytes if write else 0)
 
 
 class DiskMemory:
@@ -141,6 +184,7 @@ class DiskMemory:
         self._freed: dict[int, list[Space]] = {number: [] for number in range(len(directories))}
         """By file: space that no buffer uses, in order of length."""
         self._next = 0
+        self._stalled: DiskFailed | None = None
         self._lock = threading.Lock()
         self._pool = native.Pool(disk_threads(len(directories)), backend)
         self._close = weakref.finalize(self, _close, self._pool, self.files, self.owner)
@@ -153,11 +197,18 @@ class DiskMemory:
         """The most that transfers keep in the page cache: nothing with direct I/O."""
         return cached_bytes([file.direct for file in self.files])
 
+    def require_owner(self) -> None:
+        """Raise in a forked child. There, locks may be held by threads that do not exist."""
+        self.owner.require("read or write its state on disk")
+
     def require(self, nbytes: int, what: str = "states") -> None:
         """Raise `DiskFull` unless the file systems have room for this much more."""
+        if not nbytes:
+            return
         share = round_up(-(-nbytes // len(self.files)), PIECE_BYTES)
-        for file in self.files if nbytes else ():
-            file.require(share, what)
+        sharing = Counter(file.device for file in self.files)
+        for file in self.files:
+            file.require(share * sharing[file.device], what)
 
     def allocate(self, nbytes: int, *, transferred: bool, inputs: bool = False) -> DiskBuffer:
         """Reserved space that reads as zeros. `inputs`: it is for inputs of blocks, which are not part of what a step
@@ -226,10 +277,13 @@ class DiskMemory:
     def submit(
         self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object
     ) -> native.Transfer:
-        self.owner.require("read or write its state on disk")
-        if not self._close.alive:
-            raise EngineClosed("the model was released from its engine, which freed what was on disk.")
-        return self._pool.submit(pieces, first, count, address, write=write, keep=(keep, self))
+        self.require_owner()
+        if self._stalled is not None:
+            raise DiskFailed(str(self._stalled))
+        try:
+            return self._pool.submit(pieces, first, count, address, write=write, keep=(keep, self))
+        except OSError as error:
+            raise EngineClosed(RELEASED) if error.errno == errno.ECANCELED else error from None
 
     def wait(self, transfer: native.Transfer, writes: int) -> int:
         """Wait for a transfer that writes this many bytes of states, or reads; raise `DiskFailed` if it failed.
@@ -237,9 +291,16 @@ class DiskMemory:
         Returns the bytes that moved.
         """
         try:
-            moved = transfer.wait()
+            moved = transfer.wait(STALLED_SECONDS if self._stalled is None else 0.0)
         except native.TransferFailed as fault:
             raise self._failed(fault) from fault
+        except native.Stalled:
+            folders = " or ".join(dict.fromkeys(str(file.directory) for file in self.files))
+            self._stalled = self._stalled or DiskFailed(
+                f"no answer for {STALLED_SECONDS:.0f} s from the scratch file in {folders}: check the drive (dmesg, "
+                "smartctl) or the network."
+            )
+            raise DiskFailed(str(self._stalled)) from None
         if writes:
             with self._lock:
                 self.written_bytes += moved
@@ -261,7 +322,9 @@ class DiskMemory:
         """End the threads and close the files, which frees their space."""
         self._close()
 
-    def _failed(self, fault: native.TransferFailed) -> DiskFailed:
+    def _failed(self, fault: native.TransferFailed) -> MegaTrainError:
+        if fault.errno == errno.ECANCELED:
+            return EngineClosed(RELEASED)
         where = next((str(file.directory) for file in self.files if file.descriptor == fault.file), "offload_dir")
         place = f"the scratch file in {where}, at offset {fault.offset:,}"
         if fault.errno == errno.EBADMSG:

@@ -23,10 +23,6 @@ from megatrain.telemetry.notices import warn
 
 MEMORY_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 """File systems in RAM, by the magic number of statfs."""
-NETWORK_SYSTEMS = {
-    0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x00C36400: "Ceph", 0x0BD00BD0: "Lustre", 0x01021997: "9P",
-    0x65735546: "FUSE", 0x5346414F: "AFS", 0x47504653: "GPFS",
-}  # fmt: skip
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
 KEPT_FREE = 64 << 20
 """Bytes that stay free on a file system."""
@@ -40,6 +36,8 @@ class ScratchFile:
         self.kind = native.describe(descriptor)
         self.direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT != 0
         """Whether transfers bypass the page cache."""
+        self.device = os.fstat(descriptor).st_dev
+        """Files with the same one share their free space."""
         self._end = self._reserved = 0
 
     def place(self, nbytes: int) -> int:
@@ -69,7 +67,7 @@ class ScratchFile:
         if not missing:
             return
         try:
-            os.posix_fallocate(self.descriptor, self._reserved, missing)
+            native.reserve(self.descriptor, self._reserved, missing)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 self._end = self._reserved
@@ -101,10 +99,7 @@ def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
     file: ScratchFile | None = None
     try:
         files.make_directory(directory)
-        file = _open_nameless(directory, os.O_DIRECT)
-        if not _transfers_directly(file):
-            file.close()
-            file = None
+        file = _direct(_open_nameless(directory, os.O_DIRECT))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise SettingsError(f"offload_dir={str(directory)!r} cannot be used: {error.strerror or error}.") from error
@@ -120,24 +115,24 @@ def open_scratch(directory: Path, allow_tmpfs: bool = False) -> ScratchFile:
             f"offload_dir={str(directory)!r} is on {MEMORY_SYSTEMS[magic]}, which is RAM, so nothing would be gained; "
             "name a directory on a drive."
         )
-    if magic in NETWORK_SYSTEMS:
-        _warn_once(directory, f"is on a network file system ({NETWORK_SYSTEMS[magic]}): states move at its speed")
     return file
 
 
-def _transfers_directly(file: ScratchFile) -> bool:
-    """Whether a page can be written directly. Some file systems accept the flag and refuse the transfer."""
+def _direct(file: ScratchFile) -> ScratchFile | None:
+    """The file if a page of it can be written directly, else it is closed. Some file systems accept the flag and refuse
+    the transfer."""
     alignment = file.kind.alignment
-    if alignment is not None and not 0 < max(alignment) <= ALIGN_BYTES:
-        return False
     try:
-        # Anonymous mappings are page-aligned.
-        os.pwrite(file.descriptor, mmap.mmap(-1, ALIGN_BYTES), 0)
+        if alignment is None or 0 < max(alignment) <= ALIGN_BYTES:
+            # Anonymous mappings are page-aligned.
+            os.pwrite(file.descriptor, mmap.mmap(-1, ALIGN_BYTES), 0)
+            return file
     except OSError as error:
         if error.errno != errno.EINVAL:
+            file.close()
             raise
-        return False
-    return True
+    file.close()
+    return None
 
 
 def _open_nameless(directory: Path, more: int) -> ScratchFile:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
 from megatrain.errors import DiskFailed
+from megatrain.native.disk import Transfer
 from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Buffer
 from megatrain.telemetry.counters import Counters
@@ -46,19 +48,26 @@ class DiskTransfers:
 
 def _transfer(copies: Sequence[tuple[torch.Tensor, Buffer]], *, write: bool) -> int:
     """Returns the bytes that moved, which are fewer if some are coded."""
-    transfers = []
-    for memory, buffer in copies:
-        assert isinstance(buffer, DiskBuffer)
-        nbytes = min(memory.nbytes, buffer.nbytes)
-        transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory, nbytes=nbytes)))
     failed: DiskFailed | None = None
     moved = 0
-    for buffer, transfer in transfers:
-        # The others use the memory until they are done.
+    with ExitStack() as held:
+        transfers: list[tuple[DiskBuffer, Transfer]] = []
         try:
-            moved += buffer.wait(transfer, write=write)
-        except DiskFailed as error:
-            failed = failed or error
+            for memory, buffer in copies:
+                assert isinstance(buffer, DiskBuffer)
+                held.enter_context(buffer.access(write=write))
+                nbytes = min(memory.nbytes, buffer.nbytes)
+                transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory, nbytes=nbytes)))
+            for buffer, transfer in transfers:
+                # The others use the memory until they are done.
+                try:
+                    moved += buffer.wait(transfer, write=write)
+                except DiskFailed as error:
+                    failed = failed or error
+        except KeyboardInterrupt:
+            for _, transfer in transfers:
+                transfer.abandon()
+            raise
     if failed is not None:
         raise failed
     return moved

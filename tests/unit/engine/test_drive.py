@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests import small
 from tests.tiny import Stack, backward, engine_of, inputs
+from transformers import TrainerCallback
 
 import megatrain as mt
 from megatrain.engine.drive import DriveLife
@@ -147,6 +148,48 @@ def test_a_checkpoint_that_will_not_fit_beside_the_states_is_announced(
     with pytest.raises(CheckpointError, match="could not be saved"):
         trainer.train()
     assert any("saving will fail" in message for message in announced.messages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "there", "count"),
+    [
+        ({"save_strategy": "steps", "save_steps": 2}, 0, 5),
+        ({"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}, 0, 2),
+        # It deletes one before it adds a second.
+        ({"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}, 1, 1),
+        ({"save_strategy": "steps", "save_steps": 2, "save_total_limit": 9}, 3, 5),
+        # 16 rows in batches of 2: 8 steps in an epoch, and a part of the second.
+        ({"save_strategy": "epoch"}, 0, 2),
+        ({"save_strategy": "steps", "save_steps": 100}, 0, 1),
+    ],
+)
+def test_every_checkpoint_of_a_run_is_counted(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any],
+    there: int, count: int,
+) -> None:  # fmt: skip
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise InterruptedError
+
+    mt.init(device="cpu", offload_dir=tmp_path / "scratch", **DISK)
+    for number in range(there):
+        (tmp_path / "out" / f"checkpoint-{number}").mkdir(parents=True)
+    args = small.arguments(tmp_path / "out", max_steps=10, max_grad_norm=0.5, **changes)
+
+    def free(nbytes: int) -> list[str]:
+        announced.clear()
+        monkeypatch.setattr("megatrain.files.free_bytes", lambda path: nbytes)
+        trainer = mt.Trainer(model=small.llama(), args=args, train_dataset=small.rows(), callbacks=[Stop()])
+        with pytest.raises(InterruptedError):
+            trainer.train()
+        return [message for message in announced.messages if message.startswith("a checkpoint takes about")]
+
+    (said,) = free(0)
+    assert f"the run adds up to {count} before it deletes one" in said
+    # An FP32 weight and two FP32 moments per parameter; padding is counted too.
+    each = 12 * small.llama().num_parameters()
+    assert len(free(int(0.95 * each * count))) == 1
+    assert free(2 * each * count) == []
 
 
 def test_the_rating_follows_what_the_drive_reports(

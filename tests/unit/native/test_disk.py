@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import random
@@ -8,6 +9,7 @@ import resource
 import signal
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 from tests import forked
 
-from megatrain.native import disk
+from megatrain.native import disk, library
 
 PAGE = 4096
 
@@ -351,3 +353,46 @@ def test_describes_file_systems(file: int) -> None:
     assert alignment is None or all(size & (size - 1) == 0 for size in alignment)
     with open("/proc/self/status") as proc:
         assert disk.describe(proc.fileno()).magic == 0x9FA0
+
+
+class InterruptedCalls:
+    """The native library; Ctrl-C comes at the end of a call, before Python has used its result."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._library = name, library.load()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+
+        def call(*args: Any) -> Any:
+            function(*args)
+            raise KeyboardInterrupt
+
+        return call if name == self._name else function
+
+
+@pytest.mark.parametrize("name", ["mt_disk_submit", "mt_disk_wait"])
+def test_ctrl_c_leaves_memory_to_the_transfer_until_it_is_done(
+    pool: disk.Pool, file: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Keep:
+        pass
+
+    for seed in range(20):
+        parts, keep = pieces(file, [1 << 20] * 8), Keep()
+        held = weakref.ref(keep)
+        first, second = memory(8 << 20, seed=seed), memory(8 << 20, seed=seed + 100)
+        with monkeypatch.context() as patched:
+            interrupted = InterruptedCalls(name)
+            patched.setattr(library, "load", lambda calls=interrupted: calls)
+            with pytest.raises(KeyboardInterrupt):
+                pool.submit(parts, 0, 8, first.data_ptr(), write=True, keep=keep).wait()
+        del keep
+        gc.collect()
+        assert name != "mt_disk_submit" or held() is not None
+        # It waits for what is under way: two writes of one piece at once would leave a mixture.
+        move(pool, parts, second, write=True)
+        assert held() is None
+        found = memory(8 << 20)
+        move(pool, parts, found, write=False)
+        assert torch.equal(found, second)

@@ -11,9 +11,9 @@ import megatrain as mt
 from megatrain import errors
 
 SOURCE = Path(__file__).parents[3] / "src" / "megatrain"
-INTERNAL = {"EvaluationCut", "_AllCompiled", "_NothingToLeaveOut", "TransferFailed"}
+INTERNAL = {"EvaluationCut", "_AllCompiled", "_NothingToLeaveOut", "Stalled", "TransferFailed"}
 """Raised and caught inside MegaTrain: to leave an evaluation when the run must end, a forward, a
-compilation, or a transfer that failed."""
+compilation, or a transfer that failed or is stalled."""
 BUILTIN = {
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
 }

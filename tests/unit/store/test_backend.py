@@ -13,8 +13,9 @@ import pytest
 from tests import forked
 from tests.tiny import Stack, backward, differences, engine_of, roles
 
-from megatrain.errors import SettingsError
+from megatrain.errors import DiskFull, SettingsError
 from megatrain.native import disk as native
+from megatrain.store import backend as backend_module
 from megatrain.store import scratch
 from megatrain.store.backend import MIN_GAIN, choose_backend, measure
 from megatrain.store.disk import DiskMemory
@@ -181,3 +182,36 @@ def name_of(descriptor: str) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except FileNotFoundError:
         return ""
+
+
+@pytest.mark.parametrize("choice", ["auto", "threads"])
+@pytest.mark.parametrize("uring", [True, False])
+def test_a_network_file_system_is_warned_about_with_its_measured_rate(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, announced: pytest.LogCaptureFixture, choice: str,
+    uring: bool,
+) -> None:  # fmt: skip
+    kind = native.describe(os.open(tmp_path, os.O_RDONLY)).magic
+    if kind in scratch.MEMORY_SYSTEMS:
+        pytest.skip("the directory for temporary files is in RAM")
+    monkeypatch.setitem(backend_module.NETWORK_SYSTEMS, kind, "NFS")
+    if not uring:
+        monkeypatch.setattr(native, "uring_refusal", lambda: "refused")
+    for _ in range(2):
+        announced.clear()
+        choose_backend([tmp_path / "scratch"], choice)
+        (kept,) = (json.loads(file.read_text())["rates"] for file in cache.iterdir())
+        (said,) = (message for message in announced.messages if "network file system" in message)
+        rate = f"{max(kept.values()) / 1e9:.3g} GB/s"
+        assert said.startswith(
+            f"{tmp_path}/scratch is on a network file system (NFS): state moves to and from it at {rate}"
+        )
+    monkeypatch.setattr(backend_module, "measure", out_of_space)
+    for file in cache.iterdir():
+        file.unlink()
+    announced.clear()
+    choose_backend([tmp_path / "scratch"], choice)
+    assert "its rate, which could not be measured (states need 3 GB" in announced.text
+
+
+def out_of_space(folder: Path) -> dict[str, float]:
+    raise DiskFull("states need 3 GB")

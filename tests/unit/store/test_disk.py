@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tests import forked
 from tests.unit.native.test_library import resident_pages
 
-from megatrain.errors import DiskFailed, DiskFull, SettingsError
+from megatrain.errors import DiskFailed, DiskFull, EngineClosed, SettingsError
 from megatrain.store import disk, scratch
 from megatrain.store.disk import PIECE_BYTES, DiskMemory
 
@@ -62,6 +63,26 @@ def test_ranges_are_read_and_changed_alone(memory: DiskMemory) -> None:
         assert torch.equal(buffer.read(0, buffer.nbytes), values)
     assert torch.equal(before.read(0, before.nbytes), others[0])
     assert torch.equal(after.read(0, after.nbytes), others[1])
+
+
+def test_threads_may_read_and_change_one_piece(memory: DiskMemory) -> None:
+    """As with memory: every change is kept, and nothing that is half written is read."""
+    buffer = memory.allocate(PIECE_BYTES, transferred=False)
+    half, rounds = PIECE_BYTES // 2, 20
+
+    def change(start: int) -> None:
+        for _ in range(rounds):
+            with buffer.changing(start, start + half) as part:
+                part.add_(1)
+
+    with ThreadPoolExecutor(3) as threads:
+        changes = [threads.submit(change, start) for start in (0, half)]
+        reads = threads.submit(
+            lambda: [buffer.read(0, PIECE_BYTES).view(2, half).aminmax(dim=1) for _ in range(rounds)]
+        )
+    assert [done.result() for done in changes] == [None, None]
+    assert all(torch.equal(*values) for values in reads.result())
+    assert (buffer.read(0, PIECE_BYTES) == rounds).all()
 
 
 def test_pieces_are_striped_over_the_directories(memory: DiskMemory) -> None:
@@ -278,7 +299,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_than_is_free_is_refused_with_the_numbers(memory: DiskMemory) -> None:
-    with pytest.raises(DiskFull, match=r"states need 5.76e\+08 GB in .*, but only .* GB are free"):
+    with pytest.raises(DiskFull, match=r"states need 1.15e\+09 GB in .*, but only .* GB are free"):
         memory.require(1 << 60)
     with pytest.raises(DiskFull, match="GB are free"):
         memory.allocate(1 << 50, transferred=False)
@@ -304,8 +325,55 @@ def test_children_close_the_files_and_do_not_use_them(memory: DiskMemory, tmp_pa
     buffer = memory.allocate(10_000, transferred=False)
     values = filled(buffer)
     assert forked.run(lambda: [name for name in descriptors() if str(tmp_path) in name]).value == []
-    ended = forked.run(lambda: buffer.read(0, 10))
-    assert ended.raised is not None
-    assert ended.raised[0] == "ForkedProcess"
+    with buffer.access(write=True):
+        # As if another thread were writing.
+        for work in (lambda: buffer.read(0, 10), lambda: buffer.zero(0, 10)):
+            ended = forked.run(work)
+            assert ended.raised is not None
+            assert ended.raised[0] == "ForkedProcess"
     assert forked.run(memory.close).raised is None
     assert torch.equal(buffer.read(0, 10_000), values)
+
+
+def test_directories_on_one_drive_share_its_space(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [*os.statvfs("/")]
+    # Bytes per block, and free blocks.
+    fields[1], fields[4] = 1, 10 * PIECE_BYTES + scratch.KEPT_FREE
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(fields))
+    memory.require(10 * PIECE_BYTES)
+    with pytest.raises(DiskFull, match=r"states need 0.101 GB in .*/a, but only 0.151 GB are free"):
+        memory.require(11 * PIECE_BYTES)
+
+
+def test_a_full_drive_does_not_matter_if_nothing_is_needed(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = list(os.statvfs("/"))
+    fields[4] = 0
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(fields))
+    memory.require(0)
+    assert memory.allocate(0, transferred=False).read(0, 0).numel() == 0
+
+
+def test_a_file_that_cannot_be_used_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(SettingsError, match="cannot be used: no space"):
+        DiskMemory([tmp_path], allow_tmpfs=True)
+    assert not any(str(tmp_path) in name for name in descriptors())
+
+
+def test_a_thread_that_reads_while_the_files_are_closed_is_refused(tmp_path: Path) -> None:
+    for _ in range(30):
+        memory = DiskMemory([tmp_path], allow_tmpfs=True)
+        buffer = memory.allocate(1 << 16, transferred=False)
+        with ThreadPoolExecutor(1) as threads:
+
+            def read() -> None:
+                while True:
+                    buffer.read(0, 1 << 16)  # noqa: B023
+
+            reading = threads.submit(read)
+            memory.close()
+            with pytest.raises((EngineClosed, DiskFailed)):
+                reading.result()
