@@ -136,6 +136,7 @@ class Compiled:
         self._device, self._planned, self._recomputes, self._on_decision = device, planned, recomputes, on_decision
         self._decisions = {True: _Decision(), False: _Decision()}
         """With gradients → decision, without → decision."""
+        self._announced_recording = False
         self._expected: tuple[str, Callable[[str], None]] | None = None
         self._lock = threading.RLock()
         self._calls: dict[Hashable, CompiledCall] = {}
@@ -178,6 +179,15 @@ class Compiled:
         )
         if gradients:
             self._check_expected()
+
+    def announce_recording(self) -> None:
+        """Say, once, that a forward which returns outputs of inner modules runs eagerly."""
+        if not self._announced_recording:
+            self._announced_recording = True
+            announce(
+                f"{self.name} blocks run eagerly in forwards that return router logits, attentions or hidden states of "
+                "layers; leave those out to run compiled"
+            )
 
     @property
     def described(self) -> str | None:

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from tests import small
 from torch._functorch import partitioners
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -109,6 +110,29 @@ def test_a_batch_that_no_code_can_run_decides_nothing(quick, announced):
         model(input_ids=ids, labels=ids).loss.backward()
         assert [each.described for each in engine.compiled] == ["compiled"]
     assert not [message for message in announced.messages if "run eagerly" in message]
+
+
+def test_an_operation_that_cannot_be_in_a_graph_makes_the_whole_structure_eager(announced):
+    """The backward of grouped products in FP32 reads sizes. Dynamo would split the layer around them."""
+    found = {}
+    for setting in (False, True):
+        model = small.qwen3_moe(output_router_logits=False)
+        with mt.Engine(model, device="cpu", compile=setting) as engine:
+            model(**small.batch()).loss.backward()
+            found[setting] = [parameter.grad.clone() for parameter in model.parameters()]
+    assert [each.described for each in engine.compiled] == ["eager"]
+    [message] = [message for message in announced.messages if "run eagerly" in message]
+    assert "cannot be compiled here and run eagerly (RuntimeError: DataDependentOutputException" in message
+    assert all(map(torch.equal, found[True], found[False]))
+
+
+def test_forwards_whose_layers_record_outputs_say_that_they_run_eagerly(quick, announced):
+    model = small.qwen3_moe()
+    with mt.Engine(model, device="cpu", compile=True):
+        for _ in range(2):
+            model(**small.batch()).loss.backward()
+    assert graph_count() == 0
+    assert sum("run eagerly in forwards that return router logits" in message for message in announced.messages) == 1
 
 
 @pytest.mark.parametrize("setting", [False, True])
