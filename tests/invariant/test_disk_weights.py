@@ -17,6 +17,7 @@ import megatrain as mt
 from megatrain.engine.adopt import Adoption
 from megatrain.errors import DiskFailed, LaneFailed, NotEnoughMemory, SettingsError
 from megatrain.store.parameter import StoreTensor
+from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 
@@ -85,6 +86,38 @@ def test_frozen_weights_are_read_and_never_written(tmp_path: Path) -> None:
     assert again is not None
     assert again.written_bytes == loaded, "steps write no frozen weight"
     engine.close()
+
+
+def test_reads_begin_before_there_is_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many layers ahead as there are staging buffers, past layers in RAM."""
+    used, reads = [""], []
+    model = small.llama(num_hidden_layers=8)
+    folder = on_disk(tmp_path, ("model.layers.[4567]",)) | {"weights_on_disk": ["model.layers.[4567]"]}
+    with engine_of(model, precision="bf16", slots=2, lanes=SyncLanes(), **folder) as engine:
+        stage, record = DiskWeights._read, engine._step.predictor.record
+
+        def read(self: Any, slab: Any, *args: Any) -> None:
+            reads.append((used[0], slab.name))
+            stage(self, slab, *args)
+
+        def note(use: Any, now: Any = None) -> None:
+            used[0] = use[1] if isinstance(use, tuple) and use[0] == "forward" else ""
+            record(use, now)
+
+        monkeypatch.setattr(DiskWeights, "_read", read)
+        monkeypatch.setattr(engine._step.predictor, "record", note)
+        optimizer = engine.optimizer(lr=1e-2)
+        for _ in range(4):
+            reads.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            model(**small.batch()).loss.backward()
+        names = {block.index: block.name for block in engine.blocks}
+    found = [(names.get(at, "step"), name) for at, name in reads]
+    assert found[:4] == [
+        ("step", "model.layers.4"), ("step", "model.layers.5"), ("step", "model.layers.6"),
+        ("model.layers.3", "model.layers.7"),
+    ]  # fmt: skip
 
 
 def test_parameters_can_be_read_written_and_saved(tmp_path: Path) -> None:

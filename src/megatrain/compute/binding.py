@@ -15,6 +15,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Binding = dict[int, dict[str, torch.Tensor]]
 """id of a `Bound` dict → the tensors bound in it, by name."""
 _current: ContextVar[Binding] = ContextVar("megatrain_binding", default={})  # noqa: B039 never modified
@@ -112,6 +113,11 @@ class Bound(dict[str, Any]):
     def keep_traced(self) -> None:
         """Make what a compiled forward assigned the module's own."""
         self.own = dict(zip(super().keys(), super().values(), strict=True))
+
+
+def untraced(function: Function) -> Function:
+    """The function as it is, inside a model that the user has passed to `torch.compile` too."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def call_bound(binding: Binding, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

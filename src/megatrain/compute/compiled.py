@@ -32,7 +32,7 @@ from megatrain.telemetry.notices import announce
 from megatrain.telemetry.progress import progress
 
 MAX_GRAPHS = 64
-"""Compilations per call site before an error is raised. Dynamo would silently fall back to eager."""
+"""Compilations per call site and 32 layers before an error is raised. Dynamo would silently fall back to eager."""
 Result = TypeVar("Result")
 Shapes = tuple[torch.Size, ...]
 
@@ -67,11 +67,13 @@ class CannotCompile(MegaTrainError):
 class CompiledCall:
     """The compiled stateless call for one class of sizes."""
 
-    def __init__(self, name: str, sizes: str, planned: bool, recomputes: bool) -> None:
+    def __init__(self, name: str, sizes: str, planned: bool, recomputes: bool, layers: int = 1) -> None:
         # Imported here: it takes seconds, and engines that do not compile do without it.
         from megatrain.compute.partition import backend
 
         self._name, self._sizes = name, sizes
+        # Layers that compute with their own number have graphs of their own.
+        self._most = MAX_GRAPHS * (1 + layers // 32)
         template = _planned_call if planned else _call
         # Functions with the same code share dynamo's cache.
         code = template.__code__.replace(co_name=f"{template.__name__}_{next(_numbers)}")
@@ -87,12 +89,12 @@ class CompiledCall:
         graphs, began = graph_count(), time.perf_counter()
         bar = nullcontext() if self._called else progress(None, "", f"Compiling {self._name}")
         try:
-            with compile_settings(MAX_GRAPHS), bar:
+            with compile_settings(self._most), bar:
                 variables, attention = {_recomputing: recompute}, sdpa_key()
                 result = call_with(variables, self._compiled, module, state, args, kwargs, attention)
         except torch._dynamo.exc.FailOnRecompileLimitHit as cause:
             raise MegaTrainError(
-                f"{self._name} was compiled {MAX_GRAPHS} times for different arguments; pad batches to a few lengths, "
+                f"{self._name} was compiled {self._most} times for different arguments; pad batches to a few lengths, "
                 "or set compile=False."
             ) from cause
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
@@ -128,11 +130,13 @@ class Compiled:
         planned: tuple[int, int] | None,
         recomputes: bool,
         on_decision: Callable[..., object] = lambda **_: None,
+        layers: int = 1,
     ) -> None:
-        self.name = name
+        self.name, self._layers = name, layers
         self._device, self._planned, self._recomputes, self._on_decision = device, planned, recomputes, on_decision
         self._decisions = {True: _Decision(), False: _Decision()}
         """With gradients → decision, without → decision."""
+        self._announced_recording = False
         self._expected: tuple[str, Callable[[str], None]] | None = None
         self._lock = threading.RLock()
         self._calls: dict[Hashable, CompiledCall] = {}
@@ -158,12 +162,15 @@ class Compiled:
             cause = error.__cause__
             if isinstance(cause, torch._dynamo.exc.BackendCompilerFailed):
                 cause = cause.inner_exception
-            decision.reason = f"{type(cause).__name__}: {_first_line(cause)}"
-        announce(f"{self.name} blocks cannot be compiled here and run eagerly ({decision.reason})")
-        self._made(decision, gradients)
+            reason = f"{type(cause).__name__}: {_first_line(cause)}"
         # Parts of the block may have run and drawn random numbers.
         before.restore()
-        return call(None)
+        # If this fails too, the fault is not the compiler's, and nothing is decided.
+        result = call(None)
+        announce(f"{self.name} blocks cannot be compiled here and run eagerly ({reason})")
+        decision.reason = reason
+        self._made(decision, gradients)
+        return result
 
     def _made(self, decision: _Decision, gradients: bool) -> None:
         decision.made = True
@@ -172,6 +179,15 @@ class Compiled:
         )
         if gradients:
             self._check_expected()
+
+    def announce_recording(self) -> None:
+        """Say, once, that a forward which returns outputs of inner modules runs eagerly."""
+        if not self._announced_recording:
+            self._announced_recording = True
+            announce(
+                f"{self.name} blocks run eagerly in forwards that return router logits, attentions or hidden states of "
+                "layers; leave those out to run compiled"
+            )
 
     @property
     def described(self) -> str | None:
@@ -198,7 +214,7 @@ class Compiled:
                 found = self._calls.get((key, gradients))
                 if found is None:
                     sizes += "" if gradients else ", without gradients"
-                    found = CompiledCall(self.name, sizes, planned, self._recomputes)
+                    found = CompiledCall(self.name, sizes, planned, self._recomputes, self._layers)
                     self._calls[key, gradients] = found
                 self._calls[shapes, gradients] = found
         return found
@@ -207,8 +223,11 @@ class Compiled:
         """The key of a class of sizes, its sizes in words, and whether it is the planned batch."""
         from megatrain.compute.partition import size_class
 
-        if self._planned and any(len(shape) > 2 and shape[:2] == self._planned for shape in shapes):
-            return "planned", "batches of {} × {}".format(*self._planned), True
+        rows, length = self._planned or (0, 0)
+        # A decoder's length may vary while its encoder's does not.
+        lengths = {shape[1] for shape in shapes if len(shape) == 3 and shape[0] == rows} - {1}
+        if lengths <= {length} and any(len(shape) > 2 and shape[:2] == self._planned for shape in shapes):
+            return "planned", f"batches of {rows} × {length}", True
         classes = tuple(
             tuple(size_class(size, rows=dim == 0 and len(shape) > 1) for dim, size in enumerate(shape))
             for shape in shapes

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from megatrain.compute import node
+from megatrain.compute.binding import untraced
 from megatrain.compute.block import Block
 from megatrain.compute.logits import LazyLogits, Pointwise
 from megatrain.compute.loss import LinearLoss, cross_entropy
@@ -93,6 +94,7 @@ class Head:
 
         return LazyLogits(compute, hidden, self.features, ambient.cast_dtype or hidden.dtype, graph=graph)
 
+    @untraced
     def loss(self, logits: Any, labels: Any, vocab_size: int | None = None, **options: Any) -> Any:
         """Transformers' causal loss, chunk by chunk if the logits are still lazy."""
         lazy = isinstance(logits, LazyLogits) and not logits.computed and vocab_size == logits.shape[-1]
@@ -107,14 +109,27 @@ class Head:
         targets = _shifted(labels, ignore) if shifted is None else shifted
         return self.chunked(logits, targets, options.get("num_items_in_batch"), ignore)
 
-    def chunked(self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int) -> torch.Tensor:
+    @untraced
+    def smoothed_loss(
+        self, logits: Any, labels: torch.Tensor, items: Any, ignore_index: int, smoothing: float, shift: bool
+    ) -> torch.Tensor | None:
+        """Cross-entropy with smoothed labels, chunk by chunk; None if the logits are not lazy."""
+        lazy = isinstance(logits, LazyLogits) and not logits.computed and self.enabled
+        if not lazy or labels.shape != logits.shape[:-1]:
+            return None
+        targets = _shifted(labels, ignore_index) if shift else labels
+        return self.chunked(logits, targets, items, ignore_index, smoothing)
+
+    def chunked(
+        self, logits: LazyLogits, targets: torch.Tensor, items: Any, ignore_index: int, smoothing: float = 0.0
+    ) -> torch.Tensor:
         """Cross-entropy summed over the targets that are not ignored, divided by `items` (None: their number)."""
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         targets = targets.reshape(-1).to(hidden.device)
         divisor = (targets != ignore_index).sum() if items is None else items
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(hidden.device)
-        call = _ChunkedCall(self, logits.chain, targets, divisor, ignore_index)
+        call = _ChunkedCall(self, logits.chain, targets, divisor, ignore_index, smoothing)
         if torch.is_grad_enabled() and logits.requires_grad:
             call.call_id = self.runtime.start_call(self.block).call_id
             anchor = torch.zeros((), requires_grad=True)
@@ -123,8 +138,8 @@ class Head:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), self.runtime.weights(self.block, "inference") as views:
             weights = self.block.bind(views, leaves=False)
-            for start in range(0, hidden.shape[0], self.tokens):
-                total += call.chunk(weights, hidden[start : start + self.tokens], start)
+            for start in range(0, hidden.shape[0], call.tokens):
+                total += call.chunk(weights, hidden[start : start + call.tokens], start)
         return total
 
     def _check(self, logits: LazyLogits, labels_or_targets: torch.Tensor, vocab_size: int | None, ignore: int) -> None:
@@ -168,14 +183,20 @@ class _ChunkedCall:
     targets: torch.Tensor
     divisor: Any
     ignore_index: int
+    smoothing: float = 0.0
     call_id: CallId = (-1, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per chunk. The plan of a fused loss has less memory per token than another one takes."""
+        return max(1, self.head.tokens // 4) if self.head.fused and self.smoothing else self.head.tokens
 
     def differentiate(
         self, hidden: torch.Tensor, weights: Any, by_hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[tuple[int, int], torch.Tensor]]:
         """The loss, and the gradients of the weights in FP32. The gradient of `hidden` is written to `by_hidden`."""
         leaves = {key: weight for key, weight in weights.items() if weight.requires_grad}
-        size, linear = self.head.tokens, self._linear(hidden, weights)
+        size, linear = self.tokens, self._linear(hidden, weights)
         pieces = hidden.split(size)
         by_pieces = [None] * len(pieces) if by_hidden is None else by_hidden.split(size)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -204,7 +225,7 @@ class _ChunkedCall:
     def _linear(self, hidden: torch.Tensor, weights: Any) -> LinearLoss | None:
         """The loss of a head that is one matrix and nothing else; None for another one."""
         bare = getattr(self.head.block.original, "__func__", None) is torch.nn.Linear.forward and len(weights) == 1
-        if not self.head.fused or not bare or self.chain:
+        if not self.head.fused or not bare or self.chain or self.smoothing:
             return None
         weight = next(iter(weights.values())).detach()
         return LinearLoss(weight, self.ignore_index) if LinearLoss.supports(hidden, weight) else None
@@ -214,7 +235,8 @@ class _ChunkedCall:
         for operation in self.chain:
             logits = operation(logits)
         targets = self.targets[start : start + hidden.shape[0]]
-        mean: torch.Tensor = cross_entropy(logits, targets, self.ignore_index, self.head.fused) / self.divisor
+        total = cross_entropy(logits, targets, self.ignore_index, self.head.fused, self.smoothing)
+        mean: torch.Tensor = total / self.divisor
         return mean
 
 

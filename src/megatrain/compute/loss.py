@@ -11,13 +11,18 @@ from torch.nn import functional
 from megatrain.native.kernels import triton_kernel
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, fused: bool) -> torch.Tensor:
-    """The sum in FP32. `fused` uses a Triton kernel on the GPU that makes no FP32 copy of the logits; its result may
-    differ in the last bits."""
-    if fused and logits.is_cuda and logits.is_contiguous() and (kernels := _fused_kernels()) is not None:
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, fused: bool, smoothing: float = 0.0
+) -> torch.Tensor:
+    """The sum in FP32. `fused` uses a Triton kernel on the GPU that makes no FP32 copy of the logits, unless labels are
+    smoothed; its result may differ in the last bits."""
+    fused = fused and not smoothing and logits.is_cuda and logits.is_contiguous()
+    if fused and (kernels := _fused_kernels()) is not None:
         rows: torch.Tensor = _Rows.apply(logits, targets, ignore_index, kernels)  # type: ignore[no-untyped-call]
         return rows.sum()
-    return functional.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum")
+    return functional.cross_entropy(
+        logits.float(), targets, ignore_index=ignore_index, reduction="sum", label_smoothing=smoothing
+    )
 
 
 class LinearLoss:

@@ -116,10 +116,14 @@ class _Call:
             self.compiled = compiled
             return self.run(inputs, weights)
 
-        # Compiled code does not repeat the side effects of hooks that record outputs.
-        if self.capture is not None or self.block.compiled is None:
+        compiled = self.block.compiled
+        if compiled is not None and self.capture is not None:
+            # Compiled code does not repeat the side effects of hooks that record outputs.
+            compiled.announce_recording()
+            compiled = None
+        if compiled is None:
             return forward(None)
-        return self.block.compiled.run(tuple(tensor.shape for tensor in inputs), True, forward)
+        return compiled.run(tuple(tensor.shape for tensor in inputs), True, forward)
 
     def run(
         self, inputs: list[torch.Tensor], weights: Weights, *, recompute: bool = False

@@ -23,6 +23,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._functorch import partitioners
 from torch._guards import TracingContext
 from torch._inductor import sizevars
@@ -81,6 +82,13 @@ def backend(
     torch.compiler.allow_in_graph(torch._grouped_mm)
 
     def compile_graph(traced: GraphModule, inputs: list[Any]) -> Graph:
+        try:
+            return compile_both(traced, inputs)
+        except exceptions_allowed_to_be_fallback as error:
+            # Dynamo would run the operation eagerly, between two graphs.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def compile_both(traced: GraphModule, inputs: list[Any]) -> Graph:
         patches: dict[str, Any] = {}
         if torch.are_deterministic_algorithms_enabled() and "deterministic" in torch._inductor.config.get_config_copy():
             # No kernel is chosen by timing it.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from megatrain.compute.binding import untraced
 from megatrain.compute.block import Block, unbind
 from megatrain.engine.placement import Placement
 from megatrain.engine.undo import Undo
@@ -213,6 +214,7 @@ class Adoption:
         block = Block(len(self.blocks), spec.name, spec.module, locations, parameters, original, layer=spec.layer)
         self.blocks.append(block)
 
+        @untraced
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(block, args, kwargs)
@@ -280,6 +282,7 @@ def patch_model(engine: Engine, api: TransformersApi, start_forward: Callable[[A
     model: Any = engine.model
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
+    @untraced
     def prepare(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Move inputs to the compute device, and disable the key/value cache if gradients are enabled."""
         start_forward((args, kwargs))

@@ -212,7 +212,7 @@ class Attachment:
             name = type(alike[0].module).__name__
             names[name] += 1
             name += f" {names[name]}" if names[name] > 1 else ""
-            compiled = Compiled(name, self.device, planned, recomputes, decided)
+            compiled = Compiled(name, self.device, planned, recomputes, decided, len(alike))
             for block in alike:
                 block.compiled = compiled
 

@@ -258,6 +258,10 @@ class Engine:
         """Inside, forwards without gradients compute the loss in chunks and return lazy logits."""
         return nullcontext() if self._step.head is None else self._step.head.set_loss_only(True)
 
+    def smoothed_loss(self, logits: Any, labels: torch.Tensor, **options: Any) -> torch.Tensor | None:
+        """`Head.smoothed_loss` of the model's head; None if it has none."""
+        return None if self._step.head is None else self._step.head.smoothed_loss(logits, labels, **options)
+
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
         """Record a timeline of all lanes. It is complete when the context ends."""

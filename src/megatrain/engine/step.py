@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -60,6 +60,8 @@ from megatrain.stream.predict import BOUNDARY, Predictor
 from megatrain.telemetry.notices import warn
 
 Result = TypeVar("Result")
+READ_AHEAD = 32
+"""Uses that are searched for weights on disk."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -142,7 +144,8 @@ class Step:
             if phase == "forward":
                 self._forward_order.setdefault(block.index)
             ahead = self._upcoming_slabs(predictor)
-        lease = self.fetcher.acquire(block.slabs, ahead, evaluating)
+            later = [] if evaluating else self._slabs_to_read(predictor)
+        lease = self.fetcher.acquire(block.slabs, ahead, evaluating, later)
         try:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
@@ -264,6 +267,7 @@ class Step:
                 self.predictor.record(BOUNDARY, perf_counter())
                 self.fetcher.refresh(order)
                 self.fetcher.prefetch(self._upcoming_slabs(self.predictor), keep=())
+                self.fetcher.read_ahead(self._slabs_to_read(self.predictor))
         self.memory_limit.after_step(self._calls.steps, self.lanes.quiesce)
         self.ram_monitor.after_step()
         self.recording.stepped(page, rules, outcome)
@@ -364,6 +368,14 @@ class Step:
         uses = (self.blocks[use[1]].slabs for use, *_ in predictor.upcoming() if isinstance(use, tuple))
         fetched = (slabs for slabs in uses if any(map(self.fetcher.needs_fetch, slabs)))
         return list(chain.from_iterable(islice(fetched, self.fetcher.depth)))
+
+    def _slabs_to_read(self, predictor: Predictor) -> list[Slab]:
+        """Slabs of the next blocks, nearest first, as far as they are certain: a disk is too slow for wrong guesses."""
+        if not self.fetcher.reads:
+            return []
+        certain = takewhile(lambda expected: expected.confidence == 1.0, islice(predictor.upcoming(), READ_AHEAD))
+        uses = (expected.use for expected in certain)
+        return [*dict.fromkeys(slab for use in uses if isinstance(use, tuple) for slab in self.blocks[use[1]].slabs)]
 
     def _slabs_in_forward_order(self) -> list[Slab]:
         """Slabs in the order of the last forward, then those that it did not use."""

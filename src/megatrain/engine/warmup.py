@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megatrain.engine.session import Engine
 
 
-class _AllCompiled(Exception):
-    """Ends the forward: every structure has been called."""
+class _AllCompiled(BaseException):
+    """Ends the forward: every structure has been called. No handler of errors in a model catches it."""
 
 
 def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:

@@ -58,6 +58,7 @@ class Optimizing(Part):
 
     engine: Engine
     optimizer: Any
+    label_smoother: Any
     _subclass: Subclass
     _given_kind: str | None = None
     """The kind of a torch optimizer that was passed in `optimizers=`."""

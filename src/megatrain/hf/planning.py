@@ -78,7 +78,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         available=inventory.available_memory(device, trainer.model, compiled),
         **{name: getattr(settings, name) for name in AS_ASKED},
     )
-    whole = settings.head_chunk == 0 or trainer.label_smoother is not None
+    whole = settings.head_chunk == 0 or trainer._subclass.smooths_logits
     try:
         if trainer._subclass.looks_at_logits and not whole and model.logits == "chunked":
             with suppress(NotEnoughMemory):

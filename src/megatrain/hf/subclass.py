@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from megatrain.hf.smoothing import ChunkedSmoother
+
 DECLARATION = "micro_batches_are_independent"
 PER_MICRO_BATCH = (
     "training_step", "_prepare_inputs", "_prepare_input", "compute_loss", "compute_loss_context_manager",
@@ -83,8 +85,13 @@ class Subclass:
         """Whether evaluations need all logits: for metrics, or for an overridden step or loss."""
         trainer = self._trainer
         metrics = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
-        smooths = trainer.label_smoother is not None
-        return metrics or smooths or self.own_loss or not self._stock("prediction_step")
+        return metrics or self.smooths_logits or self.own_loss or not self._stock("prediction_step")
+
+    @property
+    def smooths_logits(self) -> bool:
+        """Whether label smoothing needs all logits."""
+        smoother = self._trainer.label_smoother
+        return smoother is not None and not isinstance(smoother, ChunkedSmoother)
 
     @property
     def watches_gradients(self) -> bool:

@@ -36,6 +36,7 @@ from megatrain.hf.progress import Pace, RunRecord
 from megatrain.hf.recovery import RamStop
 from megatrain.hf.rescue import rescue
 from megatrain.hf.sigterm import Termination
+from megatrain.hf.smoothing import in_chunks
 from megatrain.model import transformers_api
 from megatrain.model.blocks import layered_blocks
 from megatrain.optim.optimizer import Optimizer
@@ -57,6 +58,7 @@ class MegaMixin(MicroBatches, Checkpoints):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         inventory.refuse_distributed()
         super().__init__(*args, **kwargs)
+        self.label_smoother = in_chunks(self.label_smoother, lambda: self.engine)
         with hidden(self.args.disable_tqdm):
             self._attach_with_optimizer()
         self._ram_stop = RamStop(lambda: self.engine)
@@ -187,10 +189,12 @@ class MegaMixin(MicroBatches, Checkpoints):
         if is_stream(self.train_dataset):
             return  # reading a row would take it away from training
         try:
-            batch = self._prepare_inputs(planned_batch(self, plan))
-            # As in `training_step`. Layers get it too, so it is part of their graph.
-            items = (batch["labels"] != -100).sum() if self.model_accepts_loss_kwargs and "labels" in batch else None
-            compile_layers(self.engine, lambda: self.compute_loss(self.model, batch, num_items_in_batch=items))
+            batch = planned_batch(self, plan)
+            if self.model_accepts_loss_kwargs and "labels" in batch:
+                # As in `compute_loss`. Layers get it too, so it is part of their graph.
+                batch["num_items_in_batch"] = (batch["labels"] != -100).sum()
+            # The methods of a Trainer are not called: a subclass may count their calls.
+            compile_layers(self.engine, lambda: self.model(**batch))
         except Exception as error:  # whatever is wrong with the data or the model, training meets it and says it better
             announce(f"layers are compiled in the first step: a forward on the planned batch failed ({error!r:.200})")
 

@@ -131,9 +131,10 @@ class Optimizer(torch.optim.Optimizer):
     def final_backward(self) -> Iterator[None]:
         """Declare that the backward inside is the last of this step; without clipping, updates then start during it.
 
-        `step()` must follow. It has no effect with `max_grad_norm`, since updates need the norm first.
+        `step()` must follow. It has no effect if that step clips, since updates need the norm first.
         """
-        with self._stepper.final_backward(self._rules(), self) if self.max_grad_norm is None else nullcontext():
+        max_norm, _ = self._clip or (self.max_grad_norm, [])
+        with self._stepper.final_backward(self._rules(), self) if max_norm is None else nullcontext():
             yield
 
     def scale_gradients(self, factor: float) -> None:

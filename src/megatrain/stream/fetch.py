@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, islice
 
 import torch
 
-from megatrain.geometry import group_by_size, weight_slots
+from megatrain.geometry import DISK_STAGING_SLOTS, group_by_size, weight_slots
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Order, Ticket
 from megatrain.stream.disk_weights import DiskWeights
@@ -86,6 +86,8 @@ class Fetcher:
 
     def __init__(self, slabs: Sequence[Slab], slots: int, link: Link, disk: DiskWeights | None = None) -> None:
         self._disk = disk
+        self.reads = any(slab.weight_on_disk for slab in slabs)
+        """Whether any weights are on disk."""
         self.lock = threading.RLock()
         """Held while slots are filled, pinned or released, and while work that writes a slab is submitted, so that a
         copy's version number matches its content."""
@@ -144,9 +146,11 @@ class Fetcher:
     def slot_bytes(self) -> int:
         return sum(slot.bytes.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 
-    def acquire(self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), evaluating: bool = False) -> Lease:
-        """Pin the slabs on the device, start copies of those needed next, and order compute after the copies.
-        `evaluating`: the caller is an evaluation thread."""
+    def acquire(
+        self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), evaluating: bool = False, later: Iterable[Slab] = ()
+    ) -> Lease:
+        """Pin the slabs on the device, start copies of those needed next, and order compute after the copies. Weights
+        on disk are read ahead among those needed `later`. `evaluating`: the caller is an evaluation thread."""
         residents = [slab for slab in slabs if slab.on_device]
         lease = Lease()
         try:
@@ -156,6 +160,7 @@ class Fetcher:
                     lease.evaluating = True
                 self._pin([slab for slab in slabs if not slab.on_device], lease)
                 self.prefetch(ahead, keep=slabs)
+                self.read_ahead(later)
             for slab in residents:
                 span = slab.open(reads=("weight",))
                 lease.read += span.reads
@@ -229,6 +234,14 @@ class Fetcher:
             if ring.find(slab) is None and ring.evictable(needed) is not None:
                 self._fill(slab, needed)
                 self._counters.prefetched += 1
+
+    def read_ahead(self, slabs: Iterable[Slab]) -> None:
+        """Start reads from disk of the weights among `slabs`, in order, before there is a slot for them. No more than a
+        ring has staging buffers, so that none evicts another."""
+        missing = (slab for slab in slabs if slab.weight_on_disk and self._rings[slab.index].find(slab) is None)
+        for slab in islice(missing, DISK_STAGING_SLOTS):
+            assert self._disk is not None
+            self._disk.stage(slab)
 
     def refresh(self, slabs: Iterable[Slab]) -> None:
         """After a step, start copies of the held weights among `slabs`, in order. They have a lane of their own, so

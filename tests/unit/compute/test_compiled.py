@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from tests import small
 from torch._functorch import partitioners
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -91,6 +92,85 @@ def test_too_many_shapes_raise_instead_of_falling_back(monkeypatch):
         mt.errors.MegaTrainError, match="LlamaDecoderLayer was compiled 64 times for different arguments"
     ):
         train(llama(), [16], compile=True)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """`torch.compile` without a C compiler."""
+    plain = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: plain(function, backend="eager"))
+
+
+def test_a_batch_that_no_code_can_run_decides_nothing(quick, announced):
+    model, ids = llama(), torch.zeros(2, 16, dtype=torch.long)
+    with mt.Engine(model, device="cpu", compile=True) as engine:
+        with pytest.raises(RuntimeError, match="must match the size"):
+            model(input_ids=ids, attention_mask=torch.ones(2, 1, 3, 7, dtype=torch.bool))
+        assert [each.described for each in engine.compiled] == [None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert [each.described for each in engine.compiled] == ["compiled"]
+    assert not [message for message in announced.messages if "run eagerly" in message]
+
+
+def test_an_operation_that_cannot_be_in_a_graph_makes_the_whole_structure_eager(announced):
+    """The backward of grouped products in FP32 reads sizes. Dynamo would split the layer around them."""
+    found = {}
+    for setting in (False, True):
+        model = small.qwen3_moe(output_router_logits=False)
+        with mt.Engine(model, device="cpu", compile=setting) as engine:
+            model(**small.batch()).loss.backward()
+            found[setting] = [parameter.grad.clone() for parameter in model.parameters()]
+    assert [each.described for each in engine.compiled] == ["eager"]
+    [message] = [message for message in announced.messages if "run eagerly" in message]
+    assert "cannot be compiled here and run eagerly (RuntimeError: DataDependentOutputException" in message
+    assert all(map(torch.equal, found[True], found[False]))
+
+
+def test_forwards_whose_layers_record_outputs_say_that_they_run_eagerly(quick, announced):
+    model = small.qwen3_moe()
+    with mt.Engine(model, device="cpu", compile=True):
+        for _ in range(2):
+            model(**small.batch()).loss.backward()
+    assert graph_count() == 0
+    assert sum("run eagerly in forwards that return router logits" in message for message in announced.messages) == 1
+
+
+@pytest.mark.parametrize("setting", [False, True])
+def test_a_model_in_the_users_torch_compile(quick, setting):
+    """Its blocks are not traced by it: they run as they do without."""
+    model, ids = llama(), torch.arange(32).reshape(2, 16)
+    with mt.Engine(model, device="cpu", compile=setting):
+        found = []
+        for call in (model, torch.compile(model, backend="eager")):
+            loss = call(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+            for parameter in model.parameters():
+                parameter.grad = None
+        with torch.no_grad():
+            assert torch.equal(call(input_ids=ids, labels=ids).loss, found[0][0])
+    torch.testing.assert_close(found[1], found[0])
+
+
+class Numbered(torch.nn.Module):
+    """Computes with its own number, so that every layer has a graph of its own."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.number = torch.nn.Linear(4, 4), number
+
+    def forward(self, x):
+        return x + self.linear(x) / (self.number + 1)
+
+
+def test_every_layer_may_have_a_graph_of_its_own(quick, monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 20)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(map(Numbered, range(32)))
+    model.forward = lambda x: torch.nn.Sequential(*model.layers)(x).sum()
+    with mt.Engine(model, device="cpu", compile=True):
+        model(torch.randn(3, 4).requires_grad_()).backward()
+    assert graph_count() == 32
 
 
 # ---- a block that ran compiled is recomputed compiled
@@ -357,6 +437,14 @@ def test_planned_batches_have_static_sizes():
     assert [words for _, words, _ in classes] == [
         "batches of 2 × 512", "batches of up to 8 × 4096", "batches of 2 × 512", "batches of up to 8 × 8192",
     ]  # fmt: skip
+
+
+def test_a_decoder_whose_length_varies_has_dynamic_sizes():
+    """Its encoder may have the planned length in every batch."""
+    layer = compiled.Compiled("Layer", torch.device("cpu"), (2, 512), recomputes=True)
+    encoded, mask = torch.Size((2, 512, 16)), torch.Size((2, 1, 512))
+    assert not layer._class_of((torch.Size((2, 9, 16)), encoded))[2]
+    assert layer._class_of((torch.Size((2, 512, 16)), encoded, mask))[2]
 
 
 def test_evaluation_runs_compiled_and_is_decided_on_its_own(announced):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import megatrain as mt
-from megatrain.compute.head import Head
+from megatrain.compute.head import Head, _ChunkedCall
 from megatrain.compute.logits import LazyLogits
 from megatrain.errors import UnsupportedCall
 from megatrain.geometry import CHUNK_ELEMENTS, chunk_tokens
@@ -601,7 +601,7 @@ def test_evaluation_of_a_trainer(tmp_path: Path, metrics: bool, bf16: bool):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_label_smoothing_through_a_trainer(tmp_path: Path, smoothing: float, chunked: list[int]):
-    """Label smoothing reads logits, so they are computed at once, and the run is that of transformers."""
+    """Chunk by chunk, and the run is that of transformers."""
     runs = []
     for kind in (mt.Trainer, transformers.Trainer):
         mt.init(head_chunk=5)
@@ -611,7 +611,42 @@ def test_label_smoothing_through_a_trainer(tmp_path: Path, smoothing: float, chu
         runs.append(trainer)
     assert small.losses(runs[0]) == pytest.approx(small.losses(runs[1]), abs=small.LOSSES)
     assert small.drift(small.snapshot(runs[0].model), small.snapshot(runs[1].model)) < small.WEIGHTS
-    assert len(chunked) == (0 if smoothing else 8)
+    assert len(chunked) == 8
+    assert all(count > 1 for count in chunked)
+
+
+def test_smoothed_evaluation_of_a_trainer(tmp_path: Path):
+    losses = []
+    for kind in (mt.Trainer, transformers.Trainer):
+        mt.init(head_chunk=5)
+        arguments = small.arguments(tmp_path, label_smoothing_factor=0.1, prediction_loss_only=True)
+        trainer = kind(model=small.llama(), args=arguments, eval_dataset=small.rows(8))
+        with LargestLogits(trainer.model.config.vocab_size, trainer.model.config.hidden_size) as seen:
+            losses.append(trainer.evaluate()["eval_loss"])
+        assert seen.rows == (5 if kind is mt.Trainer else 64)
+    assert losses[0] == pytest.approx(losses[1], abs=small.LOSSES)
+
+
+def test_smoothing_divides_the_chunks_of_a_fused_loss(chunked: list[int]):
+    """What it computes instead of the fused kernel takes more memory per token."""
+    model, values = build("llama"), batch()
+    with engine_of(model, head_chunk=8) as engine:
+        head = engine._step.head
+        assert head is not None
+        head.fused, sizes = True, []
+        plain = _ChunkedCall.chunk
+
+        def spy(self: Any, weights: Any, hidden: torch.Tensor, start: int) -> torch.Tensor:
+            sizes.append(len(hidden))
+            return plain(self, weights, hidden, start)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_ChunkedCall, "chunk", spy)
+            for smoothing in (0.0, 0.1):
+                logits = model(**{name: value for name, value in values.items() if name != "labels"}).logits
+                head.chunked(logits, values["labels"], None, -100, smoothing).backward()
+                assert max(sizes) == (2 if smoothing else 8)
+                sizes.clear()
 
 
 # ---- memory

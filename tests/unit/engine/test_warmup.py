@@ -54,6 +54,40 @@ def test_a_trainer_compiles_when_it_is_made(
     assert small.same(small.snapshot(trainer.model), small.snapshot(other.model))
 
 
+class Counting(mt.Trainer):
+    """Keeps state between calls, and goes on after an error in the model."""
+
+    calls = 0
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.calls += 1
+        torch.rand(1)
+        return super()._prepare_inputs(inputs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_methods_of_a_subclass_are_not_called(tmp_path: Path) -> None:
+    made(tmp_path / "a")
+    expected = torch.get_rng_state()
+    model = small.llama()
+    inner: Any = model.model
+
+    def forward(*args: Any, plain: Any = inner.forward, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except Exception:
+            return plain(*args, **kwargs)
+
+    inner.forward = forward
+    trainer = Counting(model=model, args=small.arguments(tmp_path / "b"), train_dataset=small.rows(32))
+    assert [of.described for of in trainer.engine.compiled] == ["compiled"]
+    assert trainer.calls == 0
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -13,9 +13,11 @@ import datasets
 import peft
 import pytest
 import torch
+import transformers
 from tests import small
 from torch.utils.data import IterableDataset
 from transformers import BatchEncoding, DataCollatorWithFlattening, default_data_collator
+from transformers.trainer_pt_utils import LabelSmoother
 
 import megatrain as mt
 from megatrain import planner
@@ -131,7 +133,8 @@ def test_losses_that_read_logits_are_planned(tmp_path: Path, announced: pytest.L
     assert chunk() is None
     assert chunk(settings={"head_chunk": 16}) == 16
     assert chunk(settings={"head_chunk": 0}) == 0
-    assert chunk(label_smoothing_factor=0.1) == 0
+    assert chunk(label_smoothing_factor=0.1) is None
+    assert chunk(kind=OwnSmoother) == 0
     assert chunk(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean()) == 0
     assert chunk(kind=OwnLoss) == 0
     assert not any("does not read logits" in line for line in announced.messages)
@@ -235,6 +238,16 @@ class OwnLoss(mt.Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class Smoothed(transformers.Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.label_smoother = type("Smoother", (LabelSmoother,), {})()
+
+
+class OwnSmoother(mt.MegaMixin, Smoothed):
+    pass
+
+
 class OwnStep(mt.Trainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return model(**inputs).loss, None, None
@@ -246,7 +259,8 @@ class OwnStep(mt.Trainer):
         (False, {}),
         (True, {"compute_metrics": lambda seen: {}}),
         (False, {"compute_metrics": lambda seen: {}, "prediction_loss_only": True}),
-        (True, {"label_smoothing_factor": 0.1}),
+        (False, {"label_smoothing_factor": 0.1}),
+        (True, {"kind": OwnSmoother}),
         (True, {"settings": {"head_chunk": 0}}),
         (True, {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}),
         (True, {"kind": OwnLoss}),

@@ -32,6 +32,22 @@ def test_two_optimizers_final_backward_of_one_step_of_the_other_first() -> None:
     assert differences(run(True), run(False)) == []
 
 
+def test_no_update_starts_early_if_the_step_clips() -> None:
+    def run(early: bool) -> Any:
+        model, engine, optimizer = started()
+        if early:
+            optimizer.clip_next_step(1e-3)
+            with optimizer.final_backward():
+                backward(model, 1)
+        else:
+            backward(model, 1)
+            optimizer.clip_next_step(1e-3)
+        optimizer.step()
+        return roles(engine)
+
+    assert differences(run(True), run(False)) == []
+
+
 def test_a_second_final_backward_before_the_step_is_refused() -> None:
     model, engine, optimizer = started()
     with optimizer.final_backward():

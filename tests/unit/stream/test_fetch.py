@@ -10,6 +10,7 @@ from megatrain.store.layout import lay_out
 from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
+from megatrain.store.ticket import Order
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 from megatrain.stream.transfer import Link
@@ -151,6 +152,30 @@ def test_prefetching_stops_when_slots_run_out():
     bench.use(1)
     bench.use(2)
     assert bench.counters.arrived == 2
+
+
+class Disk:
+    """Weights on disk, as far as the fetcher sees them."""
+
+    def __init__(self):
+        self.staged = []
+
+    def stage(self, slab):
+        self.staged.append(slab.index)
+        return slab.weight, False, Order("staged")
+
+
+def test_weights_on_disk_are_read_before_they_have_a_slot():
+    """Not those that are in RAM or in a slot, and no more than fit into the staging buffers."""
+    bench = Bench(*[1] * 9, slots=2)
+    bench.fetcher._disk = disk = Disk()
+    for slab in bench.slabs[2:]:
+        slab.weight_on_disk = True
+    bench.use(1, ahead=[2])
+    assert disk.staged == [2]
+    bench.fetcher.read_ahead(bench.slabs)
+    assert disk.staged == [2, 3, 4, 5]
+    assert bench.counters.prefetched == 1
 
 
 def test_a_version_change_fetches_again():
