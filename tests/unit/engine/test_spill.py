@@ -193,7 +193,7 @@ def test_page_cache_counts_toward_free_ram_and_not_toward_the_cap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     """Without direct I/O, 64 MiB are in transit. 48 MiB are free here, and 32 allowed."""
-    monkeypatch.setattr(scratch, "_transfers_directly", lambda file: direct)
+    monkeypatch.setattr(scratch, "_direct", lambda file: file if direct else file.close())
     free = inventory.level(inventory.CRITICAL, cgroups.usable_ram()) + (48 << 20)
     options: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "on_disk": ["model.layers.*"]}
     model = small.llama(**SIZES)

@@ -160,14 +160,14 @@ def test_space_that_is_used_again_is_striped(memory: DiskMemory) -> None:
 
 def test_a_refused_allocation_gives_its_space_back(memory: DiskMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.free(memory.allocate(2 * PIECE_BYTES, transferred=False))
-    before, fallocate = ends(memory), os.posix_fallocate
+    before, fallocate = ends(memory), scratch.native.reserve
 
     def full(descriptor: int, *more: int) -> None:
         if descriptor == memory.files[1].descriptor:
             raise OSError(errno.ENOSPC, "No space left on device")
         fallocate(descriptor, *more)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(scratch.native, "reserve", full)
     with pytest.raises(DiskFull, match=r"GB for states could not be reserved in .*b \(No space left"):
         memory.allocate(6 * PIECE_BYTES, transferred=False)
     assert memory.allocated_bytes == memory.padded_bytes == 0
@@ -182,7 +182,7 @@ def test_a_drive_that_cannot_reserve_is_named(memory: DiskMemory, code: int, mon
     def failing(descriptor: int, *more: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", failing)
+    monkeypatch.setattr(scratch.native, "reserve", failing)
     with pytest.raises(DiskFailed, match=rf"could not be reserved in .*a \({os.strerror(code)}\): check the drive"):
         memory.allocate(100, transferred=False)
 
