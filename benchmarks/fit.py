@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from benchmarks.shapes import SHAPES
 from megatrain.errors import NotEnoughMemory
 from megatrain.hardware.machine import Machine
-from megatrain.planner import Refusal, largest_model, plan
+from megatrain.planner import Plan, Refusal, largest_model, plan
 
 CARDS = (16, 24, 48, 80, 141)
 RAM = (32, 64, 128, 256, 512)
@@ -46,6 +46,8 @@ CHOICES = [
     ],
 ]
 """Settings in the order in which they are tried: those that lose least come first."""
+DRIVE: dict[str, Any] = {"accumulation": MICRO_BATCHES, "optimizer_compression": "8bit", "offload_dir": "/mnt/nvme"}
+"""Settings of a run with state on a drive."""
 
 
 def machine(card: int, ram: int) -> Machine:
@@ -77,20 +79,19 @@ def row(card: int) -> str:
     return f"| **{card} GB card** | {' | '.join(cell(card, ram) for ram in RAM)} |"
 
 
-def shortfall(model: str, card: int, ram: int, **settings: Any) -> float:
-    """GiB that are missing for a model of this size, with micro-batches of 1 × 2048 tokens; 0: it fits."""
+def planned(model: str, card: int, ram: int, **settings: Any) -> Plan | Refusal:
+    """The plan of a model of this size, with micro-batches of 1 × 2048 tokens, or why there is none."""
     fields = MODELS[model]
     config = AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
     try:
-        plan(config, machine=machine(card, ram), batch=1, length=2048, **{"precision": "bf16"} | settings)
+        return plan(config, machine=machine(card, ram), batch=1, length=2048, **{"precision": "bf16"} | settings)
     except Refusal as refusal:
-        return refusal.shortfall_gb
-    return 0.0
+        return refusal
 
 
 def answer(model: str, card: int, ram: int) -> str:
     """Whether a model fits, and with which settings."""
-    settings = next((choice for choice in CHOICES if not shortfall(model, card, ram, **choice)), None)
+    settings = next((choice for choice in CHOICES if isinstance(planned(model, card, ram, **choice), Plan)), None)
     question = f"| {model}, {card} GB card, {ram} GB of RAM |"
     if settings is None:
         return f"{question} **no** | |"
@@ -98,9 +99,16 @@ def answer(model: str, card: int, ram: int) -> str:
     used += ["one micro-batch per step"] if settings["accumulation"] == 1 else []
     if "precision" not in settings:
         return f"{question} **yes** | {', '.join(used) or 'the defaults'} |"
-    missing = shortfall(model, card, ram, accumulation=1, optimizer_compression="4bit")
-    why = f"even with 4-bit moments {missing:.0f} GiB of RAM are missing"
-    return f"{question} **no** with the FP32 master: {why}; **yes** without it | {', '.join(used)} |"
+    in_ram = planned(model, card, ram, accumulation=1, optimizer_compression="4bit")
+    on_disk = planned(model, card, ram, **DRIVE)
+    if not (isinstance(in_ram, Refusal) and isinstance(on_disk, Plan)):
+        raise ValueError(f"the answer for {model} has another form")
+    return (
+        f"{question} **no** in RAM with the FP32 master: even with 4-bit moments {in_ram.shortfall_gb:.0f} GiB are "
+        f"missing; **yes** with an NVMe drive, on which a step writes {on_disk.written / 1e9:.0f} GB; **yes** without "
+        f'the master | `offload_dir`, `optimizer_compression="{DRIVE["optimizer_compression"]}"`; '
+        f"or {', '.join(used)} |"
+    )
 
 
 def main() -> None:
