@@ -22,7 +22,7 @@ with open(os.path.join(group, "cgroup.procs"), "w") as members:
     members.write(str(os.getpid()))
 import torch, transformers
 import megatrain as mt
-from megatrain.geometry import DISK_SETTINGS
+from megatrain.geometry import PLACEMENT_SETTINGS
 from megatrain.hardware import inventory
 
 torch.set_num_threads(1)
@@ -56,7 +56,7 @@ try:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     engine.synchronize()
-    found["settings"] = {name: len(getattr(engine.settings, name)) for name in DISK_SETTINGS}
+    found["settings"] = {name: len(getattr(engine.settings, name)) for name in PLACEMENT_SETTINGS if "disk" in name}
     disk = engine._placement.disk
     found |= {"losses": losses, "on_disk": 0 if disk is None else disk.allocated_bytes}
 except mt.errors.MegaTrainError as refused:
