@@ -177,6 +177,7 @@ _OPTIONAL: dict[str, Fits] = {
     "nonfinite": _list_of(_is_text),
     "weights_only": lambda value: isinstance(value, bool),
     "kernels": _with(compile=lambda value: isinstance(value, bool), layers=lambda value: isinstance(value, dict)),
+    "disk_written": _is_count,
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -72,13 +73,13 @@ def seal(
     optimizer: Optimizer | None,
     directory: AnyPath,
     listed: Collection[Path],
-    kernels: dict[str, Any] | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
     place: Path | None = None,
 ) -> int:
     """Sync a checkpoint and write its manifest, which makes it complete; returns its size in bytes.
 
-    Without an optimizer it holds weights only. The manifest records weights and moments that are not finite, and the
-    `kernels` of the run. `listed` are the checkpoint's files, `place` is its final directory. Older checkpoints may be
+    Without an optimizer it holds weights only. The manifest records weights and moments that are not finite, and
+    `facts` of the run. `listed` are the checkpoint's files, `place` is its final directory. Older checkpoints may be
     deleted after this, not before.
     """
     if optimizer is None:
@@ -92,8 +93,7 @@ def seal(
         finite.warn_once(model if optimizer is None else optimizer, marks)
     files.make_directory(Path(directory) / manifest.FOLDER)
     files.sync_tree(directory, listed)
-    content |= {} if kernels is None else {"kernels": kernels}
-    nbytes = manifest.write(Path(directory), listed, content, place)
+    nbytes = manifest.write(Path(directory), listed, content | dict(facts), place)
     files.sync_names(directory)
     return nbytes
 

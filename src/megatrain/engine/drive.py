@@ -24,6 +24,8 @@ class DriveLife:
 
     def __init__(self, disk: DiskMemory | None, drive_tbw: float | None, max_drive_tb: float | None) -> None:
         self._disk, self._limit = disk, max_drive_tb
+        self._earlier = 0
+        """Bytes that the run had written before it was resumed."""
         self._last = 0
         self._inputs = self._all_inputs = 0
         """Bytes of inputs written in the last step, and in all steps."""
@@ -46,8 +48,18 @@ class DriveLife:
 
     @property
     def written(self) -> int:
-        """Bytes written so far."""
-        return 0 if self._disk is None else self._disk.written_bytes
+        """Bytes that the run has written so far, also before it was resumed."""
+        return self._earlier + (0 if self._disk is None else self._disk.written_bytes)
+
+    @property
+    def settled(self) -> int:
+        """Bytes that the run will have written once all steps taken so far are on disk, whatever the timing."""
+        return self.written + self._pending()
+
+    def resumed(self, written: int) -> None:
+        """Count on from what a checkpoint says its run had written."""
+        more = max(0, written - self.written)
+        self._earlier, self._last = self._earlier + more, self._last + more
 
     def since_last(self) -> dict[str, float] | None:
         """For a record: bytes written since the last call, in total, and their share of the rating."""
@@ -79,7 +91,9 @@ class DriveLife:
 
     def spent(self) -> str | None:
         """Why the run must end: it has written as much as `max_drive_tb` allows. None: it has not."""
-        written = self.written + self._pending()
+        if self._disk is None:
+            return None
+        written = self.settled
         if not self._warned and self.rating and written > WARN_SHARE * self.rating:
             self._warned = True
             warn(

@@ -1,4 +1,5 @@
-"""Which kernels a run computes with, as far as its bits depend on them: in checkpoints, and compared on a resume."""
+"""What a checkpoint says of its run: the kernels that its bits depend on, compared on a resume, and bytes written to
+disk, which a resume continues to count."""
 
 from __future__ import annotations
 
@@ -15,6 +16,12 @@ from megatrain.telemetry.notices import announce, warn
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
+
+
+def facts_of_run(engine: Engine) -> dict[str, Any]:
+    """What a checkpoint says of its run."""
+    written = engine.drive.settled
+    return {"kernels": kernels_of(engine)} | ({"disk_written": written} if written else {})
 
 
 def kernels_of(engine: Engine) -> dict[str, Any]:
@@ -35,7 +42,13 @@ def kernels_of(engine: Engine) -> dict[str, Any]:
 
 
 def check_resume(engine: Engine, manifest: Mapping[str, Any], directory: object) -> None:
-    """Refuse a checkpoint whose run had other kernels; if the user has set `compile`, warn."""
+    """Refuse a checkpoint whose run had other kernels; if the user has set `compile`, warn. Else continue its count of
+    bytes written to disk."""
+    _check_kernels(engine, manifest, directory)
+    engine.drive.resumed(manifest.get("disk_written", 0))
+
+
+def _check_kernels(engine: Engine, manifest: Mapping[str, Any], directory: object) -> None:
     now, saved = kernels_of(engine), manifest.get("kernels")
     if saved is None:
         if now["compile"]:

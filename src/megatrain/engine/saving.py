@@ -26,7 +26,7 @@ def save(
     directory: str | os.PathLike[str],
     optimizer: Optimizer | None,
     portion: Callable[[int], int],
-    kernels: dict[str, Any],
+    facts: dict[str, Any],
 ) -> None:
     """Save atomically: `replace.find(directory)` always returns a complete save, the old one or the new one."""
     stopwatch = files.Stopwatch()
@@ -42,7 +42,7 @@ def save(
                 nbytes = files.sync_tree(replacement.fresh, listed)
                 files.sync_names(replacement.fresh)
             else:
-                nbytes = states.seal(model, optimizer, replacement.fresh, listed, kernels, replacement.target)
+                nbytes = states.seal(model, optimizer, replacement.fresh, listed, facts, replacement.target)
             replacement.commit()
     except (space.NoRoom, SafetensorError) as error:
         # safetensors raises its own exception if the disk is full.

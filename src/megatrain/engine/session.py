@@ -20,7 +20,7 @@ from megatrain.engine.adopt import engine_of, precision_of
 from megatrain.engine.attach import CLOSE_TIMEOUT, Attachment
 from megatrain.engine.drive import DriveLife
 from megatrain.engine.headroom import tensors_of
-from megatrain.engine.kernels import check_resume, kernels_of
+from megatrain.engine.kernels import check_resume, facts_of_run
 from megatrain.engine.loading import filled
 from megatrain.engine.placement import announce_unavailable, place_one_block
 from megatrain.engine.planning import apply_plan, resolve_compile
@@ -316,7 +316,7 @@ class Engine:
         """
         self.ready_to_save()
         began = time.perf_counter()
-        saving.save(self.model, self.host_state_dict, directory, optimizer, self.ram.portion, kernels_of(self))
+        saving.save(self.model, self.host_state_dict, directory, optimizer, self.ram.portion, facts_of_run(self))
         self._step.recording.event("save", path=os.fspath(directory), seconds=time.perf_counter() - began)
         self.restart_step()
 

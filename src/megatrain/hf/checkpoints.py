@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain import files
 from megatrain.checkpoint import lock, manifest, replace, space, states, weights
-from megatrain.engine.kernels import check_resume, kernels_of
+from megatrain.engine.kernels import check_resume, facts_of_run
 from megatrain.errors import CheckpointError, DirectoryInUse, MegaTrainError, OutOfRam
 from megatrain.hf.checkpoint_list import STOCK_STATES, rotate
 from megatrain.hf.optimizers import Optimizing, changed
@@ -102,7 +102,7 @@ class Checkpoints(Optimizing):
                 with changed(self.args, save_total_limit=None, save_only_model=not resumable):
                     super()._save_checkpoint(model, trial)
                 listed = replace.carry(before, Path(folder), ONE_SAVE)
-                nbytes = states.seal(self.model, optimizer, folder, listed, kernels_of(self.engine))
+                nbytes = states.seal(self.model, optimizer, folder, listed, facts_of_run(self.engine))
             except BaseException:
                 with suppress(OSError):
                     files.remove_tree(folder)

@@ -75,6 +75,41 @@ def test_an_engine_takes_no_step_beyond_the_limit(tmp_path: Path) -> None:
     engine.save(tmp_path / "saved", optimizer)
 
 
+def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+    """A limit holds for the whole run, however often it is resumed, and nothing is counted twice."""
+
+    def started(**settings: Any) -> tuple[Stack, mt.Engine, Any]:
+        model = Stack()
+        engine = engine_of(model, offload_dir=tmp_path / "scratch", **DISK, **settings)
+        return model, engine, engine.optimizer(lr=0.1)
+
+    def step(model: Stack, optimizer: Any) -> None:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, engine, optimizer = started()
+    step(model, optimizer)
+    engine.save(tmp_path / "saved", optimizer)
+    saved = engine.drive.written
+    step(model, optimizer)
+    engine.synchronize()
+    assert engine._placement.disk is not None
+    assert engine.drive.written == engine._placement.disk.written_bytes > saved
+    engine.load(tmp_path / "saved", optimizer)
+    assert engine.drive.written == engine._placement.disk.written_bytes, "the same run, which wrote more"
+    engine.close()
+
+    model, engine, optimizer = started(max_drive_tb=saved / 1e12)
+    assert engine.drive.written < saved
+    engine.load(tmp_path / "saved", optimizer)
+    assert engine.drive.written >= saved
+    backward(model, 0)
+    with pytest.raises(DriveLimit):
+        optimizer.step()
+    engine.close()
+
+
 def test_inputs_of_blocks_count(tmp_path: Path) -> None:
     """Two micro-batches with an input of two pages for each of three layers."""
     more: dict[str, Any] = {"policy": "offload", "inputs_on_disk": ["layers.*"], "debug": mt.Debug(allow_tmpfs=True)}
