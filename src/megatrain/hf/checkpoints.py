@@ -24,7 +24,6 @@ from megatrain.hf.progress import RunRecord
 from megatrain.hf.recovery import RamStop
 from megatrain.hf.sigterm import EvaluationCut, Termination
 from megatrain.optim.optimizer import Optimizer
-from megatrain.store.parameter import states_of
 from megatrain.telemetry.notices import announce, warn
 
 SCHEDULER_FILE = "scheduler.pt"
@@ -266,13 +265,7 @@ def _stock_bytes(optimizer: Optimizer) -> int:
     0 if it is not written: torch has no such optimizer, the state is too large to be written twice, or some of it is on
     disk and may not fit in RAM.
     """
-    if optimizer.kind not in STOCK or optimizer.moment_width != "fp32":
+    if optimizer.kind not in STOCK or optimizer.moment_width != "fp32" or optimizer.has_states_on_disk:
         return 0
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter.slab.homes.states.tier == "disk" for parameter in parameters):
-        return 0
-    stepped = [parameter for parameter in parameters if parameter.slab.steps[parameter.segment]]
-    views = (states_of(parameter, optimizer.moments, values=False) for parameter in stepped)
-    moments = sum(view.nbytes for each in views for role, view in each.items() if role != "residual")
-    nbytes = moments + len(stepped) * torch.float32.itemsize
+    nbytes = optimizer.moment_bytes()
     return nbytes if nbytes <= STOCK_BYTES else 0

@@ -396,5 +396,5 @@ def test_a_trainer_plans_with_a_disk_only_if_nothing_else_fits(tmp_path: Path) -
     assert planning._with_disk(short, settings).on_disk
     assert folder.is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match="offload_dir=.*file' cannot be used: File exists"):
+    with pytest.raises(SettingsError, match=r"offload_dir=.*file' cannot be used: File exists"):
         planning._with_disk(short, Settings(offload_dir=tmp_path / "file"))
