@@ -202,6 +202,26 @@ def test_a_late_write_names_the_parts_of_its_own_step(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_parts_that_do_not_take_the_step_are_not_counted(tmp_path: Path) -> None:
+    """Frozen ones, and those without a gradient."""
+    model = Stack(depth=5)
+    model.layers[0].requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+    engine = engine_of(model, lanes="sync", offload_dir=tmp_path, on_disk=["*"], allow_tmpfs=True)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=1.0)
+    assert engine._placement.disk is not None
+    file = engine._placement.disk.files[0].descriptor
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1, skip=(2,))
+    said = r" \d of 4 parts of the model had taken the step"
+    with truncated(file), pytest.raises((DiskFailed, LaneFailed), match=said):
+        optimizer.step()
+    with suppress(MegaTrainError):
+        engine.close()
+
+
 @contextmanager
 def damaged_residual(trainer: Any) -> Iterator[None]:
     """One page of a residual that is read in every step; everything else can be read."""

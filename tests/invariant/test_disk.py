@@ -192,6 +192,28 @@ def test_a_second_optimizer_starts_with_zeros(tmp_path: Path) -> None:
     assert differences(run(**on_disk(tmp_path)), run()) == []
 
 
+@pytest.mark.parametrize("where", ["on disk", "streamed"])
+def test_an_optimizer_with_more_moments_may_follow_at_once(tmp_path: Path, where: str) -> None:
+    """While updates of the one before it are still to be done."""
+    held = ("held_weights", "held_gradients", "streamed_states")
+    staged = on_disk(tmp_path) if where == "on disk" else dict.fromkeys(held, EVERYTHING)
+
+    def run(lanes: Any, **settings: Any) -> Any:
+        model = Stack()
+        engine = engine_of(model, precision="bf16", lanes=lanes, **settings)
+        for kind in ("sgd", "adamw"):
+            optimizer = engine.optimizer(lr=0.1, kind=kind)
+            model(inputs(0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return roles(engine)
+
+    lanes = ThreadLanes()
+    slow: Any = lanes["disk_update" if where == "on disk" else "gpu_update"]
+    slow._delay = lambda: 2e-2
+    assert differences(run(lanes, **staged), run(SyncLanes())) == []
+
+
 def test_on_disk_needs_a_directory() -> None:
     for directories in (None, []):
         with pytest.raises(SettingsError, match="name a directory for them with offload_dir"):

@@ -120,6 +120,32 @@ def test_reads_begin_before_there_is_a_slot(tmp_path: Path, monkeypatch: pytest.
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("held", [["lm_head"], ["*"]], ids=["one", "all"])
+def test_held_weights_are_read_in_the_order_of_their_use(tmp_path: Path, held: list[str]) -> None:
+    """A read waits for its update, so one that is not needed yet would hold up those that are."""
+    reads: list[str] = []
+
+    class Recorded(ThreadLanes):
+        def submit(self, lane: str, job: str, *args: Any, **options: Any) -> Any:
+            if job == "read weight":
+                reads.append(options["label"])
+            return super().submit(lane, job, *args, **options)
+
+    model = small.llama(num_hidden_layers=6)
+    with engine_of(model, precision="bf16", lanes=Recorded(), held_weights=held, **all_on_disk(tmp_path)) as engine:
+        optimizer = engine.optimizer(lr=1e-2)
+        for step in range(3):
+            model(**small.batch(2, seed=step)).loss.backward()
+            reads.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(**small.batch(2, seed=9))
+        assert reads[:9] == [block.name for block in engine.blocks]
+        if held == ["*"]:
+            assert len(reads) == 9
+
+
 def test_parameters_can_be_read_written_and_saved(tmp_path: Path) -> None:
     model = Stack()
     engine = engine_of(model, precision="bf16", **all_on_disk(tmp_path / "scratch"))

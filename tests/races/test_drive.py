@@ -23,6 +23,9 @@ from megatrain.native import disk as native
 from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes
 
 ON_DISK: dict[str, Any] = {"on_disk": ("*",), "allow_tmpfs": True}
+MORE: dict[str, Any] = {
+    **ON_DISK, "weights_on_disk": ("entry", "layers.*"), "gradients_on_disk": ("*",), "held_weights": ("layers.4",),
+}  # fmt: skip
 INPUTS: dict[str, Any] = {"inputs_on_disk": ("*",), "allow_tmpfs": True}
 
 
@@ -167,13 +170,13 @@ def expected() -> list[Any]:
         return train(SyncLanes(), Path(directory))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "what"), [(0, ON_DISK), (1, MORE), (2, ON_DISK), (3, MORE)])
 def test_a_slow_drive_changes_nothing(
-    seed: int, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, what: dict[str, Any], expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "Pool", SlowDrive)
     lanes = ThreadLanes(seed=seed, max_delay=3e-4)
-    assert differences(train(lanes, tmp_path, offload_dir=tmp_path, **ON_DISK), expected) == []
+    assert differences(train(lanes, tmp_path, offload_dir=tmp_path, **what), expected) == []
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -188,6 +191,12 @@ def test_a_real_drive_changes_nothing(seed: int, backend: str, expected: list[An
         ("disk_in", "read states", "staged states read", "disk_out"),
         ("disk_update", "update", "staged states written", "disk_in"),
         ("disk_out", "write states", "staged states written", "disk_update"),
+        ("disk_weights", "read weight", "weight written", "disk_out"),
+        ("h2d", "fetch", "staged weight written", "disk_weights"),
+        ("refresh", "fetch", "staged weight written", "disk_weights"),
+        ("disk_out", "write gradient", "staged gradient written", "d2h"),
+        ("disk_in", "read gradient", "gradient written", "disk_out"),
+        ("disk_update", "update", "staged gradient written", "disk_in"),
     ],
     ids=lambda missing: f"{missing[0]}: {missing[2]}",
 )
@@ -198,7 +207,7 @@ def test_a_missing_wait_is_detected(
     wait = MissingWait(*missing, train, lag=5e-3)  # type: ignore[arg-type]
 
     def run(seed: int) -> list[Any]:
-        return train(tampered(wait, seed), tmp_path / str(seed), offload_dir=tmp_path, **ON_DISK)
+        return train(tampered(wait, seed), tmp_path / str(seed), offload_dir=tmp_path, **MORE)
 
     assert is_detected(run, expected, seeds=3)
 

@@ -177,9 +177,10 @@ class Pool:
         code = errno.ECANCELED
         with self._finishing:
             while self.abandoned:
+                # Others are appended meanwhile.
                 with suppress(TransferFailed):
-                    self.abandoned[-1].wait()
-                self.abandoned.pop()
+                    self.abandoned[0].wait()
+                self.abandoned.pop(0)
         try:
             with self._lock:
                 if self._handle is not None:

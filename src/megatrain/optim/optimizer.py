@@ -87,9 +87,10 @@ class Optimizer(torch.optim.Optimizer):
         added = self.param_groups[-1]["params"]
         with progress(len(added), "tensor", "Allocating optimizer states") as advance:
             for parameter in added:
+                # Updates of an earlier optimizer use the moments that there are when they run.
+                parameter.slab.before_write()
                 parameter.slab.allocate_states(self.rule.moments, self.moment_width)
                 # A second optimizer on the same model starts with zero moments; master weights stay.
-                parameter.slab.before_write()
                 parameter.slab.steps[parameter.segment] = 0
                 restore_states(parameter, {})
                 advance()

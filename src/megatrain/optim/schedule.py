@@ -56,17 +56,19 @@ class Progress:
     """Says which parts of the model have taken one step. Update lanes add to it."""
 
     parts: int
+    """How many parts the step updates, as far as that is known."""
     submitted: bool = False
     """Whether an update of this step was submitted."""
     updated: list[str] = field(default_factory=list)
     next: Progress | None = None
 
-    def begin_next(self) -> Progress:
+    def begin_next(self, parts: int) -> Progress:
         """The progress of the next step; this one if nothing of it was submitted."""
-        if not self.submitted:
-            return self
-        self.next = Progress(self.parts)
-        return self.next
+        if self.submitted:
+            self.next = Progress(parts)
+            return self.next
+        self.parts = parts
+        return self
 
     def __str__(self) -> str:
         said = f"{len(self.updated)} of {self.parts} parts of the model had taken the step"
@@ -111,7 +113,7 @@ class Updates:
         self._early = _EarlyStep()
         self._partial_step: NonFiniteGradients | None = None
         self._last = Outcome()
-        self._progress = self.disk.transfers.progress = Progress(len(self.slabs))
+        self._progress = self.disk.transfers.progress = Progress(sum(s.trains for s in self.slabs))
 
     # ---- updates that start during the backward
 
@@ -124,7 +126,7 @@ class Updates:
                 "gradients would be used twice; enter it around the last backward of a step only."
             )
         self._early = _EarlyStep(rules, owner)
-        self._begin_step()
+        self._begin_step(len(rules))
 
     @property
     def early(self) -> bool:
@@ -214,7 +216,7 @@ class Updates:
                 self.gradients.allocate(slab)
         early = self._take_early(rules, owner)
         if not early.started:
-            self._begin_step()
+            self._begin_step(len(gradients.keys() & rules.keys()))
         outcome = early.outcome
         # Early updates computed their own sum of squares, and record whether they changed anything.
         waits = [Wait("update", ticket) for ticket in early.updates]
@@ -262,8 +264,8 @@ class Updates:
                 "resume from a checkpoint."
             )
 
-    def _begin_step(self) -> None:
-        self._progress = self.disk.transfers.progress = self._progress.begin_next()
+    def _begin_step(self, parts: int) -> None:
+        self._progress = self.disk.transfers.progress = self._progress.begin_next(parts)
 
     def _take_early(self, rules: RuleTable, owner: object) -> _EarlyStep:
         """The early updates of this optimizer's step; another optimizer's stay until its own step."""

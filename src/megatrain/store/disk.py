@@ -62,19 +62,24 @@ class Access:
 
     @contextmanager
     def __call__(self, *, write: bool) -> Iterator[None]:
-        with self._changed:
-            self._writers += write
-            try:
-                self._changed.wait_for(lambda: not self._active if write else self._active >= 0 and not self._writers)
-            finally:
-                self._writers -= write
-                self._changed.notify_all()
-            self._active += -1 if write else 1
+        entered = 0
         try:
+            with self._changed:
+                self._writers += write
+                try:
+                    self._changed.wait_for(
+                        lambda: not self._active if write else self._active >= 0 and not self._writers
+                    )
+                finally:
+                    self._writers -= write
+                    self._changed.notify_all()
+                # A Ctrl-C comes before both lines or after them.
+                entered = -1 if write else 1
+                self._active += entered
             yield
         finally:
             with self._changed:
-                self._active -= -1 if write else 1
+                self._active -= entered
                 self._changed.notify_all()
 
 

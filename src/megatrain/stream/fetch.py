@@ -114,8 +114,8 @@ class Fetcher:
 
     @property
     def streams(self) -> bool:
-        """Whether weights of any slab are fetched for every use."""
-        return len(self._rings) > len(self._held)
+        """Whether weights of any slab are fetched when they are used next."""
+        return len(self._rings) > len(self._held) or any(slab.weight_on_disk for slab in self._held.values())
 
     @property
     def holding(self) -> bool:
@@ -245,8 +245,9 @@ class Fetcher:
 
     def refresh(self, slabs: Iterable[Slab]) -> None:
         """After a step, start copies of the held weights among `slabs`, in order. They have a lane of their own, so
-        that one that waits for its update does not block other fetches."""
-        self.prefetch([slab for slab in slabs if slab.index in self._held], keep=())
+        that one that waits for its update does not block other fetches. Those on disk are left to `prefetch`: all reads
+        from disk share a lane."""
+        self.prefetch([slab for slab in slabs if slab.index in self._held and not slab.weight_on_disk], keep=())
 
     def held_slot(self, slab: Slab) -> Slot | None:
         """The slot of a held weight, current or being filled, for an update in place; None while it is pinned."""

@@ -396,3 +396,26 @@ def test_ctrl_c_leaves_memory_to_the_transfer_until_it_is_done(
         found = memory(8 << 20)
         move(pool, parts, found, write=False)
         assert torch.equal(found, second)
+
+
+def test_a_transfer_that_is_abandoned_while_another_is_waited_for_is_waited_for(pool: disk.Pool, file: int) -> None:
+    parts, held = pieces(file, [PAGE] * 3), memory(3 * PAGE, seed=0)
+    first, second = (pool.submit(parts, n, 1, held.data_ptr() + n * PAGE, write=True, keep=held) for n in range(2))
+    waited: list[disk.Transfer] = []
+
+    def waiting(transfer: disk.Transfer, more: list[disk.Transfer]) -> Any:
+        wait = transfer.wait
+
+        def recorded() -> int:
+            waited.append(transfer)
+            while more:
+                pool.abandoned.append(more.pop())
+            return wait()
+
+        return recorded
+
+    first.wait, second.wait = waiting(first, [second]), waiting(second, [])  # type: ignore[method-assign]
+    pool.abandoned.append(first)
+    pool.submit(parts, 2, 1, held.data_ptr(), write=True, keep=held).wait()
+    assert waited == [first, second]
+    assert pool.abandoned == []

@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.unit.native.test_library import resident_pages
 
 from megatrain.errors import DiskFailed, DiskFull, EngineClosed, SettingsError
 from megatrain.store import disk, scratch
-from megatrain.store.disk import PIECE_BYTES, DiskMemory
+from megatrain.store.disk import PIECE_BYTES, Access, DiskMemory
 
 
 @pytest.fixture
@@ -83,6 +84,21 @@ def test_threads_may_read_and_change_one_piece(memory: DiskMemory) -> None:
     assert [done.result() for done in changes] == [None, None]
     assert all(torch.equal(*values) for values in reads.result())
     assert (buffer.read(0, PIECE_BYTES) == rounds).all()
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_ctrl_c_leaves_no_transfer_behind_that_others_wait_for(write: bool) -> None:
+    class Interrupted(threading.Condition):
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            access._changed = changed
+            raise KeyboardInterrupt
+
+    access = Access()
+    changed, access._changed = access._changed, Interrupted()
+    with pytest.raises(KeyboardInterrupt), access(write=write):
+        raise AssertionError
+    assert access._active == 0
 
 
 def test_pieces_are_striped_over_the_directories(memory: DiskMemory) -> None:
