@@ -128,8 +128,19 @@ class LazyTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """The parameter becomes an ordinary one, which may have another shape."""
         plain = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
-        plain.__dict__.update({name: kept for name, kept in vars(self).items() if name not in ("source", "_is_param")})
+        plain.__dict__.update(self._attributes)
         torch.utils.swap_tensors(self, plain)
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        """What others have set on the tensor, such as transformers' mark of what needs no initialisation."""
+        return {name: value for name, value in vars(self).items() if name not in ("source", "_is_param")}
+
+    def plain(self) -> torch.Tensor:
+        """An ordinary tensor in RAM, with the same attributes."""
+        copied = self.source.read().clone()
+        copied.__dict__.update(self._attributes)
+        return copied
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{'Parameter' if getattr(self, '_is_param', False) else 'LazyTensor'}({self.source.read()!r})"
@@ -209,11 +220,13 @@ def _recorded(func: Any, args: Any, kwargs: Any, load: Load, base: _Values | Non
     if "device" in kwargs:
         shapes_kwargs["device"] = torch.device("meta")
     results = func(*shapes_args, **shapes_kwargs)
-    sources = [leaf.source for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)]
+    # Not the tensors: an assignment to `.data` gives one of them other values.
+    inputs = pytree.tree_map_only(LazyTensor, lambda tensor: tensor.source, (args, kwargs))
+    sources = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, _Values)]
     temporary = sum(source.temporary for source in sources)
 
     def compute(index: int | None) -> torch.Tensor:
-        plain_args, plain_kwargs = _read(args, kwargs)
+        plain_args, plain_kwargs = pytree.tree_map_only(_Values, _Values.read, inputs)
         result = func(*plain_args, **plain_kwargs)
         return result if index is None else result[index]  # type: ignore[no-any-return]
 

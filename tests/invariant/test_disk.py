@@ -115,6 +115,29 @@ def trainer(directory: Path, seed: int = 0, **settings: Any) -> mt.Trainer:
     return mt.Trainer(model=small.llama(seed), args=small.arguments(directory, **options), train_dataset=small.rows())
 
 
+def test_states_that_ram_does_not_hold_are_saved_and_resumed(tmp_path: Path) -> None:
+    """A stock Trainer's format is left out, since it needs all states in RAM at once."""
+
+    def train(out: str, resume: Path | None = None, **settings: Any) -> dict[str, torch.Tensor]:
+        mt.init(device="cpu", **settings)
+        model = small.llama(num_hidden_layers=14, hidden_size=64).bfloat16()
+        args = small.arguments(tmp_path / out, max_steps=2, save_strategy="steps", save_steps=1)
+        trainer = mt.Trainer(model=model, args=args, train_dataset=small.rows())
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        if settings:
+            with pytest.raises(NotEnoughMemory, match=r"state_dict\(\) would copy"):
+                trainer.optimizer.state_dict()
+        return small.snapshot(model)
+
+    disk = {"offload_dir": tmp_path / "scratch", "max_ram_gb": 0.004, "debug": mt.Debug(allow_tmpfs=True)}
+    expected = train("ram")
+    assert small.same(expected, train("disk", **disk))
+    checkpoint = tmp_path / "disk" / "checkpoint-1"
+    assert not (checkpoint / "optimizer.pt").exists()
+    assert small.same(expected, train("resumed", checkpoint, **disk))
+    assert small.same(expected, train("in ram again", checkpoint))
+
+
 @pytest.mark.parametrize("compression", ["8bit", "lossless"])
 def test_checkpoints_do_not_depend_on_where_states_are(tmp_path: Path, compression: Any) -> None:
     """Saved on disk and resumed in RAM, and the other way round."""

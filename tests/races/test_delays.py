@@ -34,6 +34,8 @@ INPUTS_ON_DISK: dict[str, Any] = {
 }  # fmt: skip
 SEEDS = 200
 CHUNK = 20
+QUICK = 2
+"""Chunks of seeds that run without `-m slow`."""
 
 
 # ---- scenarios: what a user may do, in an order that leaves work pending at every point
@@ -362,8 +364,13 @@ def language_model(lanes: Lanes, **settings: Any) -> list[Any]:
     return seen
 
 
-def chunks(count: int) -> list[range]:
-    return [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+def chunks(count: int) -> list[Any]:
+    """Ranges of seeds; those after the first `QUICK` are slow."""
+    ranges = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+    return [
+        pytest.param(each, marks=[pytest.mark.slow] if n >= QUICK else [], id=str(each))
+        for n, each in enumerate(ranges)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +386,7 @@ def expected() -> Callable[[Callable[..., list[Any]]], list[Any]]:
     return of
 
 
-@pytest.mark.parametrize("seeds", chunks(SEEDS), ids=str)
+@pytest.mark.parametrize("seeds", chunks(SEEDS))
 def test_training_does_not_depend_on_delays(seeds: range, expected: Any):
     for seed in seeds:
         settings = {"precision": ("fp32", "bf16")[seed % 2], "grad_slots": 1 + seed // 2 % 3}
@@ -387,7 +394,7 @@ def test_training_does_not_depend_on_delays(seeds: range, expected: Any):
         assert differences(got, expected(train, **settings)) == [], seed
 
 
-@pytest.mark.parametrize("seeds", chunks(SEEDS // 2), ids=str)
+@pytest.mark.parametrize("seeds", chunks(SEEDS // 2))
 def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
     for seed in seeds:
         got = interfere(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
@@ -402,8 +409,9 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
         more_slots_than_staging, offloaded, inputs_on_disk,
     ],
 )  # fmt: skip
-def test_other_scenarios_do_not_depend_on_delays(scenario: Any, expected: Any):
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 40), marks=pytest.mark.slow)], ids=str)
+def test_other_scenarios_do_not_depend_on_delays(scenario: Any, seeds: range, expected: Any):
+    for seed in seeds:
         got = scenario(ThreadLanes(seed=seed, max_delay=MAX_DELAY))
         assert differences(got, expected(scenario)) == [], seed
 

@@ -95,7 +95,7 @@ class Checkpoints(Optimizing):
         self.engine.ready_to_save()
         stopwatch = files.Stopwatch()
         nbytes = space.needed(self.model, self.engine.host_state_dict(), optimizer)
-        space.require(folder, nbytes + (_nbytes(_stock_state(optimizer)) if optimizer is not None else 0))
+        space.require(folder, nbytes + (_stock_bytes(optimizer) if optimizer is not None else 0))
         # It may exist already: from an earlier run, or from this step (the end of an epoch saves too).
         with replace.rewriting(folder) as before:
             try:
@@ -205,16 +205,20 @@ class Checkpoints(Optimizing):
         torch.save(self.lr_scheduler.state_dict(), path)
         optimizer, ram = self._own_optimizer(), self.engine.ram
         states.save_optimizer(self.model, optimizer, output_dir, ram.portion(states.SHARD_BYTES))
-        state = _stock_state(optimizer)
-        if 0 < _nbytes(state) <= ram.portion(STOCK_BYTES):
+        if 0 < _stock_bytes(optimizer) <= ram.portion(STOCK_BYTES):
             # If this file reached the disk before MegaTrain's directory, it would look like a stock checkpoint.
             files.sync_directory(output_dir)
             path = os.path.join(output_dir, STOCK_STATES)
             files.before("write", path)
             defaults = STOCK[optimizer.kind]([torch.empty(0)]).defaults
-            groups = [defaults | group for group in optimizer.state_dict()["param_groups"]]
+            state = optimizer.state_dict()
+            groups = [defaults | group for group in state["param_groups"]]
+            for entry in state["state"].values():
+                # The low half of the master: the saved weights have both halves.
+                entry.pop("residual", None)
             # Cloned, because torch.save writes the whole storage of a view.
-            torch.save({"state": tree_map(lambda moment: moment.cpu().clone(), state), "param_groups": groups}, path)
+            moments = tree_map(lambda moment: moment.cpu().clone(), state["state"])
+            torch.save({"state": moments, "param_groups": groups}, path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -255,18 +259,13 @@ class SaveFailed(CheckpointError):
     """A checkpoint could not be written. Nothing of it remains, and older ones are unchanged."""
 
 
-def _stock_state(optimizer: Optimizer) -> dict[int, dict[str, torch.Tensor]]:
-    """The state in the format of torch's optimizer, so that a stock Trainer can resume from it.
+def _stock_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the state in the format of torch's optimizer, with which a stock Trainer can resume.
 
-    Empty if torch has no such optimizer, or the state is too large to be written twice.
+    0 if it is not written: torch has no such optimizer, the state is too large to be written twice, or some of it is on
+    disk and may not fit in RAM.
     """
-    if optimizer.kind not in STOCK or optimizer.moment_width != "fp32":
-        return {}
-    entries = optimizer.state_dict()["state"].items()
-    # Without the residual, the low half of the master: the saved weights have both halves.
-    state = {number: {key: value for key, value in entry.items() if key != "residual"} for number, entry in entries}
-    return state if _nbytes(state) <= STOCK_BYTES else {}
-
-
-def _nbytes(state: dict[int, dict[str, torch.Tensor]]) -> int:
-    return sum(moment.nbytes for entry in state.values() for moment in entry.values())
+    if optimizer.kind not in STOCK or optimizer.moment_width != "fp32" or optimizer.has_states_on_disk:
+        return 0
+    nbytes = optimizer.moment_bytes()
+    return nbytes if nbytes <= STOCK_BYTES else 0

@@ -17,7 +17,7 @@ import torch
 
 from megatrain import files, generators
 from megatrain.engine.planning import plan_for_trainer
-from megatrain.errors import NotEnoughMemory, NothingToStream
+from megatrain.errors import NotEnoughMemory, NothingToStream, SettingsError
 from megatrain.geometry import PLANNED_DEBUG_SETTINGS, PLANNED_SETTINGS
 from megatrain.hardware import inventory
 from megatrain.hardware.compilers import compiles
@@ -103,7 +103,10 @@ def _with_disk(known: Callable[..., Plan], settings: Settings) -> Plan:
         if settings.offload_dir is None:
             raise
     for folder in folders(settings.offload_dir):
-        files.make_directory(folder)
+        try:
+            files.make_directory(folder)
+        except OSError as error:
+            raise SettingsError(f"offload_dir={folder!r} cannot be used: {error.strerror or error}.") from error
     return known(offload_dir=settings.offload_dir)
 
 

@@ -37,7 +37,7 @@ def plain_buffers(model: torch.nn.Module) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
-                module._buffers[key] = buffer.source.read().clone()
+                module._buffers[key] = buffer.plain()
 
 
 # ---- from_pretrained

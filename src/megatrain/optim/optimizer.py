@@ -197,6 +197,17 @@ class Optimizer(torch.optim.Optimizer):
                 state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps)), **states}
         return {"state": state, "param_groups": groups}
 
+    def moment_bytes(self) -> int:
+        """Bytes of moments and step counts in a state dict. Nothing is read for them."""
+        stepped = [p for group in self.param_groups for p in group["params"] if p.slab.steps[p.segment]]
+        states = (states_of(parameter, self.rule.moments, values=False) for parameter in stepped)
+        moments = sum(view.nbytes for each in states for role, view in each.items() if role != "residual")
+        return moments + len(stepped) * torch.float32.itemsize
+
+    @property
+    def has_states_on_disk(self) -> bool:
+        return any(p.slab.homes.states.tier == "disk" for group in self.param_groups for p in group["params"])
+
     def _require_ram_for_states_on_disk(self, parameters: Iterable[Any]) -> None:
         on_disk = [parameter for parameter in parameters if parameter.slab.homes.states.tier == "disk"]
         views = (view for p in on_disk for view in states_of(p, self.rule.moments, values=False).values())

@@ -181,7 +181,7 @@ def test_what_an_engine_moves_is_counted_between_two_moments(tmp_path):
     assert moved.written == 3 * engine.drive.per_step
     assert moved.read > moved.written
     assert moved.read_share == moved.read / (moved.read + moved.written)
-    assert set(moved.waited) == {"disk_in", "disk_update", "disk_out", "disk_weights"}
+    assert set(moved.waited) == {"disk_in", "disk_update", "disk_out", "disk_weights", "disk_inputs"}
     assert sum(moved.waited.values()) <= moved.timed <= moved.seconds
     engine.close()
 

@@ -9,13 +9,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests import small, tiny
+from tests.parity import zoo
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, modeling_utils
 
 import megatrain as mt
 from megatrain import errors
 from megatrain.lazy import is_lazy
 
-MODELS = (small.llama, lambda: small.llama(tie_word_embeddings=True), small.gpt2, small.mixtral, small.qwen3_moe)
+MODELS = (
+    small.llama,
+    lambda: small.llama(tie_word_embeddings=True),
+    small.gpt2,
+    small.mixtral,
+    small.qwen3_moe,
+    # It has a buffer that its checkpoint fills and that it would initialise otherwise.
+    lambda: zoo.build("deepseek_v3"),
+)
 DTYPES = (torch.float32, torch.bfloat16)
 STOCK = modeling_utils.convert_and_load_state_dict_in_model
 
@@ -130,6 +139,25 @@ def test_a_lazy_model_can_be_changed_saved_and_cast(tmp_path: Path) -> None:
     require_same(model.to(torch.float32), plain.to(torch.float32))
     mt.init()
     require_same(AutoModelForCausalLM.from_pretrained(tmp_path / "again").float(), plain)
+
+
+def test_data_of_lazy_weights_can_be_assigned(tmp_path: Path) -> None:
+    """Also to themselves, as `Module.to` does."""
+    path = saved(tmp_path / "model", lambda: small.llama(tie_word_embeddings=True))
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    mt.init(offload_dir=tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path).to("cpu")
+    for parameter in model.parameters():
+        parameter.data = parameter.data
+        parameter.data = parameter.data.contiguous()
+    assert all(is_lazy(parameter) for parameter in model.parameters())
+    require_same(model, plain)
+    before = model.lm_head.weight.data
+    model.lm_head.weight.data = before.view(before.shape)
+    for each in (model, plain):
+        each.lm_head.weight.data.mul_(3)
+    require_same(model, plain)
+    assert torch.equal(before, plain.lm_head.weight)
 
 
 def test_a_plain_module_is_filled_by_name(tmp_path: Path) -> None:

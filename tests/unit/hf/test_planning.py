@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import megatrain as mt
 from megatrain import planner
-from megatrain.errors import NotEnoughMemory
+from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.hf import planning
 from megatrain.planner.api import dense_shape
 from megatrain.settings import Settings
@@ -395,3 +395,6 @@ def test_a_trainer_plans_with_a_disk_only_if_nothing_else_fits(tmp_path: Path) -
         planning._with_disk(short, Settings())
     assert planning._with_disk(short, settings).on_disk
     assert folder.is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"offload_dir=.*file' cannot be used: File exists"):
+        planning._with_disk(short, Settings(offload_dir=tmp_path / "file"))
