@@ -42,11 +42,11 @@ class Recorder(Predictor):
     def __init__(self, engine: mt.Engine) -> None:
         super().__init__()
         self.engine, self.uses, self.period = engine, list[tuple[Hashable, float]](), 0
-        engine._step.predictor = self
+        engine._step.ahead.predictor = self
 
-    def record(self, key: Hashable, now: float | None = None) -> None:
-        super().record(key, now)
-        self.uses.append((key, time.perf_counter() if now is None else now))
+    def record(self, key: Hashable) -> None:
+        super().record(key)
+        self.uses.append((key, time.perf_counter()))
 
     def end_period(self) -> None:
         self.period = self.period or len(self.uses)
@@ -142,7 +142,7 @@ def live(shape: str, batch: int, length: int, trace: Path | None, **settings: An
         torch.manual_seed(0)
         engine = mt.Engine(random_model(shape, torch.bfloat16, lazy=True), **settings)
         optimizer = engine.optimizer(lr=1e-5, max_grad_norm=1.0)
-        used = engine._step.predictor = guess(engine)
+        used = engine._step.ahead.predictor = guess(engine)
         ids, waits, began = random_ids(engine, batch, length), list[float](), 0.0
 
         def add_waits(times: StepTimes, *_: Any) -> None:

@@ -94,18 +94,18 @@ def test_reads_begin_before_there_is_a_slot(tmp_path: Path, monkeypatch: pytest.
     model = small.llama(num_hidden_layers=8)
     folder = on_disk(tmp_path, ("model.layers.[4567]",)) | {"weights_on_disk": ["model.layers.[4567]"]}
     with engine_of(model, precision="bf16", slots=2, lanes=SyncLanes(), **folder) as engine:
-        stage, record = DiskWeights._read, engine._step.predictor.record
+        stage, record = DiskWeights._read, engine._step.ahead.predictor.record
 
         def read(self: Any, slab: Any, *args: Any) -> None:
             reads.append((used[0], slab.name))
             stage(self, slab, *args)
 
-        def note(use: Any, now: Any = None) -> None:
+        def note(use: Any) -> None:
             used[0] = use[1] if isinstance(use, tuple) and use[0] == "forward" else ""
-            record(use, now)
+            record(use)
 
         monkeypatch.setattr(DiskWeights, "_read", read)
-        monkeypatch.setattr(engine._step.predictor, "record", note)
+        monkeypatch.setattr(engine._step.ahead.predictor, "record", note)
         optimizer = engine.optimizer(lr=1e-2)
         for _ in range(4):
             reads.clear()

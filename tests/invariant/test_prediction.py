@@ -17,15 +17,15 @@ DEPTH = 5
 
 
 class Silent(Predictor):
-    def upcoming(self, now: float | None = None) -> Iterator[Expected]:
+    def upcoming(self) -> Iterator[Expected]:
         return iter(())
 
 
 class Backwards(Predictor):
     """Names the uses that are furthest away first."""
 
-    def upcoming(self, now: float | None = None) -> Iterator[Expected]:
-        return iter([*super().upcoming(now)][::-1])
+    def upcoming(self) -> Iterator[Expected]:
+        return iter([*super().upcoming()][::-1])
 
 
 class Garbage(Predictor):
@@ -35,10 +35,10 @@ class Garbage(Predictor):
         super().__init__()
         self._random = random.Random(seed)
 
-    def upcoming(self, now: float | None = None) -> Iterator[Expected]:
+    def upcoming(self) -> Iterator[Expected]:
         for _ in range(self._random.randrange(8)):
             phases: list[Hashable] = [("forward", self._random.randrange(DEPTH + 1)), ("lunch", 0), BOUNDARY, 7, None]
-            yield Expected(self._random.choice(phases), -1.0, 2.0)
+            yield Expected(self._random.choice(phases), self._random.choice([-1.0, 0.5, 2.0]))
 
 
 def run(predictor: Predictor, lanes: Any, slots: int) -> list[Any]:
@@ -46,7 +46,7 @@ def run(predictor: Predictor, lanes: Any, slots: int) -> list[Any]:
     model = Stack(depth=DEPTH)
     with engine_of(model, lanes=lanes, slots=slots) as engine:
         optimizer = engine.optimizer(lr=0.1)
-        engine._step.predictor = predictor
+        engine._step.ahead.predictor = predictor
         seen: list[Any] = []
         for step in range(4):
             with optimizer.final_backward():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from megatrain.compute.block import Block
+from megatrain.compute.node import CallInfo
 from megatrain.compute.window import OUTSIDE_WINDOW, WindowThreads
-from megatrain.store.gradient import CallId
-from megatrain.stream.predict import Predictor
 
 
 class _ThreadState(threading.local):
@@ -23,7 +23,6 @@ class _ThreadState(threading.local):
         self.step: int | None = None
         """The step that `calls` belongs to."""
         self.recomputing = False
-        self.predictor: Predictor | None = None
 
 
 class CallTracker:
@@ -75,21 +74,14 @@ class CallTracker:
             return False
         return self._training_thread not in (None, threading.get_ident())
 
-    def evaluation_predictor(self, blocks: Sequence[Block]) -> Predictor:
-        """The calling thread's own predictor, so that it does not disturb that of the training thread."""
-        if self._thread.predictor is None:
-            self._thread.predictor = Predictor()
-            self._thread.predictor.assume([("inference", block.index) for block in blocks] * 2)
-        return self._thread.predictor
-
     # ---- call ids
 
     def start_forward(self) -> None:
         """Count calls from zero: a forward of the model, or of a part of it, begins."""
         self._thread.calls, self._thread.step = Counter(), self.steps
 
-    def start_call(self, block: Block) -> tuple[CallId, Counter[int]]:
-        """Return the id of this call, and the calls of all blocks in this forward so far."""
+    def start_call(self, block: Block, policy: str) -> CallInfo:
+        """Register a call of a block that will be differentiated."""
         if self._total_pending == 0 or self._thread.step != self.steps:
             # No forward pass is open in this thread: part of the model was called directly, or autograd's thread
             # recomputes a block that contains this one.
@@ -102,10 +94,11 @@ class CallTracker:
         if calls[block.index] > 1:
             for slab in block.slabs:
                 slab.shared = True
-        return (block.index, calls[block.index] - 1), calls.copy()
+        call_id = block.index, calls[block.index] - 1
+        return CallInfo(call_id, policy, self.multithreaded, partial(self._replay_call_ids, calls.copy()))
 
     @contextmanager
-    def replay_call_ids(self, calls: Counter[int]) -> Iterator[None]:
+    def _replay_call_ids(self, calls: Counter[int]) -> Iterator[None]:
         """Inside, nested blocks get the call ids that they had in the original forward."""
         thread = self._thread
         before = thread.calls, thread.step, thread.recomputing

@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, takewhile
-from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -53,15 +51,12 @@ from megatrain.store.parameter import StoreTensor
 from megatrain.store.slab import Slab
 from megatrain.stream.accumulate import WindowSums
 from megatrain.stream.activations import Activations
+from megatrain.stream.ahead import Ahead
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.predict import BOUNDARY, Predictor
-from megatrain.telemetry.notices import warn
 
 Result = TypeVar("Result")
-READ_AHEAD = 32
-"""Uses that are searched for weights on disk."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,8 +86,7 @@ class Step:
         self.window_threads = WindowThreads(self.device)
         self._lock = self.fetcher.lock
         self._calls = CallTracker(self.window_threads, self._lock)
-        self.predictor = Predictor()
-        """Of the training thread. Benchmarks replace it; results do not depend on it."""
+        self.ahead = Ahead([])
         self._forward_order: dict[int, None] = {}
         self._block_of_slab: dict[int, int] = {}
         """Slab → block, for slabs that only one block uses."""
@@ -103,16 +97,12 @@ class Step:
             slab.grad.merge, slab.grad.refuse_late = self.drain.merge, self.updates.refuse_late
 
     def set_blocks(self, blocks: list[Block]) -> None:
-        """Set the blocks. Until a step has run, the predictor assumes that they run in registration order."""
-        self.blocks = blocks
+        """Set the blocks, in the order in which the model registers them."""
+        self.blocks, self.ahead = blocks, Ahead([block.slabs for block in blocks])
         users = Counter(slab.index for block in blocks for slab in block.slabs)
         for slab in self.slabs:
             slab.shared = users[slab.index] > 1
         self._block_of_slab = {slab.index: block.index for block in blocks for slab in block.slabs}
-        self.predictor.assume([("inference", block.index) for block in blocks] * 2)
-        self.predictor.assume([("forward", block.index) for block in blocks])
-        self.predictor.assume([("backward", block.index) for block in blocks[::-1]])
-        self.predictor.record(BOUNDARY)
         for block in blocks:
             block.allow_nested_calls(blocks)
 
@@ -139,13 +129,10 @@ class Step:
             wait_for_turn(block.index if phase == "forward" else 2 * len(self.blocks) - block.index)
         evaluating = phase == "inference" and self._calls.evaluating()
         with self._lock:
-            predictor = self._calls.evaluation_predictor(self.blocks) if evaluating else self.predictor
-            predictor.record((phase, block.index), perf_counter())
             if phase == "forward":
                 self._forward_order.setdefault(block.index)
-            ahead = self._upcoming_slabs(predictor)
-            later = [] if evaluating else self._slabs_to_read(predictor)
-        lease = self.fetcher.acquire(block.slabs, ahead, evaluating, later)
+            ahead = self.ahead.after(phase, block.index, evaluating)
+        lease = self.fetcher.acquire(block.slabs, ahead, evaluating)
         try:
             with self._span(f"{phase} {block.name}"):
                 yield lease.views
@@ -206,15 +193,12 @@ class Step:
     def forget_forward(self) -> None:
         """Forget a forward before the first step, as if it had not run."""
         with self._lock:
-            self._calls, self.predictor = CallTracker(self.window_threads, self._lock), Predictor()
-            self._forward_order = {}
+            self._calls, self._forward_order = CallTracker(self.window_threads, self._lock), {}
             self.set_blocks(self.blocks)
 
     def start_call(self, block: Block) -> CallInfo:
         """Register a call of a block that will be differentiated."""
-        call_id, calls = self._calls.start_call(block)
-        replay_call_ids = partial(self._calls.replay_call_ids, calls)
-        return CallInfo(call_id, self.memory_limit.policies[block.name], self._calls.multithreaded, replay_call_ids)
+        return self._calls.start_call(block, self.memory_limit.policies[block.name])
 
     # ---- window
 
@@ -260,36 +244,16 @@ class Step:
             with DeferInterrupts():
                 order = self._slabs_in_forward_order()
                 self.drive.stepped()
-                outcome = self._release_updates(rules, max_norm, order, owner)
+                outcome = self.updates.submit_step(rules, max_norm, order, owner)
                 self._forward_order = {}
                 self._calls.after_step()
                 page = self.lanes.timeline.cut()
-                self.predictor.record(BOUNDARY, perf_counter())
                 self.fetcher.refresh(order)
-                self.fetcher.prefetch(self._upcoming_slabs(self.predictor), keep=())
-                self.fetcher.read_ahead(self._slabs_to_read(self.predictor))
+                self.fetcher.prefetch(self.ahead.after_step())
         self.memory_limit.after_step(self._calls.steps, self.lanes.quiesce)
         self.ram_monitor.after_step()
         self.recording.stepped(page, rules, outcome)
         return outcome
-
-    def _release_updates(
-        self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object
-    ) -> Outcome:
-        before = {slab.index: slab.version for slab in self.slabs}
-        try:
-            return self.updates.submit_step(rules, max_norm, order, owner)
-        except BaseException:
-            moved = [slab for slab in self.slabs if slab.version != before[slab.index]]
-            for slab in moved:
-                slab.grad.clear()  # a later step must not apply it again
-            if moved:
-                warn(
-                    f"a step failed after updates of {len(moved)} of {len(self.slabs)} parts of the model had been "
-                    "submitted: "
-                    "these are updated and the others are not; resume from the last checkpoint"
-                )
-            raise
 
     @contextmanager
     def final_backward(self, rules: RuleTable, owner: object) -> Iterator[None]:
@@ -330,7 +294,7 @@ class Step:
         self.raise_errors()
         self.updates.scale(factor)
 
-    # ---- errors, waiting, prediction
+    # ---- errors and waiting
 
     def _enter_model(self) -> None:
         # Errors of lanes belong to the training thread.
@@ -360,22 +324,6 @@ class Step:
         for slab in self.slabs:
             slab.wait_for_all_work()
         self.lanes.check()
-
-    def _upcoming_slabs(self, predictor: Predictor) -> list[Slab]:
-        """Slabs of the next blocks that need a fetch, nearest first, up to the fetcher's depth."""
-        if not self.fetcher.streams:
-            return []
-        uses = (self.blocks[use[1]].slabs for use, *_ in predictor.upcoming() if isinstance(use, tuple))
-        fetched = (slabs for slabs in uses if any(map(self.fetcher.needs_fetch, slabs)))
-        return list(chain.from_iterable(islice(fetched, self.fetcher.depth)))
-
-    def _slabs_to_read(self, predictor: Predictor) -> list[Slab]:
-        """Slabs of the next blocks, nearest first, as far as they are certain: a disk is too slow for wrong guesses."""
-        if not self.fetcher.reads:
-            return []
-        certain = takewhile(lambda expected: expected.confidence == 1.0, islice(predictor.upcoming(), READ_AHEAD))
-        uses = (expected.use for expected in certain)
-        return [*dict.fromkeys(slab for use in uses if isinstance(use, tuple) for slab in self.blocks[use[1]].slabs)]
 
     def _slabs_in_forward_order(self) -> list[Slab]:
         """Slabs in the order of the last forward, then those that it did not use."""

@@ -204,6 +204,21 @@ class Updates:
 
     def submit_step(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         """Submit the norm, then the update of every slab with a gradient, in the given order."""
+        before = {slab.index: slab.version for slab in self.slabs}
+        try:
+            return self._submit_step(rules, max_norm, order, owner)
+        except BaseException:
+            moved = [slab for slab in self.slabs if slab.version != before[slab.index]]
+            for slab in moved:
+                slab.grad.clear()  # a later step must not apply it again
+            if moved:
+                warn(
+                    f"a step failed after updates of {len(moved)} of {len(self.slabs)} parts of the model had been "
+                    "submitted: these are updated and the others are not; resume from the last checkpoint"
+                )
+            raise
+
+    def _submit_step(self, rules: RuleTable, max_norm: float | None, order: Sequence[Slab], owner: object) -> Outcome:
         for slab in self.slabs:
             slab.require_owner()
         self.check()

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
+from itertools import count
 
 import torch
 
 from megatrain.geometry import DISK_STAGING_SLOTS, group_by_size, weight_slots
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import DONE, Order, Ticket
+from megatrain.stream.ahead import Upcoming
 from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.rings import DeviceBuffers
 from megatrain.stream.transfer import Link
@@ -28,6 +29,9 @@ from megatrain.telemetry.counters import WeightUses
 LATE_SECONDS = 1e-4
 """Compute that waits longer than this for a prefetched weight counts it as late. Between the two events that measure a
 wait on a GPU, the host may take so long even if there is nothing to wait for."""
+READ_CONFIDENCE = 0.7
+"""How likely a use must be for a prefetch from disk. A read takes longer than the compute of a block, so a wrong one
+delays the one that is needed by more than a right one saves."""
 
 
 class Slot(DeviceBuffers):
@@ -86,8 +90,7 @@ class Fetcher:
 
     def __init__(self, slabs: Sequence[Slab], slots: int, link: Link, disk: DiskWeights | None = None) -> None:
         self._disk = disk
-        self.reads = any(slab.weight_on_disk for slab in slabs)
-        """Whether any weights are on disk."""
+        self._on_disk = any(slab.weight_on_disk for slab in slabs)
         self.lock = threading.RLock()
         """Held while slots are filled, pinned or released, and while work that writes a slab is submitted, so that a
         copy's version number matches its content."""
@@ -146,11 +149,9 @@ class Fetcher:
     def slot_bytes(self) -> int:
         return sum(slot.bytes.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 
-    def acquire(
-        self, slabs: Sequence[Slab], ahead: Sequence[Slab] = (), evaluating: bool = False, later: Iterable[Slab] = ()
-    ) -> Lease:
-        """Pin the slabs on the device, start copies of those needed next, and order compute after the copies. Weights
-        on disk are read ahead among those needed `later`. `evaluating`: the caller is an evaluation thread."""
+    def acquire(self, slabs: Sequence[Slab], ahead: Iterable[Upcoming] = (), evaluating: bool = False) -> Lease:
+        """Pin the slabs on the device, start copies of those needed next, and order compute after the copies.
+        `evaluating`: the caller is an evaluation thread."""
         residents = [slab for slab in slabs if slab.on_device]
         lease = Lease()
         try:
@@ -159,8 +160,7 @@ class Fetcher:
                     self._evaluations += 1
                     lease.evaluating = True
                 self._pin([slab for slab in slabs if not slab.on_device], lease)
-                self.prefetch(ahead, keep=slabs)
-                self.read_ahead(later)
+                self.prefetch(ahead, slabs, read_ahead=not evaluating)
             for slab in residents:
                 span = slab.open(reads=("weight",))
                 lease.read += span.reads
@@ -223,37 +223,49 @@ class Fetcher:
         held, and keep it until the update has been submitted."""
         self._released.wait_for(lambda: self._evaluations <= 0)
 
-    def prefetch(self, slabs: Sequence[Slab], keep: Iterable[Slab]) -> None:
-        """Start copies of the slabs that are needed next, in order, while slots are free."""
-        needed = {*keep}
-        for slab in slabs:
-            if slab.on_device:
-                continue
-            needed.add(slab)
-            ring = self._rings[slab.index]
-            if ring.find(slab) is None and ring.evictable(needed) is not None:
-                self._fill(slab, needed)
-                self._counters.prefetched += 1
-
-    def read_ahead(self, slabs: Iterable[Slab]) -> None:
-        """Start reads from disk of the weights among `slabs`, in order, before there is a slot for them. No more than a
-        ring has staging buffers, so that none evicts another."""
-        missing = (slab for slab in slabs if slab.weight_on_disk and self._rings[slab.index].find(slab) is None)
-        for slab in islice(missing, DISK_STAGING_SLOTS):
-            assert self._disk is not None
-            self._disk.stage(slab)
+    def prefetch(self, ahead: Iterable[Upcoming], keep: Iterable[Slab] = (), read_ahead: bool = True) -> None:
+        """Start copies for the next uses, nearest first, while slots are free. With `read_ahead`, also start reads from
+        disk before there is a slot: of no more slabs than a ring has staging buffers, so that none evicts another."""
+        if not self.streams:
+            return
+        needed, copies, read = {*keep}, self.depth, set[Slab]()
+        reads = DISK_STAGING_SLOTS if self._on_disk and read_ahead else 0
+        for slabs, confidence in ahead:
+            streamed = [slab for slab in slabs if self.needs_fetch(slab)]
+            likely = [slab for slab in streamed if confidence >= READ_CONFIDENCE or not slab.weight_on_disk]
+            if copies and streamed:
+                copies -= 1
+                needed.update(streamed)
+                for slab in likely:
+                    self._start(slab, needed)
+            for slab in likely:
+                if len(read) < reads and slab.weight_on_disk and self._rings[slab.index].find(slab) is None:
+                    assert self._disk is not None
+                    self._disk.stage(slab)
+                    read.add(slab)
+            if not copies and len(read) == reads:
+                return
 
     def refresh(self, slabs: Iterable[Slab]) -> None:
         """After a step, start copies of the held weights among `slabs`, in order. They have a lane of their own, so
         that one that waits for its update does not block other fetches. Those on disk are left to `prefetch`: all reads
         from disk share a lane."""
-        self.prefetch([slab for slab in slabs if slab.index in self._held and not slab.weight_on_disk], keep=())
+        for slab in slabs:
+            if slab.index in self._held and not slab.weight_on_disk:
+                self._start(slab, {slab})
 
     def held_slot(self, slab: Slab) -> Slot | None:
         """The slot of a held weight, current or being filled, for an update in place; None while it is pinned."""
-        self.prefetch([slab], keep=())
+        self._start(slab, {slab})
         slot = self._rings[slab.index].find(slab)
         return slot if slot is not None and not slot.pins else None
+
+    def _start(self, slab: Slab, keep: AbstractSet[Slab]) -> None:
+        """Start a copy of the slab, unless it has a slot or none is free."""
+        ring = self._rings[slab.index]
+        if ring.find(slab) is None and ring.evictable(keep) is not None:
+            self._fill(slab, keep)
+            self._counters.prefetched += 1
 
     def _fill(self, slab: Slab, keep: AbstractSet[Slab]) -> Slot:
         ring = self._rings[slab.index]

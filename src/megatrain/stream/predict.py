@@ -1,4 +1,4 @@
-"""Predicts which blocks are used next, and when.
+"""Predicts which blocks are used next.
 
 Training repeats itself, so the future is looked up in the past, as LZ77 finds repeats in text. The predictor keeps a
 history of uses and a pointer to the earlier position whose past is equal to the present for longest. It predicts what
@@ -9,8 +9,8 @@ and counts how often both guesses were wrong. The better one is predicted; where
 wrong prediction costs a stall, never a wrong result.
 
 A use is a block in a phase (forward, backward, inference). It reads the weights of the block's slabs, from the tiers
-where they are at that time (engine/step.py). Optimizer states need no prediction: updates read them in the order in
-which they were submitted.
+where they are at that time (stream/ahead.py). Nothing else needs a prediction: updates read states and gradients in the
+order in which they were submitted, and a backward reads the inputs of blocks in the reverse order of its forward.
 """
 
 from __future__ import annotations
@@ -42,18 +42,8 @@ class Expected(NamedTuple):
     """A use that is expected."""
 
     use: Hashable
-    seconds: float
-    """Until it begins; 0 if that is not known."""
     confidence: float
     """How likely it is, between 0 and 1."""
-
-    def worth_starting(self, queued: float, copy: float) -> bool:
-        """Whether to start its copy now. `queued`: seconds until the link is free; `copy`: seconds of the copy.
-
-        If the guess is right, the copy uses time in which the link would be idle. If it is wrong, what is left of the
-        copy at that time delays the one that is needed. A link that is busy until then can be asked again later.
-        """
-        return self.confidence == 1.0 or self.seconds - queued >= copy * (1.0 - self.confidence)
 
 
 class _Use:
@@ -76,14 +66,12 @@ class _Use:
 class _Pair:
     """A use that follows a given other use."""
 
-    __slots__ = ("gap", "last", "use")
+    __slots__ = ("last", "use")
 
     def __init__(self, use: _Use) -> None:
         self.use = use
         self.last = -1
         """Its newest position in the history."""
-        self.gap = 0.0
-        """Usual seconds since the use before; 0 if they are not known."""
 
 
 class Predictor:
@@ -99,25 +87,17 @@ class Predictor:
         """The earlier position that the present is compared with; before the first one: there is none."""
         self._run = 0
         """Predictions by this match that were right, one after the other."""
-        self._time: float | None = None
-        """When the last use began."""
         self._errors = 0.0
         """How often recent predictions were wrong."""
 
-    def record(self, key: Hashable, now: float | None = None) -> None:
-        """Note a use, at a time in seconds. A use that repeats the last one is part of it, because all micro-batches of
-        a window use a block in turn."""
+    def record(self, key: Hashable) -> None:
+        """Note a use. One that repeats the last one is part of it, because all micro-batches of a window use a block in
+        turn."""
         history, before, first = self._log
         current = history[-1].use
         if key == current.key:
             return
         pair = self._pairs.get((current.key, key)) or self._new_pair(current.key, key)
-        if now is not None:
-            if self._time is not None and (gap := now - self._time) > 0.0:
-                known = pair.gap
-                # One long pause, such as a checkpoint, is not usual.
-                pair.gap = 0.75 * known + 0.25 * min(gap, 4 * known) if known else gap
-            self._time = now
         count, match = len(history), self._match + 1
         predicted = history[match - first] if first < match < first + count else None
         if current.usual is not pair or predicted is not pair or current.usual_errors or current.match_errors:
@@ -136,20 +116,15 @@ class Predictor:
             self._forget(count - HISTORY)
 
     def assume(self, uses: Sequence[Hashable]) -> None:
-        """Record uses as if they had happened, at an unknown time."""
+        """Record uses as if they had happened."""
         for use in uses:
             self.record(use)
 
-    def waited(self, now: float) -> None:
-        """The last use could begin only now. Times between uses do not include such waits."""
-        self._time = now
-
-    def upcoming(self, now: float | None = None) -> Iterator[Expected]:
+    def upcoming(self) -> Iterator[Expected]:
         """The next distinct uses up to a step boundary, nearest first."""
         history, _, first = self._log
         end, match = len(history) - 1, self._match - first
         use, index = history[end].use, match
-        seconds = 0.0 if now is None or self._time is None else self._time - now
         # A match that has been right for a whole period is trusted, whatever earlier ones were.
         periodic = self._run > end - match
         confidence, remaining = 1.0, LOOKAHEAD
@@ -167,12 +142,11 @@ class Predictor:
             if following is None or following.use.key == BOUNDARY or confidence < LEAST_CONFIDENCE:
                 return
             use = following.use
-            seconds += following.gap
             remaining -= 1
             if use.key not in seen:
                 seen.add(use.key)
                 remaining = LOOKAHEAD
-                yield Expected(use.key, seconds if seconds > 0.0 else 0.0, confidence)
+                yield Expected(use.key, confidence)
 
     def _new_pair(self, before: Hashable, key: Hashable) -> _Pair:
         use = self._uses.get(key)

@@ -11,7 +11,8 @@ from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
-from megatrain.stream.fetch import Fetcher
+from megatrain.stream.ahead import Upcoming
+from megatrain.stream.fetch import READ_CONFIDENCE, Fetcher
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 from megatrain.stream.transfer import Link
 from megatrain.telemetry.counters import Counters
@@ -40,7 +41,10 @@ class Bench:
         self.fetcher = Fetcher(self.slabs, slots, self.link)
 
     def acquire(self, *indices, ahead=()):
-        return self.fetcher.acquire([self.slabs[i] for i in indices], [self.slabs[i] for i in ahead])
+        return self.fetcher.acquire([self.slabs[i] for i in indices], self.upcoming(*ahead))
+
+    def upcoming(self, *indices, confidence=1.0):
+        return [Upcoming([self.slabs[i]], confidence) for i in indices]
 
     def use(self, *indices, ahead=()):
         """Acquire the slabs, read their first values, and release them."""
@@ -165,17 +169,45 @@ class Disk:
         return slab.weight, False, Order("staged")
 
 
+def with_disk(bench, *indices):
+    """Put weights on a made-up disk. Returns it."""
+    disk = bench.fetcher._disk = Disk()
+    for index in indices:
+        bench.slabs[index].weight_on_disk = bench.fetcher._on_disk = True
+    return disk
+
+
 def test_weights_on_disk_are_read_before_they_have_a_slot():
     """Not those that are in RAM or in a slot, and no more than fit into the staging buffers."""
     bench = Bench(*[1] * 9, slots=2)
-    bench.fetcher._disk = disk = Disk()
-    for slab in bench.slabs[2:]:
-        slab.weight_on_disk = True
-    bench.use(1, ahead=[2])
+    disk = with_disk(bench, *range(2, 9))
+    lease = bench.acquire(1, ahead=[2])
     assert disk.staged == [2]
-    bench.fetcher.read_ahead(bench.slabs)
-    assert disk.staged == [2, 3, 4, 5]
+    bench.fetcher.prefetch(bench.upcoming(0, 2, 3, 4, 3, 5, 6), keep=bench.slabs[:3])
+    assert disk.staged == [2, 3, 4, 3, 5]
+    bench.fetcher.prefetch(bench.upcoming(0, 7, 8), keep=bench.slabs[:3], read_ahead=False)
+    assert disk.staged == [2, 3, 4, 3, 5]
     assert bench.counters.prefetched == 1
+    bench.fetcher.release(lease)
+
+
+def test_weights_on_disk_are_not_read_for_an_unlikely_use():
+    """Those in RAM are copied all the same: a copy is short."""
+    bench = Bench(1, 1, 1, slots=3)
+    disk = with_disk(bench, 1)
+    bench.fetcher.prefetch(bench.upcoming(1, 2, confidence=READ_CONFIDENCE - 0.1))
+    assert (disk.staged, bench.counters.prefetched) == ([], 1)
+    bench.fetcher.prefetch(bench.upcoming(1, confidence=READ_CONFIDENCE))
+    assert (disk.staged, bench.counters.prefetched) == ([1], 2)
+
+
+def test_no_more_uses_are_looked_at_than_needed():
+    """A prediction costs time, and in a model of a thousand blocks almost all may be held."""
+    bench = Bench(*[1] * 4, slots=3, held=(0,))
+    bench.use(0)
+    ahead = iter(bench.upcoming(1, 0, 2, 3, 1))
+    bench.fetcher.prefetch(ahead)
+    assert [slabs for slabs, _ in ahead] == [[bench.slabs[3]], [bench.slabs[1]]]
 
 
 def test_a_version_change_fetches_again():

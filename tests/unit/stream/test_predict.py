@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.stream import predict
-from megatrain.stream.predict import BOUNDARY, Expected, Predictor
+from megatrain.stream.predict import BOUNDARY, Predictor
 
 
 def after(*uses, count=10):
@@ -146,59 +146,6 @@ def test_nothing_is_predicted_where_predictions_are_wrong():
     assert made < 100 * 30 / 10
 
 
-# ---- times
-
-
-def timed(*uses):
-    predictor = Predictor()
-    for use, now in uses:
-        predictor.record(use, now)
-    return predictor
-
-
-def test_seconds_until_each_use():
-    times = {"a": 1.0, "b": 2.0, "c": 4.0}
-    predictor, now = Predictor(), 0.0
-    for use in "abcabcab":
-        predictor.record(use, now)
-        now += times[use]
-    # b began 2 s before `now`.
-    expected = [("c", 1.5), ("a", 5.5), ("b", 6.5)]
-    assert [*predictor.upcoming(now - 1.5)] == [Expected(use, seconds, 1.0) for use, seconds in expected]
-    assert next(predictor.upcoming(now + 60)) == Expected("c", 0.0, 1.0)
-
-
-def test_times_of_assumed_uses_are_not_known():
-    predictor = Predictor()
-    predictor.assume("abcab")
-    assert [expected.seconds for expected in predictor.upcoming()] == [0.0, 0.0, 0.0]
-
-
-def test_waits_are_not_part_of_the_time_between_uses():
-    predictor = timed(("a", 0.0))
-    predictor.waited(7.0)
-    predictor.record("b", 8.0)
-    predictor.record("a", 9.0)
-    assert next(predictor.upcoming(9.0)) == Expected("b", 1.0, 1.0)
-
-
-def test_one_long_pause_hardly_changes_the_expected_time():
-    uses = [*[("ab"[i % 2], float(i)) for i in range(21)], ("b", 3620.0), ("a", 3621.0)]
-    assert next(timed(*uses).upcoming(3621.0)).seconds <= 2.0
-
-
-def test_a_copy_is_started_if_it_gains_more_than_it_may_cost():
-    sure, likely, unlikely = (Expected("a", 1.0, confidence) for confidence in (1.0, 0.9, 0.2))
-    # In time: a wrong guess delays nothing.
-    assert unlikely.worth_starting(queued=0.0, copy=1.0)
-    # 3 s of copying: right, 1 s is saved; wrong, 2 s are lost.
-    assert likely.worth_starting(queued=0.0, copy=3.0)
-    assert not unlikely.worth_starting(queued=0.0, copy=3.0)
-    # The link is busy until then: a guess can wait for the next use, a certainty need not.
-    assert not likely.worth_starting(queued=1.0, copy=3.0)
-    assert sure.worth_starting(queued=1.0, copy=3.0)
-
-
 # ---- bounds
 
 
@@ -261,20 +208,19 @@ def test_a_record_that_is_interrupted_anywhere_leaves_a_working_predictor(monkey
 
 
 keys = st.one_of(st.integers(0, 5), st.just(BOUNDARY), st.tuples(st.sampled_from("fb"), st.integers(0, 3)))
-times = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False, width=32))
 
 
-@given(st.lists(st.tuples(keys, times), max_size=120), st.integers(1, 40))
+@given(st.lists(keys, max_size=120), st.integers(1, 40))
 def test_any_sequence_of_uses_gives_bounded_predictions(uses, history):
-    """Clocks may go backwards. Predictions name uses that occurred, each once, and no boundary."""
+    """Predictions name uses that occurred, each once, and no boundary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predict, "HISTORY", history)
         predictor, seen = Predictor(), set()
-        for key, now in uses:
-            predictor.record(key, now)
+        for key in uses:
+            predictor.record(key)
             seen.add(key)
-            expected = [*predictor.upcoming(now)]
-            names = [use for use, *_ in expected]
+            expected = [*predictor.upcoming()]
+            names = [use for use, _ in expected]
             assert len({*names}) == len(names)
             assert {*names} <= seen - {BOUNDARY}
-            assert all(e.seconds >= 0.0 and 0.0 < e.confidence <= 1.0 for e in expected)
+            assert all(0.0 < confidence <= 1.0 for _, confidence in expected)

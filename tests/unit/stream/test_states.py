@@ -192,6 +192,8 @@ def test_after_a_failed_step_ram_and_device_weights_are_equal(monkeypatch: pytes
     monkeypatch.setattr(updates, "_submit", submit)
     with pytest.raises(RuntimeError, match="no more"):
         optimizer.step()
+    # A later step must not apply the gradients of the three updates again.
+    assert sum(not slab.grad.present for slab in engine.slabs) == 3
     fetcher = engine._step.fetcher
     for slab in [slab for slab in engine.slabs if slab.index in fetcher._held]:
         slot = fetcher._rings[slab.index].find(slab)
