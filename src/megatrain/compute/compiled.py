@@ -5,7 +5,7 @@ all run eagerly: their first call decides, and nothing changes it later. In a re
 dropout masks than the compiled forward.
 
 Sizes map to graphs by a fixed rule. The planned batch has graphs with static sizes. Other batches share graphs with
-dynamic sizes, one per class of sizes (compute/partition.py). So results depend neither on the order of lengths nor on
+dynamic sizes, one per class of sizes (compute/hints.py). So results depend neither on the order of lengths nor on
 what the process ran before.
 """
 
@@ -221,7 +221,7 @@ class Compiled:
 
     def _class_of(self, shapes: Shapes) -> tuple[Hashable, str, bool]:
         """The key of a class of sizes, its sizes in words, and whether it is the planned batch."""
-        from megatrain.compute.partition import size_class
+        from megatrain.compute.hints import size_class
 
         rows, length = self._planned or (0, 0)
         # A decoder's length may vary while its encoder's does not.
