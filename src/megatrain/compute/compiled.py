@@ -153,9 +153,12 @@ class Compiled:
     def _decide(
         self, decision: _Decision, shapes: Shapes, gradients: bool, call: Callable[[CompiledCall | None], Result]
     ) -> Result:
-        before = Generators.capture(self._device)
+        before, graphs = Generators.capture(self._device), graph_count()
         try:
             result = call(self._compiled_call(shapes, gradients))
+            if graph_count() == graphs:
+                # Code that is marked not to be compiled: no error, and no graph. A recompute does the same.
+                self._eager(decision, "nothing in them can be traced")
             self._made(decision, gradients)
             return result
         except CannotCompile as error:
@@ -167,10 +170,13 @@ class Compiled:
         before.restore()
         # If this fails too, the fault is not the compiler's, and nothing is decided.
         result = call(None)
-        announce(f"{self.name} blocks cannot be compiled here and run eagerly ({reason})")
-        decision.reason = reason
+        self._eager(decision, reason)
         self._made(decision, gradients)
         return result
+
+    def _eager(self, decision: _Decision, reason: str) -> None:
+        announce(f"{self.name} blocks cannot be compiled here and run eagerly ({reason})")
+        decision.reason = reason
 
     def _made(self, decision: _Decision, gradients: bool) -> None:
         decision.made = True

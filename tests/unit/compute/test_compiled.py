@@ -158,6 +158,31 @@ def test_a_model_in_the_users_torch_compile(quick, setting):
     torch.testing.assert_close(found[1], found[0])
 
 
+class Untraced(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return x + torch.dropout(self.linear(x), 0.5, True)
+
+
+def test_layers_that_are_marked_not_to_be_compiled_are_said_to_run_eagerly(quick, announced):
+    gradients = {}
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Module()
+        model.layers = torch.nn.ModuleList([Untraced(), Untraced()])
+        model.forward = lambda x, layers=model.layers: layers[1](layers[0](x)).sum()
+        with mt.Engine(model, device="cpu", compile=compile) as engine:
+            model(torch.ones(3, 4)).backward()
+            assert [each.described for each in engine.compiled] == ["eager"] * compile
+            gradients[compile] = [parameter.grad.clone() for parameter in model.parameters()]
+    assert sum("Untraced blocks cannot be compiled here and run eagerly" in line for line in announced.messages) == 1
+    assert all(map(torch.equal, gradients[False], gradients[True]))
+
+
 class Numbered(torch.nn.Module):
     """Computes with its own number, so that every layer has a graph of its own."""
 
