@@ -105,9 +105,10 @@ class CompiledCall:
                 f"{self._name} ran compiled, but could not be compiled for {self._sizes} ({_first_line(error)}), and "
                 "eager code would give other results; pad batches to lengths that were compiled, or set compile=False."
             ) from error
+        if (parts := graph_count() - graphs) > 0:
+            apart = f", in {parts} parts with eager code between them" if parts > 1 and not self._called else ""
+            announce(f"compiled {self._name} for {self._sizes} in {time.perf_counter() - began:.1f} s{apart}")
         self._called = True
-        if graph_count() > graphs:
-            announce(f"compiled {self._name} for {self._sizes} in {time.perf_counter() - began:.1f} s")
         return result
 
 

@@ -418,7 +418,7 @@ class Chosen(torch.nn.Module):
         return rows.index_add(0, chosen, self.some(rows[chosen])).reshape(x.shape)
 
 
-def test_sizes_and_numbers_are_dynamic_after_a_graph_break_too():
+def test_sizes_and_numbers_are_dynamic_after_a_graph_break_too(announced):
     gradients, graphs = {}, []
     for compile in (False, True):
         torch.manual_seed(0)
@@ -433,6 +433,7 @@ def test_sizes_and_numbers_are_dynamic_after_a_graph_break_too():
             gradients[compile] = [parameter.grad.clone() for parameter in model.parameters()]
     assert graphs[4] > 1
     assert graphs[4:] == [graphs[4]] * 4
+    assert sum(line.endswith("parts with eager code between them") for line in announced.messages) == 1
     for ours, theirs in zip(gradients[True], gradients[False], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
