@@ -28,7 +28,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from megatrain.compute.hints import largest_sizes
+from megatrain.compute import hints
 from megatrain.process import sdpa_key
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def backend(
             patches["deterministic"] = True
         # Without the tag, graphs cached on disk would be used for any backend of attention.
         tagged = compiler.patch(cache_key_tag=f"{compiler.cache_key_tag} {sdpa_key()}")
-        with torch._functorch.config.patch(PARTITIONER), tagged, largest_sizes(traced) as sizes:
+        with torch._functorch.config.patch(PARTITIONER), tagged, hints.largest_sizes(traced) as sizes:
             recompute: Any = None
             # What a part of the call returns is used by the other parts.
             if recomputes and torch.is_grad_enabled() and _is_whole(traced, code):
@@ -128,7 +128,7 @@ class _Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         """Part of the key under which compiled graphs are cached on disk."""
-        return get_hash_for_files((__file__,), repr((self._sizes, self._leave_out)))
+        return get_hash_for_files((__file__, hints.__file__), repr((self._sizes, self._leave_out)))
 
 
 def leave_out_last_product(forward: GraphModule, outputs: int) -> None:
