@@ -175,7 +175,12 @@ def zero(row: Row, steps: int, stage: int, checkpointing: bool = True, nvme: boo
 
     `nvme`: the optimizer in files, as in ZeRO-Infinity.
     """
-    import deepspeed
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name == "deepspeed":
+            error.msg = "DeepSpeed is not installed; install it, or name a folder that has it with --peer-path"
+        raise
 
     pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     options = {"stage": stage, "offload_optimizer": pinned, "overlap_comm": True, "contiguous_gradients": True}

@@ -5,7 +5,7 @@ all run eagerly: their first call decides, and nothing changes it later. In a re
 dropout masks than the compiled forward.
 
 Sizes map to graphs by a fixed rule. The planned batch has graphs with static sizes. Other batches share graphs with
-dynamic sizes, one per class of sizes (compute/partition.py). So results depend neither on the order of lengths nor on
+dynamic sizes, one per class of sizes (compute/hints.py). So results depend neither on the order of lengths nor on
 what the process ran before.
 """
 
@@ -105,9 +105,10 @@ class CompiledCall:
                 f"{self._name} ran compiled, but could not be compiled for {self._sizes} ({_first_line(error)}), and "
                 "eager code would give other results; pad batches to lengths that were compiled, or set compile=False."
             ) from error
+        if (parts := graph_count() - graphs) > 0:
+            apart = f", in {parts} parts with eager code between them" if parts > 1 and not self._called else ""
+            announce(f"compiled {self._name} for {self._sizes} in {time.perf_counter() - began:.1f} s{apart}")
         self._called = True
-        if graph_count() > graphs:
-            announce(f"compiled {self._name} for {self._sizes} in {time.perf_counter() - began:.1f} s")
         return result
 
 
@@ -153,9 +154,12 @@ class Compiled:
     def _decide(
         self, decision: _Decision, shapes: Shapes, gradients: bool, call: Callable[[CompiledCall | None], Result]
     ) -> Result:
-        before = Generators.capture(self._device)
+        before, graphs = Generators.capture(self._device), graph_count()
         try:
             result = call(self._compiled_call(shapes, gradients))
+            if graph_count() == graphs:
+                # Code that is marked not to be compiled: no error, and no graph. A recompute does the same.
+                self._eager(decision, "nothing in them can be traced")
             self._made(decision, gradients)
             return result
         except CannotCompile as error:
@@ -167,10 +171,13 @@ class Compiled:
         before.restore()
         # If this fails too, the fault is not the compiler's, and nothing is decided.
         result = call(None)
-        announce(f"{self.name} blocks cannot be compiled here and run eagerly ({reason})")
-        decision.reason = reason
+        self._eager(decision, reason)
         self._made(decision, gradients)
         return result
+
+    def _eager(self, decision: _Decision, reason: str) -> None:
+        announce(f"{self.name} blocks cannot be compiled here and run eagerly ({reason})")
+        decision.reason = reason
 
     def _made(self, decision: _Decision, gradients: bool) -> None:
         decision.made = True
@@ -221,7 +228,7 @@ class Compiled:
 
     def _class_of(self, shapes: Shapes) -> tuple[Hashable, str, bool]:
         """The key of a class of sizes, its sizes in words, and whether it is the planned batch."""
-        from megatrain.compute.partition import size_class
+        from megatrain.compute.hints import size_class
 
         rows, length = self._planned or (0, 0)
         # A decoder's length may vary while its encoder's does not.

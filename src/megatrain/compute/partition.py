@@ -6,8 +6,7 @@ again in the backward: for a Llama layer this keeps a third less than PyTorch's 
 A recompute needs what the forward kept, not what it returned, so its graph leaves out the last product. What remains
 has the same kernels in the same order, so its bits are those of the forward.
 
-A graph with dynamic sizes is compiled for the largest sizes of its class, not for the first ones that come: Inductor's
-choices, and so the bits, must not depend on the order of lengths.
+A graph with dynamic sizes is compiled for the largest sizes of its class (compute/hints.py).
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -25,14 +23,12 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._functorch import partitioners
-from torch._guards import TracingContext
-from torch._inductor import sizevars
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.fx.experimental import symbolic_shapes
 
+from megatrain.compute import hints
 from megatrain.process import sdpa_key
 
 log = logging.getLogger(__name__)
@@ -61,8 +57,6 @@ PARTITIONER = {
 if "force_non_lazy_backward_lowering" in torch._functorch.config.get_config_copy():
     # The backward is compiled with the forward, so that it cannot fail later.
     PARTITIONER["force_non_lazy_backward_lowering"] = True
-LEAST_ROWS, LEAST_LENGTH = 8, 4096
-"""Batches of up to 8 × 4096 share a graph with dynamic sizes. A larger size is rounded up to a power of two."""
 Graph = Callable[..., Any]
 
 
@@ -95,7 +89,7 @@ def backend(
             patches["deterministic"] = True
         # Without the tag, graphs cached on disk would be used for any backend of attention.
         tagged = compiler.patch(cache_key_tag=f"{compiler.cache_key_tag} {sdpa_key()}")
-        with torch._functorch.config.patch(PARTITIONER), tagged, _largest_sizes(traced) as sizes:
+        with torch._functorch.config.patch(PARTITIONER), tagged, hints.largest_sizes(traced) as sizes:
             recompute: Any = None
             # What a part of the call returns is used by the other parts.
             if recomputes and torch.is_grad_enabled() and _is_whole(traced, code):
@@ -111,70 +105,6 @@ def backend(
         return graph
 
     return compile_graph
-
-
-def size_class(size: int, rows: bool) -> int:
-    """The largest size that shares a graph with this one. `rows`: of the first dimension of a batch."""
-    return size if size < 2 else max(LEAST_ROWS if rows else LEAST_LENGTH, 1 << (size - 1).bit_length())
-
-
-def _hint(
-    plain: Callable[..., int], env: Any, expr: Any, precomputed_replacements: Mapping[Any, Any], fallback: Any = None
-) -> int:
-    """The hint for an expression, with all overrides. PyTorch applies them only to sizes that have no value yet."""
-    for known in (env.replacements, precomputed_replacements, env.replacements, env.var_to_hint_override):
-        expr = sympy.sympify(expr).xreplace(known)
-    return plain(env, expr, precomputed_replacements, fallback)
-
-
-def _size_hint(plain: Callable[..., int], size: Any, fallback: int | None = None) -> int:
-    """The same for a size."""
-    if isinstance(size, torch.SymInt):
-        env = size.node.shape_env
-        expr = sympy.sympify(size.node.expr.xreplace(env.replacements).xreplace(env.var_to_hint_override))
-        size = int(expr) if expr.is_Integer else size
-    return plain(size, fallback)
-
-
-HINTS: tuple[tuple[Any, str, Callable[..., int]], ...] = (
-    (sizevars, "_optimization_hint_base", _hint),
-    (symbolic_shapes, "_optimization_hint_base", _hint),
-    (partitioners, "optimization_hint", _size_hint),
-    (partitioners, "hint_int", _size_hint),
-)
-"""The functions that PyTorch asks for the size to optimize for. A version has some of them."""
-
-
-@contextmanager
-def _largest_sizes(traced: GraphModule) -> Iterator[tuple[int, ...]]:
-    """Inside, Inductor optimizes for the largest sizes of their class. Yields those.
-
-    Guards still see the actual sizes, so that each length gets the graph that holds for it.
-    """
-    env: Any = TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
-    # Renamed between versions of PyTorch.
-    values = vars(env)["backed_var_to_val" if "backed_var_to_val" in vars(env) else "var_to_val"]
-    largest: dict[sympy.Symbol, int] = {}
-    arguments = [node.meta["example_value"] for node in traced.graph.find_nodes(op="placeholder")]
-    for shape in (argument.shape for argument in arguments if isinstance(argument, torch.Tensor)):
-        for dim, size in enumerate(shape):
-            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
-            if symbol in values:
-                most = size_class(int(values[symbol]), rows=dim == 0 and len(shape) > 1)
-                largest[symbol] = max(most, largest.get(symbol, 0))
-    for number in (argument.node.expr for argument in arguments if isinstance(argument, torch.SymInt)):
-        if number in values:
-            largest.setdefault(number, size_class(int(values[number]), rows=False))
-    env.var_to_hint_override.update(largest)
-    plain = [(module, name, getattr(module, name), own) for module, name, own in HINTS if name in vars(module)]
-    # Threads compile one at a time: dynamo has a lock.
-    for module, name, hint, own in plain:
-        setattr(module, name, partial(own, hint))
-    try:
-        yield tuple(largest.values())
-    finally:
-        for module, name, hint, _ in plain:
-            setattr(module, name, hint)
 
 
 def _is_whole(traced: GraphModule, code: CodeType) -> bool:
@@ -198,7 +128,7 @@ class _Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         """Part of the key under which compiled graphs are cached on disk."""
-        return get_hash_for_files((__file__,), repr((self._sizes, self._leave_out)))
+        return get_hash_for_files((__file__, hints.__file__), repr((self._sizes, self._leave_out)))
 
 
 def leave_out_last_product(forward: GraphModule, outputs: int) -> None:

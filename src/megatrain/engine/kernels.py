@@ -27,14 +27,18 @@ def facts_of_run(engine: Engine) -> dict[str, Any]:
 def kernels_of(engine: Engine) -> dict[str, Any]:
     """What a checkpoint says of the kernels that its run used."""
     plan, attention = engine.settings.plan, attention_used(engine)
-    versions: dict[str, str | None] = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    with suppress(PackageNotFoundError):
-        versions["triton"] = version("triton")
+    gpu = engine.device.type == "cuda"
+    versions: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    # It has kernels of attention.
+    versions["cudnn"] = torch.backends.cudnn.version() if gpu else None
+    for name in ("transformers", "triton"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "compile": bool(engine.settings.compile),
         "batch": None if plan is None else [plan.run.micro_batch, plan.run.length],
         "layers": {compiled.name: compiled.described for compiled in engine.compiled},
-        "gpu": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
+        "gpu": torch.cuda.get_device_name(engine.device) if gpu else None,
         "attention": attention["sdpa"],
         "deterministic": attention["deterministic"],
         **versions,

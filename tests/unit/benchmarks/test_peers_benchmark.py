@@ -107,6 +107,12 @@ def test_the_others_go_on_after_one_that_fails(tmp_path, capsys):
     assert "| MegaTrain upstream | 2 |" in text
 
 
+def test_a_peer_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ModuleNotFoundError, match=r"DeepSpeed is not installed; .* --peer-path"):
+        peer_steps.run("zero3", ROWS["tiny"], steps=1)
+
+
 def test_rows_that_differ_in_our_settings_alone_share_the_other_peers(tmp_path, capsys):
     file = tmp_path / "peers.jsonl"
     arguments = ["--peers", "upstream", "--resume", str(file), "--upstream-command"]

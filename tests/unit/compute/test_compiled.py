@@ -9,14 +9,20 @@ import sys
 import threading
 
 import pytest
+import sympy
 import torch
 from tests import small
 from torch._functorch import partitioners
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.common import BackendFeature
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
-from megatrain.compute import compiled, partition
+from megatrain.compute import compiled, hints, partition
 from megatrain.compute.compiled import graph_count
 from megatrain.process import sdpa_key
 
@@ -150,6 +156,31 @@ def test_a_model_in_the_users_torch_compile(quick, setting):
         with torch.no_grad():
             assert torch.equal(call(input_ids=ids, labels=ids).loss, found[0][0])
     torch.testing.assert_close(found[1], found[0])
+
+
+class Untraced(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return x + torch.dropout(self.linear(x), 0.5, True)
+
+
+def test_layers_that_are_marked_not_to_be_compiled_are_said_to_run_eagerly(quick, announced):
+    gradients = {}
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Module()
+        model.layers = torch.nn.ModuleList([Untraced(), Untraced()])
+        model.forward = lambda x, layers=model.layers: layers[1](layers[0](x)).sum()
+        with mt.Engine(model, device="cpu", compile=compile) as engine:
+            model(torch.ones(3, 4)).backward()
+            assert [each.described for each in engine.compiled] == ["eager"] * compile
+            gradients[compile] = [parameter.grad.clone() for parameter in model.parameters()]
+    assert sum("Untraced blocks cannot be compiled here and run eagerly" in line for line in announced.messages) == 1
+    assert all(map(torch.equal, gradients[False], gradients[True]))
 
 
 class Numbered(torch.nn.Module):
@@ -387,7 +418,7 @@ class Chosen(torch.nn.Module):
         return rows.index_add(0, chosen, self.some(rows[chosen])).reshape(x.shape)
 
 
-def test_sizes_and_numbers_are_dynamic_after_a_graph_break_too():
+def test_sizes_and_numbers_are_dynamic_after_a_graph_break_too(announced):
     gradients, graphs = {}, []
     for compile in (False, True):
         torch.manual_seed(0)
@@ -402,20 +433,24 @@ def test_sizes_and_numbers_are_dynamic_after_a_graph_break_too():
             gradients[compile] = [parameter.grad.clone() for parameter in model.parameters()]
     assert graphs[4] > 1
     assert graphs[4:] == [graphs[4]] * 4
+    assert sum(line.endswith("parts with eager code between them") for line in announced.messages) == 1
     for ours, theirs in zip(gradients[True], gradients[False], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_inductor_optimizes_for_the_largest_sizes_of_a_class_and_guards_the_actual_ones():
     """Otherwise its choices would depend on the length that comes first."""
-    hints, guards = [], []
+    found, guards = [], []
 
     def backend(traced, inputs):
         size = next(node for node in traced.graph.nodes if node.op == "placeholder").meta["example_value"]
-        with partition._largest_sizes(traced) as sizes:
-            env = size.node.shape_env
-            hints.append((sizes, env.optimization_hint((3 * size).node.expr), partitioners.optimization_hint(3 * size)))
-            guards.append(bool(size < 10))
+        three = (3 * size).node
+        with hints.largest_sizes(traced) as sizes:
+            allocator = SizeVarAllocator(three.shape_env)
+            # Renamed between versions of PyTorch.
+            of_partitioner = getattr(partitioners, "optimization_hint", None) or partitioners.size_hint
+            found.append((sizes, allocator.optimization_hint(three.expr), of_partitioner(3 * size)))
+            guards.append((bool(size < 10), allocator.evaluate_min(three.expr, sympy.Integer(40))))
         return traced.forward
 
     for length in (9, 17):
@@ -423,8 +458,29 @@ def test_inductor_optimizes_for_the_largest_sizes_of_a_class_and_guards_the_actu
         x = torch.zeros(length)
         torch._dynamo.mark_dynamic(x, 0)
         torch.compile(lambda x: x + 1, backend=backend)(x)
-    assert hints == [((4096,), 3 * 4096, 3 * 4096)] * 2
-    assert guards == [True, False]
+    assert found == [((4096,), 3 * 4096, 3 * 4096)] * 2
+    assert [small for small, _ in guards] == [True, False]
+    assert [str(least).isdigit() for _, least in guards] == [False, True]
+
+
+def test_sums_are_split_for_the_largest_sizes_of_a_class(monkeypatch):
+    """In how many parts a sum is computed changes its bits."""
+    lengths = {9: set(), 40: set()}
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def reduction_split_factor(device, reduction_numel_hint, numel_hint, inner_reduction):
+            lengths[length].add(int(reduction_numel_hint))
+            return 1
+
+    # As on a GPU.
+    splitting = CppScheduling.backend_features - {BackendFeature.REDUCE_TO_SINGLE_ELEMENT}
+    monkeypatch.setattr(CppScheduling, "backend_features", splitting)
+    with V.set_choices_handler(Choices()), torch._inductor.config.patch(force_disable_caches=True):
+        for length in lengths:
+            gradients_by_length([length])
+    assert lengths[9] == lengths[40]
+    assert 8 * 4096 in lengths[9]
 
 
 def test_planned_batches_have_static_sizes():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests import small
 import megatrain as mt
 from megatrain.checkpoint import manifest
 from megatrain.compute import compiled
+from megatrain.engine import kernels
 from megatrain.errors import CheckpointError
 
 
@@ -84,6 +86,17 @@ def test_other_versions_matter_to_compiled_runs(
     resume(tmp_path / "a", compile=True)
     [warning] = [record.getMessage() for record in announced.records if record.levelname == "WARNING"]
     assert "cuda 99.0 → 98.0" in warning
+
+
+def test_another_version_of_transformers_may_have_other_layers(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    saved(tmp_path / "a", compile=True)
+    installed = version("transformers")
+    monkeypatch.setattr(kernels, "version", lambda name: "99.0" if name == "transformers" else version(name))
+    resume(tmp_path / "a", compile=True)
+    [warning] = [record.getMessage() for record in announced.records if record.levelname == "WARNING"]
+    assert f"other kernels (transformers {installed} → 99.0)" in warning
 
 
 def test_a_checkpoint_that_does_not_say_is_resumed_with_a_notice(

@@ -54,6 +54,13 @@ def test_a_trainer_compiles_when_it_is_made(
     assert small.same(small.snapshot(trainer.model), small.snapshot(other.model))
 
 
+def test_a_trainers_evaluation_runs_compiled(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
+    trainer = made(tmp_path)
+    losses = {trainer.evaluate(small.rows(16))["eval_loss"] for _ in range(2)}
+    assert sum("without gradients" in line for line in announced.messages if line.startswith("compiled")) == 1
+    assert len(losses) == 1
+
+
 class Counting(mt.Trainer):
     """Keeps state between calls, and goes on after an error in the model."""
 
