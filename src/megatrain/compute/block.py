@@ -109,12 +109,15 @@ class Block:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def bind(self, views: Mapping[int, torch.Tensor], *, leaves: bool) -> dict[tuple[int, int], torch.Tensor]:
-        """Views of the slots by (slab, segment). They are new tensors on every call: autocast caches casts by leaf."""
+        """Views of the slots by (slab, segment). They are new tensors on every call: autocast caches casts by leaf.
+
+        Their version counters are new too: a copy into another part of a storage is not a change of these weights.
+        """
         bound: dict[tuple[int, int], torch.Tensor] = {}
         for name, (slab, index) in self.locations.items():
             if (slab.index, index) in bound:
                 continue
-            weight = slab.layout.view(views[slab.index], index).detach()
+            weight = slab.layout.view(views[slab.index], index).data
             bound[slab.index, index] = weight.requires_grad_(leaves and self.parameters[name].requires_grad)
         return bound
 

@@ -75,7 +75,8 @@ class _Graph:
     inputs: list[torch.Tensor]
     weights: Weights
     outputs: list[torch.Tensor]
-    rebinder: Rebinder | None
+    rebinder: Rebinder | None = None
+    """Policy `store`: set if the weights may be elsewhere in the backward."""
 
 
 @dataclass
@@ -94,6 +95,8 @@ class _Call:
     policy: str
     training: bool
     """Whether the module was in training mode. A recompute in the other mode has different dropout masks."""
+    generators_before: Generators | None
+    """The random number state before the forward; None if it is not recomputed."""
     offloaded: dict[int, OffloadedTensor] = field(default_factory=dict)
     """Policy `offload`: inputs in host memory or on disk, by position."""
     graph: _Graph | None = None
@@ -165,18 +168,19 @@ class _Call:
                 f"the backward of {self.block.name} ran twice, and policy 'store' keeps its graph for one; use "
                 "'recompute'."
             )
-        assert graph.rebinder is not None
-        graph.rebinder.views = views
+        if graph.rebinder is not None:
+            graph.rebinder.views = views
         return graph
 
     def rebuild_graph(self, saved: tuple[torch.Tensor | None, ...], views: dict[int, torch.Tensor]) -> _Graph:
         inputs = self.detached(tuple(t for t in saved if t is not None))
         weights = self.block.bind(views, leaves=True)
+        drawn_from = None if self.generators_after is None else self.generators_before
         for _ in range(MAX_RECOMPUTES):
-            with self.ambient.replayed(self.generators_after), self.info.replay_call_ids():
+            with self.ambient.replayed(drawn_from), self.info.replay_call_ids():
                 outputs, _ = self.run(inputs, weights, recompute=True)
                 if self.random_numbers_match():
-                    return _Graph(inputs, weights, outputs, None)
+                    return _Graph(inputs, weights, outputs)
         raise UnsupportedCall(
             f"another thread drew random numbers while {self.block.name} was computed or recomputed, so its dropout "
             "masks would differ from the forward's; train and evaluate in one thread, or use policy='store'."
@@ -184,12 +188,13 @@ class _Call:
 
     def random_numbers_match(self) -> bool:
         """Whether a recompute drew the same random numbers as the forward, or none."""
-        if self.generators_after is None:
+        before, after = self.generators_before, self.generators_after
+        if before is None or after is None:
             return True
         if self.interleaved:
             return False
         now = Generators.capture(self.runtime.device).device_state
-        return any(torch.equal(now, other.device_state) for other in (self.generators_after, self.ambient.generators))
+        return any(torch.equal(now, other.device_state) for other in (after, before))
 
     def check_unchanged(self) -> None:
         """Raise if weights or training mode have changed since the forward."""
@@ -231,18 +236,20 @@ class _BlockNode(torch.autograd.Function):
             inputs, weights = call.detached(tensors), call.block.bind(views, leaves=True)
             # If another thread may draw random numbers in between, a recompute cannot replay them: store the graph.
             multithreaded = call.info.multithreaded()
-            rebinder = Rebinder(views) if call.policy == "store" or multithreaded else None
+            may_store = call.policy == "store" or multithreaded
+            moves = any(not slab.stays_on_device for slab in call.block.slabs)
+            rebinder = Rebinder(views) if may_store and moves else None
             forward = partial(call.run_forward, inputs, weights)
             keeping: AbstractContextManager[Buffers] = (
                 nullcontext({}) if call.policy == "store" else call.block.keeping_buffers()
             )
             with keeping as call.buffers:
                 made, call.result = forward() if rebinder is None else rebinder.run(forward)
-            if call.policy != "store":
+            if call.generators_before is not None:
                 now = Generators.capture(call.runtime.device)
-                call.generators_after = None if now.same(call.ambient.generators) else now
+                call.generators_after = None if now.same(call.generators_before) else now
                 call.interleaved = not multithreaded and call.info.multithreaded()
-                if rebinder is not None and call.generators_after is not None:
+                if may_store and call.generators_after is not None:
                     call.policy = "store"
             if call.policy == "store":
                 call.graph = _Graph(inputs, weights, made, rebinder)
@@ -337,9 +344,9 @@ def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, capture: Cap
         shapes = tuple(tensor.shape for tensor in tensors) if capture is None and _is_plain((args, kwargs)) else None
         return _without_gradient(runtime, block, args, kwargs, shapes)
     versions = tuple(slab.version for slab in block.slabs)
-    ambient = AmbientState.capture(runtime.device)
-    info, mode = runtime.start_call(block), block.module.training
-    call = _Call(runtime, block, spec, differentiable, capture, ambient, info, versions, info.policy, mode)
+    ambient, info, mode = AmbientState.capture(runtime.device), runtime.start_call(block), block.module.training
+    generators = None if info.policy == "store" else Generators.capture(runtime.device)
+    call = _Call(runtime, block, spec, differentiable, capture, ambient, info, versions, info.policy, mode, generators)
     anchor = torch.zeros((), requires_grad=True)
     outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
     result, call.result = call.result, None

@@ -1,4 +1,4 @@
-"""The state that a recompute must restore: random number generators, autocast and the backends of attention."""
+"""The state that a recompute must restore: autocast, the backends of attention, and random number generators."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from megatrain.process import SdpaState, sdpa_state, set_sdpa_state
 
 @dataclass(frozen=True)
 class AmbientState:
-    """Random number generators, autocast and attention backends at the start of a block's forward."""
+    """Autocast and attention backends at the start of a block's forward."""
 
-    generators: Generators
     device: torch.device
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     attention: SdpaState
 
     @classmethod
-    def capture(cls, device: torch.device, generators: Generators | None = None) -> AmbientState:
-        """The current state, with `generators` instead of the current ones if given."""
+    def capture(cls, device: torch.device) -> AmbientState:
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-        generators = Generators.capture(device) if generators is None else generators
-        return cls(generators, device, autocast, torch.is_autocast_cache_enabled(), sdpa_state())
+        return cls(device, autocast, torch.is_autocast_cache_enabled(), sdpa_state())
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
@@ -46,28 +43,29 @@ class AmbientState:
             yield
 
     @contextmanager
-    def replayed(self, generators_after: Generators | None) -> Iterator[None]:
-        """Run with the captured state and restore the current one afterwards.
+    def replayed(self, generators: Generators | None) -> Iterator[None]:
+        """Run with the captured state, and with random numbers from `generators`; restore the current state afterwards.
 
-        `generators_after`: the generators after the original forward; None if it drew nothing, so nothing is restored.
+        `generators`: the state of the generators before the forward; None if it drew nothing, so nothing is restored.
         """
-        present = AmbientState.capture(self.device, self.generators if generators_after is None else None)
+        present = AmbientState.capture(self.device)
+        generators_now = None if generators is None else Generators.capture(self.device)
         # Nested: if a Ctrl-C interrupts the first restore, the second completes it.
         try:
             try:
-                if generators_after is not None:
-                    self.generators.restore()
+                if generators is not None:
+                    generators.restore()
                 if self.attention != present.attention:
                     set_sdpa_state(self.attention)
                 with self.autocasting():
                     yield
             finally:
-                present.restore(self, generators_after is not None)
+                present.restore(self, generators_now)
         finally:
-            present.restore(self, generators_after is not None)
+            present.restore(self, generators_now)
 
-    def restore(self, replaced: AmbientState, generators: bool) -> None:
-        """Restore autocast, attention backends and, if `generators`, the random number generators."""
+    def restore(self, replaced: AmbientState, generators: Generators | None) -> None:
+        """Restore autocast, attention backends and, if given, the random number generators."""
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -75,5 +73,5 @@ class AmbientState:
         # The backends are not per thread: another thread may have set them meanwhile, so they are set only if replaced.
         if replaced.attention != self.attention:
             set_sdpa_state(self.attention)
-        if generators:
-            self.generators.restore()
+        if generators is not None:
+            generators.restore()

@@ -151,6 +151,11 @@ class Slab:
         return self._residual_buffer.read(owned.offset * 2, owned.end * 2).view(torch.int16)
 
     @property
+    def stays_on_device(self) -> bool:
+        """Whether the weight is at the same address in every use until it changes: it is resident or held."""
+        return self.on_device or self.homes.holds_weight
+
+    @property
     def held_sum(self) -> bool:
         """Whether the gradient is summed on the device and copied to RAM for the update."""
         return self.grad.on_device and not self.on_device

@@ -9,6 +9,7 @@ import torch
 from tests.tiny import Stack, differences, engine_of, inputs, roles
 from torch import Tensor
 
+from megatrain.compute import node
 from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.stream import rings
 
@@ -64,3 +65,29 @@ def test_all_slots_of_an_engine_in_one_storage(policy: str, monkeypatch: pytest.
     monkeypatch.setattr(rings, "allocate_persistent", carve)
     assert differences(train(), expected) == []
     assert allocated[0] > 0
+
+
+@pytest.mark.parametrize("settings", [{"resident": ("*",)}, {"held_weights": ("*",)}], ids=["resident", "held"])
+def test_weights_that_stay_on_the_device_are_saved_as_they_are(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(placement: dict[str, Any], release_held: bool = False) -> list[Any]:
+        model = Stack()
+        engine = engine_of(model, policy="store", precision="bf16", **placement)
+        optimizer = engine.optimizer(lr=0.1)
+        for seed in range(3):
+            loss = model(inputs(seed)).square().mean()
+            if release_held and seed == 2:
+                engine._step.fetcher.stop_holding()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [roles(engine)]
+
+    streamed = train({})
+    monkeypatch.setattr(node, "Rebinder", None)
+    assert differences(train(settings), streamed) == []
+    # A stored graph outlives the slots that its weights were held in.
+    assert differences(train(settings, release_held=True), streamed) == []
+    with pytest.raises(TypeError):
+        train({})

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.compute.replay import AmbientState
+from megatrain.generators import Generators
 from megatrain.process import sdpa_state
 
 CPU = torch.device("cpu")
@@ -17,37 +18,37 @@ CPU = torch.device("cpu")
 
 def test_random_numbers_are_replayed():
     torch.manual_seed(3)
-    ambient = AmbientState.capture(CPU)
+    before = Generators.capture(CPU)
     first = torch.rand(5)
     torch.rand(7)
-    with ambient.replayed(ambient.generators):
+    with AmbientState.capture(CPU).replayed(before):
         assert torch.equal(torch.rand(5), first)
-    with ambient.replayed(ambient.generators):
+    with AmbientState.capture(CPU).replayed(before):
         assert torch.equal(torch.rand(5), first)
 
 
 def test_the_callers_generator_is_unchanged():
-    ambient = AmbientState.capture(CPU)
+    before = Generators.capture(CPU)
     torch.manual_seed(9)
-    before = torch.get_rng_state()
-    with ambient.replayed(ambient.generators):
+    present = torch.get_rng_state()
+    with AmbientState.capture(CPU).replayed(before):
         torch.rand(100)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), present)
 
 
 def test_the_callers_generator_is_unchanged_after_an_exception():
-    ambient = AmbientState.capture(CPU)
+    before = Generators.capture(CPU)
     torch.manual_seed(9)
-    before = torch.get_rng_state()
+    present = torch.get_rng_state()
 
     def draw_and_raise():
-        with ambient.replayed(ambient.generators):
+        with AmbientState.capture(CPU).replayed(before):
             torch.rand(100)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         draw_and_raise()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), present)
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -66,7 +67,7 @@ def test_autocast_is_replayed():
 def test_autocast_dtype_and_cache_are_replayed():
     with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
         ambient = AmbientState.capture(CPU)
-    with ambient.replayed(ambient.generators):
+    with ambient.replayed(Generators.capture(CPU)):
         assert torch.get_autocast_dtype("cpu") == torch.float16
         assert not torch.is_autocast_cache_enabled()
     assert torch.is_autocast_cache_enabled()
