@@ -25,7 +25,6 @@ The floor leaves out copies out, sums that travel between windows, and what a Tr
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ import torch
 import megatrain as mt
 from benchmarks.accuracy import expected
 from benchmarks.peer_rows import CLIP, ROWS, Row, row_of
-from benchmarks.resumable import Result, Task, add_options, in_child, place, results
+from benchmarks.resumable import Result, Task, in_child, parser_of, print_places, results
 from benchmarks.row import WARM, measure, probed
 from benchmarks.shapes import random_model
 from benchmarks.step import Loop
@@ -147,13 +146,9 @@ def line(found: Result) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="+", choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARM} untimed ones")
-    add_options(parser)
-    args = parser.parse_args()
+    args = parser_of(__doc__, ROWS, steps=5).parse_args()
     tasks = []
-    for name in args.rows:
+    for name in args.names:
         row = row_of(name)
         options = row.options(args.steps + UPDATES, compiled=True)
         tasks.append(Task(row.title(), 2 * expected(options), partial(floor_of, row, args.steps)))
@@ -162,7 +157,7 @@ def main() -> None:
     for result in results(tasks, args):
         print(line(result), flush=True)
         found.append(result)
-    print("\n" + "\n".join(dict.fromkeys(f"- {place(result)}" for result in found if "failed" not in result)))
+    print_places(found)
 
 
 if __name__ == "__main__":

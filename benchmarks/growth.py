@@ -23,7 +23,6 @@ work. Where attention is most of a step, the rest is the small difference of two
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from dataclasses import replace
@@ -32,7 +31,7 @@ from functools import partial
 import torch
 
 from benchmarks.peer_rows import Row, flops
-from benchmarks.resumable import Result, Task, add_options, place, results
+from benchmarks.resumable import Result, Task, parser_of, print_places, results
 from benchmarks.row import WARM
 from benchmarks.shapes import config_of, random_model
 from benchmarks.step import Loop
@@ -129,23 +128,18 @@ def exponent(seconds: float, more: float, before: Result, found: Result) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("series", nargs="+", choices=SERIES, metavar="SERIES", help=f"of {', '.join(SERIES)}")
-    parser.add_argument("--steps", type=int, default=3, help=f"timed steps, after {WARM} untimed ones")
-    add_options(parser)
-    args = parser.parse_args()
-    found: dict[str, Result] = {}
-    rows = {row.work(): row for name in args.series for row in SERIES[name]}
+    args = parser_of(__doc__, SERIES, steps=3).parse_args()
+    rows = {row.work(): row for name in args.names for row in SERIES[name]}
     tasks = [Task(name, expected(row, args.steps), partial(measured, row, args.steps)) for name, row in rows.items()]
     found = {result["row"]: result for result in results(tasks, args)}
-    for name in args.series:
+    for name in args.names:
         print(f"\n### {name}\n\n{HEADER}")
         before = None
         for row in SERIES[name]:
             if (result := found.get(row.work())) is not None:
                 print(line(result, before), flush=True)
                 before = None if "failed" in result else result
-    print("\n" + "\n".join(dict.fromkeys(f"- {place(result)}" for result in found.values() if "failed" not in result)))
+    print_places(found.values())
 
 
 if __name__ == "__main__":

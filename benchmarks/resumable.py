@@ -48,6 +48,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", help="the commit to record, if this is not a git checkout")
 
 
+def parser_of(description: str | None, names: Iterable[str], steps: int) -> argparse.ArgumentParser:
+    """What a benchmark with named rows takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*names]
+    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--steps", type=int, default=steps, help="timed steps, after the warm-up")
+    add_options(parser)
+    return parser
+
+
 def results(tasks: Iterable[Task], args: argparse.Namespace) -> Iterator[Result]:
     """The result of every task: from the file, or else of a run within the budget. A failed one has "failed"."""
     began = time.perf_counter()
@@ -139,6 +149,10 @@ def place(result: Result) -> str:
     """Both in a line."""
     versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
     return f"{result.get('gpu', 'unknown GPU')}, {result['date'][:10]}, commit {result['commit']}; {versions}"
+
+
+def print_places(found: Iterable[Result]) -> None:
+    print("\n" + "\n".join(dict.fromkeys(f"- {place(result)}" for result in found if "failed" not in result)))
 
 
 def checked_out() -> str:
