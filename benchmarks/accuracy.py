@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import megatrain as mt
-from benchmarks.resumable import Task, add_options, in_child, results
+from benchmarks.resumable import Task, add_options, dated, here, in_child, results
 from benchmarks.row import WARM, measure, probed, row_name, row_parser
 from benchmarks.shapes import config_of
 from megatrain.hardware.machine import Disk, Machine
@@ -138,7 +138,7 @@ def main() -> None:
     if args.trace is not None:
         args.around, args.more = partial(_traced, args.trace), 1
     if args.rows is None:
-        print(json.dumps(measure(args)))
+        print(json.dumps(measure(args) | here() | dated(args.commit)))
         return
     if unknown := set(args.rows.split(",")) - set(GROUPS):
         parser.error(f"unknown group {', '.join(sorted(unknown))}; groups are {', '.join(GROUPS)}")
