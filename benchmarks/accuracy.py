@@ -20,22 +20,17 @@ on the disk is refused before anything is built.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import megatrain as mt
-from benchmarks.row import WARM, measure, row_name, row_parser
+from benchmarks.resumable import Task, add_options, dated, here, in_child, results
+from benchmarks.row import WARM, measure, probed, row_name, row_parser
 from benchmarks.shapes import config_of
 from megatrain.hardware.machine import Disk, Machine
 from megatrain.model.shapes import describe
@@ -83,6 +78,21 @@ GROUPS: dict[str, list[list[str]]] = {
         ["--shape", "qwen2.5-7b", "--max-vram-gb", "12", "--micro", "1"],
         ["--shape", "qwen2.5-7b", "--max-vram-gb", "80", "--compile"],
     ],
+    # Shapes with lengths to which no constant of the planner was fitted.
+    "unseen": [
+        ["--shape", "llama2-7b", "--micro", "2", "--length", "1024", "--max-vram-gb", "40", "--compile", "--trainer"],
+        ["--shape", "qwen2.5-3b", "--batch", "1", "--length", "8192", "--micro", "4", "--max-vram-gb", "16",
+         "--compile", "--trainer"],
+        ["--shape", "qwen2.5-7b", "--batch", "2", "--length", "3072", "--micro", "4", "--max-vram-gb", "32",
+         "--compile", "--trainer"],
+        ["--shape", "gemma2-2b", "--batch", "8", "--length", "512", "--micro", "4", "--compile", "--trainer"],
+        ["--shape", "llama3.2-1b", "--batch", "1", "--length", "16384", "--micro", "1", "--max-vram-gb", "16",
+         "--compile", "--trainer"],
+        ["--shape", "qwen2.5-14b", "--batch", "1", "--length", "6144", "--micro", "4", "--max-vram-gb", "60",
+         "--compression", "8bit", "--compile", "--trainer"],
+        ["--shape", "qwen3-30b-a3b", "--layers", "4", "--length", "1024", "--max-vram-gb", "24", "--compile",
+         "--trainer"],
+    ],
     # Other caps, lengths, widths and families.
     "others": [
         ["--shape", "qwen2.5-1.5b", "--max-vram-gb", "12", "--trainer"],
@@ -122,14 +132,13 @@ def _traced(path: Path, engine: mt.Engine) -> Iterator[None]:
 def main() -> None:
     parser = row_parser(__doc__)
     parser.add_argument("--rows", help=f"comma-separated groups of rows: {', '.join(GROUPS)}")
-    parser.add_argument("--resume", type=Path, help="append finished rows to this file, and skip rows that are in it")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="total seconds")
+    add_options(parser)
     parser.add_argument("--trace", type=Path, help="with --trainer: write the timeline of one more step here")
     args = parser.parse_args()
     if args.trace is not None:
         args.around, args.more = partial(_traced, args.trace), 1
     if args.rows is None:
-        print(json.dumps(measure(args)))
+        print(json.dumps(measure(args) | here() | dated(args.commit)))
         return
     if unknown := set(args.rows.split(",")) - set(GROUPS):
         parser.error(f"unknown group {', '.join(sorted(unknown))}; groups are {', '.join(GROUPS)}")
@@ -144,41 +153,20 @@ def main() -> None:
 
 def run_rows(rows: list[tuple[list[str], argparse.Namespace]], args: argparse.Namespace) -> None:
     """Run the rows that are not in the file, within the time budget."""
-    began = time.perf_counter()
-    for name in ("transformers.models.qwen2.modeling_qwen2", "megatrain.engine.session", "megatrain.engine.planning"):
-        importlib.import_module(name)
-    done = {}
-    if args.resume is not None and args.resume.exists():
-        done = {result["row"]: result for result in map(json.loads, args.resume.read_text().splitlines())}
+    if args.refresh:
+        # An earlier probe may be outdated; all rows use the same one.
+        in_child(lambda: {"probed": probed(args).name})
     print(
         "| row | placement, policy, windows | seconds: plan, measured | TFLOP/s | VRAM GiB: plan, driver | "
         "RAM GiB: plan, measured | disk, GB per step: plan, written, read; GB/s; stalled; of the rating |\n"
         "|---|---|---|---|---|---|---|",
         flush=True,
     )
-    remaining: list[str] = []
-    refresh = args.refresh
-    for row, options in rows:
-        name = row_name(options)
-        result = done.get(name)
-        if result is None:
-            started = time.perf_counter()
-            if started - began + expected(options) > args.budget:
-                remaining.append(name)
-                continue
-            # An earlier probe may be outdated; all rows use the same one.
-            options.refresh, refresh = refresh, False
-            result = in_child(lambda options=options: measure(options))  # type: ignore[misc]
-            if "failed" in result:
-                print(f"| {name} | failed: {result['failed']} ({' '.join(row)}) |", flush=True)
-                continue
-            result["wall_s"] = round(time.perf_counter() - started, 1)
-            if args.resume is not None:
-                with args.resume.open("a") as file:
-                    print(json.dumps(result), file=file, flush=True)
-        print(line(result), flush=True)
-    if remaining:
-        print(f"\nLeft for the next call: {'; '.join(remaining)}.")
+    words = {row_name(options): " ".join(row) for row, options in rows}
+    tasks = [Task(row_name(options), expected(options), partial(measure, options)) for _, options in rows]
+    for result in results(tasks, args):
+        failed = f"| {result['row']} | failed: {result.get('failed')} ({words[result['row']]}) |"
+        print(failed if "failed" in result else line(result), flush=True)
 
 
 def expected(options: argparse.Namespace) -> float:
@@ -228,35 +216,6 @@ def moved_of(found: dict[str, Any]) -> str:
         f"{', '.join(f'{nbytes / 1e9:.2f}' for nbytes in sizes)}; {disk['gb_per_s']:.2f}; {disk['stall_share']:.0%}; "
         f"{disk['rating_share_per_day']:.1%} a day"
     )
-
-
-def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run in a process forked before CUDA is used, so that modules are loaded once. If it fails, {"failed": why}."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            os.close(reader)
-            with os.fdopen(writer, "w") as out:
-                out.write(_result(work))
-        # Skip the parent's exit handlers.
-        sys.stderr.flush()
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as source:
-        text = source.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return (
-        json.loads(text) if text else {"failed": f"it ended with {signal.Signals(-code).name if code else 'no result'}"}
-    )
-
-
-def _result(work: Callable[[], dict[str, Any]]) -> str:
-    try:
-        return json.dumps(work())
-    except BaseException as error:
-        traceback.print_exc()
-        return json.dumps({"failed": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

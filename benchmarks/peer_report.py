@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from benchmarks.peer_steps import PEERS
+from benchmarks.resumable import place
 
 Record = dict[str, Any]
 HEADER = (
@@ -73,7 +74,7 @@ def table(records: Sequence[Record]) -> str:
             parts += ["| lane | busy, s | compute waited, s | GB/s |", "|---|---|---|---|"]
             parts += [_lane(name, lane) for name, lane in ours["lanes"].items()]
             parts.append("")
-    places = dict.fromkeys(_place(record) for record in records if "failed" not in record)
+    places = dict.fromkeys(place(record) for record in records if "failed" not in record)
     notes = dict.fromkeys(
         f"{PEERS[record['peer']].label}: {record['config']['numerics']}."
         for record in records
@@ -85,11 +86,6 @@ def table(records: Sequence[Record]) -> str:
 def _lane(name: str, lane: dict[str, float]) -> str:
     rate = f"{lane['gb_per_s']:.1f}" if "gb_per_s" in lane else ""
     return f"| {name} | {lane['busy']:.3f} | {lane['waited']:.3f} | {rate} |"
-
-
-def _place(record: Record) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
-    return f"{record.get('gpu', 'unknown GPU')}, {record['date'][:10]}, commit {record['commit']}; {versions}"
 
 
 def picture(records: Sequence[Record]) -> str:

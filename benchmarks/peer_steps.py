@@ -7,7 +7,6 @@ configuration that each returns.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +16,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 import megatrain as mt
 from benchmarks.peer_rows import ADAMW, CLIP, Row
+from benchmarks.resumable import here
 from benchmarks.row import WARM, batches, collated, with_trainer
 from benchmarks.shapes import random_model
 from benchmarks.step import GIB, now, seconds_between, vram_outside
@@ -319,7 +318,5 @@ def run(name: str, row: Row, steps: int) -> dict[str, Any]:
         "lanes": trained.lanes,
         "disk": trained.disk,
         "config": trained.config | {"adamw_settings": ADAMW, "clipping": CLIP},
-        "gpu": torch.cuda.get_device_name() if cuda else "no GPU",
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "megatrain": mt.__version__},
+        **here(),
     }

@@ -51,13 +51,13 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_report import HEADER, line, picture, selected, table
 from benchmarks.peer_rows import ROWS, Row, flops, row_of
 from benchmarks.peer_steps import PEERS, STANDARD, device, run
+from benchmarks.resumable import dated, read
 from benchmarks.row import WARM
 from benchmarks.step import GIB, resident_ram
 from megatrain.hardware.inventory import available_ram
@@ -189,7 +189,7 @@ def pair(name: str, peer: str, row: Row, args: argparse.Namespace, limit: float)
         found["log"] = ended.errors[-2000:]
     about = {
         "row": name, "peer": peer, "title": row.title(), "work": row.work(), **asdict(row), "tokens": row.tokens,
-        "steps": args.steps, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "commit": args.commit,
+        "steps": args.steps, **dated(args.commit),
         "wall_s": round(time.monotonic() - began, 1), "limit_s": round(limit), "ram_gib": ended.ram_gib,
     }  # fmt: skip
     return about | rates(row, found) | found, ended.out_of_time
@@ -217,14 +217,7 @@ def key(record: dict[str, Any]) -> tuple[str, str]:
 
 def records(file: Path) -> Records:
     """The latest record of every pair, in the order of the file."""
-    found: Records = {}
-    for number, text in enumerate(file.read_text().splitlines(), 1):
-        try:
-            record = json.loads(text)
-            found[key(record)] = record
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise SystemExit(f"line {number} of {file} is not a record ({error!r}); delete it.") from None
-    return found
+    return read(file, key)
 
 
 def run_pairs(names: list[str], peers: list[str], args: argparse.Namespace) -> None:
@@ -281,13 +274,6 @@ def child(peer: str, row: Row, steps: int, parent: int) -> None:
     os._exit(0)
 
 
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to run or to show: {', '.join(ROWS)}")
@@ -322,7 +308,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--steps must be at least 1")
     if not (args.rows or args.table or args.picture):
         parser.error("name a row, or use --table or --picture")
-    args.commit = args.commit or commit()
     return args
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 190, 20, 45
-COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999",
+           "#8c510a", "#542788")  # fmt: skip
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:

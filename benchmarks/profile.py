@@ -133,6 +133,8 @@ def main() -> None:
     parser.add_argument("--gaps", type=int, default=20, help="how many gaps to list")
     parser.add_argument("--chrome", type=Path, help="write the profiler's own trace here")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU, whose kernels this lists")
     lines: list[str] = []
 
     @contextmanager

@@ -15,8 +15,6 @@ from typing import Any
 
 # Keeps reserved memory close to allocated memory; read when CUDA is first used.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-# Checking for a GPU must not initialise CUDA in a process that forks.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -38,9 +36,7 @@ Measured = tuple[mt.Plan, mt.Engine, list[float], list[float], Moved]
 def measure(args: argparse.Namespace, machine: mt.Machine | None = None) -> dict[str, Any]:
     """Run one row. The machine is probed unless it is given."""
     ram = {"started": resident_ram()}
-    for folder in args.offload_dir or ():
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    machine = machine or mt.probe(refresh=args.refresh, offload_dir=args.offload_dir)
+    machine = machine or probed(args)
     layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
     with sampled_peak(ram):
         dtype, lazy = getattr(torch, args.dtype), bool(args.offload_dir)
@@ -80,6 +76,13 @@ def measure(args: argparse.Namespace, machine: mt.Machine | None = None) -> dict
         "losses": losses,
         "all_seconds": seconds,
     }
+
+
+def probed(args: argparse.Namespace) -> mt.Machine:
+    """This machine, with the drives of `offload_dir`."""
+    for folder in args.offload_dir or ():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return mt.probe(refresh=args.refresh, offload_dir=args.offload_dir)
 
 
 def disk_of(plan: mt.Plan, engine: mt.Engine, moved: Moved, seconds: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +29,7 @@ import megatrain as mt
 from benchmarks.shapes import SHAPES, matmul_parameters, random_model
 
 GIB = 1 << 30
+Moment = float | torch.cuda.Event
 
 
 @dataclass
@@ -77,35 +79,14 @@ def measure(
 ) -> Measured:
     """Train `steps` steps of `micro` micro-batches of `batch` x `length` random tokens; trace the last one."""
     model = random_model(shape, torch.bfloat16).train()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     parameters = matmul_parameters(model)
     began = time.perf_counter()
-    engine = mt.Engine(model, **settings)
-    optimizer = engine.optimizer(lr=1e-5, max_grad_norm=clip)
-    attach = time.perf_counter() - began
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(0, model.config.vocab_size, (batch, length), generator=generator) for _ in range(micro)]
-    cuda = engine.device.type == "cuda"
-
-    def micro_batch(ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.to(engine.device)
-        loss = model(input_ids=ids, labels=ids).loss / micro
-        loss.backward()
-        return loss.detach()
+    windows = (micro,) if window else (1,) * micro
+    loop = Loop(model, batch, length, windows, clip=clip, **settings)
+    engine, attach, cuda = loop.engine, time.perf_counter() - began, torch.cuda.is_available()
 
     def step() -> float:
-        tasks = [partial(micro_batch, ids) for ids in tokens]
-        if window and micro > 1:
-            with optimizer.final_backward():
-                losses = engine.window(tasks, full_step=True)
-        else:
-            losses = [task() for task in tasks[:-1]]
-            with optimizer.final_backward():
-                losses.append(tasks[-1]())
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum(loss.item() for loss in losses)
+        return sum(loss.item() for loss in loop.step())
 
     losses = [step()]
     if cuda:
@@ -161,7 +142,84 @@ def measure(
     return result
 
 
-def now() -> float | torch.cuda.Event:
+class Loop:
+    """Steps of an engine on random tokens, without a plan: the windows of a step have these sizes."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        length: int,
+        windows: Sequence[int],
+        clip: float | None = 1.0,
+        updates: bool = True,
+        **settings: object,
+    ) -> None:
+        """Without `updates` a step is forward and backward alone, and its gradients are dropped."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.model, self.windows, self.micro = model, windows, sum(windows)
+        self.engine = mt.Engine(model, **settings)
+        self.optimizer = self.engine.optimizer(lr=1e-5, max_grad_norm=clip) if updates else None
+        generator = torch.Generator().manual_seed(1)
+        self._tokens = [
+            torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(self.engine.device)
+            for _ in range(self.micro)
+        ]
+        self._forwards_done: list[Moment] = []
+
+    def step(self) -> list[torch.Tensor]:
+        """The losses of the micro-batches; nothing is waited for."""
+        losses: list[torch.Tensor] = []
+        for size in self.windows:
+            losses += self._window(len(losses), size)
+        self._end_step()
+        return losses
+
+    def timed(self, steps: int, warm: int) -> list[tuple[float, float, float]]:
+        """Seconds of each step after the warm-up: of its forwards with their losses, of its backwards, of all of it."""
+        marks: list[list[Moment]] = []
+        for _ in range(warm + steps):
+            marks.append([])
+            done = 0
+            for size in self.windows:
+                marks[-1].append(now())
+                self._window(done, size)
+                done += size
+                # All forwards of a window come before the backward of its last micro-batch.
+                marks[-1].append(self._forwards_done[-1])
+            marks[-1].append(now())
+            self._end_step()
+        marks.append([now()])
+        found = []
+        for step, following in list(pairwise(marks))[warm:]:
+            parts = seconds_between(step)
+            whole = seconds_between([step[0], following[0]])
+            found.append((sum(parts[::2]), sum(parts[1::2]), whole[0]))
+        return found
+
+    def _window(self, begin: int, size: int) -> list[torch.Tensor]:
+        tasks = [partial(self._micro_batch, ids) for ids in self._tokens[begin : begin + size]]
+        last = self.optimizer is not None and begin + size == self.micro
+        with self.optimizer.final_backward() if last else nullcontext():  # type: ignore[union-attr]
+            return [tasks[0]()] if size == 1 else self.engine.window(tasks, full_step=size == self.micro)
+
+    def _micro_batch(self, ids: torch.Tensor) -> torch.Tensor:
+        loss = self.model(input_ids=ids, labels=ids).loss / self.micro
+        self._forwards_done.append(now())
+        loss.backward()
+        return loss.detach()
+
+    def _end_step(self) -> None:
+        if self.optimizer is None:
+            self.engine._step.zero_grad()
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._forwards_done.clear()
+
+
+def now() -> Moment:
     """When the GPU has done what was submitted to the current stream, without waiting for it. No GPU: the time."""
     if not torch.cuda.is_available():
         return time.perf_counter()
@@ -170,7 +228,7 @@ def now() -> float | torch.cuda.Event:
     return event
 
 
-def seconds_between(moments: Sequence[float | torch.cuda.Event]) -> list[float]:
+def seconds_between(moments: Sequence[Moment]) -> list[float]:
     """Seconds from each moment to the next."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

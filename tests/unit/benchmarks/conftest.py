@@ -4,6 +4,7 @@ import os
 
 _before = dict(os.environ)
 
+import benchmarks.resumable  # noqa: E402
 import benchmarks.row  # noqa: E402
 import benchmarks.step  # noqa: E402, F401
 

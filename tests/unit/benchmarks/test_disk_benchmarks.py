@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import accesses, accuracy, disk, peer_steps, replay, traffic
+from benchmarks import accesses, accuracy, disk, peer_steps, replay, resumable, traffic
 from benchmarks.peer_rows import ROWS
 from benchmarks.row import measure, row_parser
 from benchmarks.shapes import random_model
@@ -77,9 +77,9 @@ def test_why_a_row_failed_is_reported():
     def refused():
         raise ValueError("too small")
 
-    assert accuracy.in_child(lambda: {"row": 1}) == {"row": 1}
-    assert accuracy.in_child(refused) == {"failed": "ValueError: too small"}
-    assert accuracy.in_child(ended) == {"failed": "it ended with SIGKILL"}
+    assert resumable.in_child(lambda: {"row": 1}) == {"row": 1}
+    assert resumable.in_child(refused) == {"failed": "ValueError: too small"}
+    assert resumable.in_child(ended) == {"failed": "it ended with SIGKILL"}
 
 
 def test_rows_on_disk_need_a_directory(monkeypatch, capsys):
