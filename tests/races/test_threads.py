@@ -15,6 +15,8 @@ from torch import nn
 import megatrain as mt
 from megatrain.errors import UnsupportedCall
 from megatrain.store.parameter import StoreTensor
+from megatrain.store.slab import Slab
+from megatrain.stream.fetch import Lease
 
 LANES = ["sync", "threads"]
 STEPS = 4
@@ -315,11 +317,11 @@ def test_an_evaluation_that_never_started_is_not_counted() -> None:
         fetcher = engine._step.fetcher
         lock, fetcher.lock = fetcher.lock, InterruptedLock(fetcher.lock)
         with pytest.raises(KeyboardInterrupt):
-            fetcher.acquire(engine.slabs, evaluating=True)
+            fetcher.acquire(Lease(), engine.slabs, evaluating=True)
         fetcher.lock = lock
         with fetcher.lock:
             fetcher.wait_for_evaluations()
-        assert fetcher._evaluations == 0
+        assert not fetcher._evaluations
 
 
 class InterruptedLock:
@@ -336,3 +338,30 @@ class InterruptedLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def test_an_evaluation_while_a_checkpoint_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """What it fetches may be the old weights. They must not count as current once the new ones are there."""
+    model = Stack()
+    load = Slab._load
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            return model(inputs(0))
+
+    def slowly(slab: Slab, *args: Any) -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+        load(slab, *args)
+
+    with engine_of(model, held_weights=("*",)) as engine:
+        saved = evaluate().clone()
+        engine.save(tmp_path / "saved")
+        optimizer = engine.optimizer(lr=0.5)
+        model(inputs(0)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(evaluate(), saved)
+        monkeypatch.setattr(Slab, "_load", slowly)
+        engine.load(tmp_path / "saved")
+        assert torch.equal(evaluate(), saved)

@@ -135,7 +135,7 @@ class Block:
 
         With `recompute` only the graph of the call is needed: what it returns may be uninitialized.
         """
-        self._check_modules_unchanged()
+        self.check_modules_unchanged()
         binding: Binding = {content: {key: weights[at] for key, at in names} for content, names in self._names}
         copies = {} if buffers is None else {name: buffer.clone() for name, buffer in buffers.items()}
         for name, buffer in copies.items():
@@ -167,7 +167,7 @@ class Block:
         self._traced = False
         return result
 
-    def _check_modules_unchanged(self) -> None:
+    def check_modules_unchanged(self) -> None:
         """Raise if modules or parameter dicts were replaced since the engine was attached."""
         if any(modules.get(key) is not module for modules, key, module in self._links):
             self._recheck_modules()

@@ -25,7 +25,7 @@ from megatrain.compute.binding import call_with
 from megatrain.compute.block import Args, Block, Buffers, Capture, Kwargs, Weights, apply_side_effects, capture_outputs
 from megatrain.compute.compiled import CompiledCall, Shapes
 from megatrain.compute.interrupts import DeferInterrupts
-from megatrain.compute.rebind import Addresses, Rebinder
+from megatrain.compute.rebind import Addresses, Rebinder, refuse_hidden_gradient
 from megatrain.compute.replay import AmbientState
 from megatrain.compute.trees import FlattenSpec, flatten_tensors
 from megatrain.errors import UnsupportedCall
@@ -168,6 +168,7 @@ class _Call:
                 f"the backward of {self.block.name} ran twice, and policy 'store' keeps its graph for one; use "
                 "'recompute'."
             )
+        self.block.check_modules_unchanged()
         if graph.rebinder is not None:
             graph.rebinder.views = views
         return graph
@@ -209,18 +210,16 @@ class _Call:
                 "give a wrong gradient; call backward() first, or use policy='store'."
             )
 
-    def refuse_hidden_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Raise if a gradient reaches the dropped graph of the forward through a tensor that was not returned."""
+    def refuse_hidden_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Raise if a gradient reaches the graph of the forward through a tensor that was not returned.
 
-        def refuse(_: torch.Tensor) -> None:
-            raise UnsupportedCall(
-                f"a tensor made inside {self.block.name} reached the loss without being returned by its forward (kept "
-                "as an attribute, say), so its gradient would be lost; return it from the layer's forward."
-            )
-
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(refuse)
+        `_differentiate` accumulates nothing into leaves. The hook must not refer to this call, which would never be
+        freed: the garbage collector does not see through autograd.
+        """
+        refuse = partial(refuse_hidden_gradient, self.block.name)
+        for leaf in leaves:
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(refuse)
 
     def detached(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Detach the inputs from the outer graph, keeping `requires_grad`."""
@@ -238,7 +237,7 @@ class _BlockNode(torch.autograd.Function):
             multithreaded = call.info.multithreaded()
             may_store = call.policy == "store" or multithreaded
             moves = any(not slab.stays_on_device for slab in call.block.slabs)
-            rebinder = Rebinder(views) if may_store and moves else None
+            rebinder = Rebinder(views, call.block.name) if may_store and moves else None
             forward = partial(call.run_forward, inputs, weights)
             keeping: AbstractContextManager[Buffers] = (
                 nullcontext({}) if call.policy == "store" else call.block.keeping_buffers()
@@ -251,10 +250,9 @@ class _BlockNode(torch.autograd.Function):
                 call.interleaved = not multithreaded and call.info.multithreaded()
                 if may_store and call.generators_after is not None:
                     call.policy = "store"
+            call.refuse_hidden_gradients([*inputs, *weights.values()])
             if call.policy == "store":
                 call.graph = _Graph(inputs, weights, made, rebinder)
-            else:
-                call.refuse_hidden_gradients([*inputs, *weights.values()])
         ctx.save_for_backward(*call.offload_inputs(tensors))
         outputs = tuple(t.detach() for t in made)
         ctx.mark_non_differentiable(*[o for o, t in zip(outputs, made, strict=True) if not t.requires_grad])

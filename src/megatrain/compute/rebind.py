@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch._dynamo.eval_frame import skip_code
@@ -43,11 +43,11 @@ class Addresses(Generic[Key]):
 class Rebinder:
     """Saved-tensor hooks for one call of a block."""
 
-    def __init__(self, views: Mapping[int, torch.Tensor]) -> None:
-        self._slabs = Addresses(views)
+    def __init__(self, views: Mapping[int, torch.Tensor], block: str) -> None:
+        self._slabs, self._block = Addresses(views), block
         self._starts = {slab: view.data_ptr() for slab, view in views.items()}
         self.views: Mapping[int, torch.Tensor] = {}
-        """The weights' current location; set before the backward."""
+        """The weights' current location; set by the block's own backward."""
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run the forward with the hooks active. If a Ctrl-C leaves the hooks installed, they do nothing afterwards."""
@@ -72,8 +72,18 @@ class Rebinder:
         self, slab: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         """The view at its current location; `offset` is relative to the start of the slab."""
+        if not self.views:
+            refuse_hidden_gradient(self._block)
         view = self.views[slab].view(dtype)
         return view.as_strided(size, stride, int(view.storage_offset()) + offset)
+
+
+def refuse_hidden_gradient(block: str, _: torch.Tensor | None = None) -> NoReturn:
+    """Raise: a gradient reaches the inner graph of a block otherwise than through the block's outputs."""
+    raise UnsupportedCall(
+        f"a tensor made inside {block} reached the loss without being returned by its forward (kept as an attribute, "
+        "say), so its gradient would be lost; return it from the layer's forward."
+    )
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:

@@ -53,7 +53,7 @@ from megatrain.stream.accumulate import WindowSums
 from megatrain.stream.activations import Activations
 from megatrain.stream.ahead import Ahead
 from megatrain.stream.drain import Drain
-from megatrain.stream.fetch import Fetcher
+from megatrain.stream.fetch import Fetcher, Lease
 from megatrain.stream.lanes import Lanes
 
 Result = TypeVar("Result")
@@ -132,18 +132,23 @@ class Step:
             if phase == "forward":
                 self._forward_order.setdefault(block.index)
             ahead = self.ahead.after(phase, block.index, evaluating)
-        lease = self.fetcher.acquire(block.slabs, ahead, evaluating)
+        lease = Lease()
         try:
-            with self._span(f"{phase} {block.name}"):
-                yield lease.views
-        except torch.OutOfMemoryError as error:
-            if not self.updates.early_started:
-                error.add_note(
-                    f"megatrain: the GPU ran out of memory in the {phase} of {block.name}. No weight was changed: "
-                    "after zero_grad() training can go on, with fewer tokens at a time or with policy='offload'."
-                )
-            raise
+            try:
+                self.fetcher.acquire(lease, block.slabs, ahead, evaluating)
+                with self._span(f"{phase} {block.name}"):
+                    yield lease.views
+            except torch.OutOfMemoryError as error:
+                if not self.updates.early_started:
+                    error.add_note(
+                        f"megatrain: the GPU ran out of memory in the {phase} of {block.name}. No weight was changed: "
+                        "after zero_grad() training can go on, with fewer tokens at a time or with policy='offload'."
+                    )
+                raise
+            finally:
+                self.fetcher.release(lease)
         finally:
+            # In case a Ctrl-C ended the first call.
             self.fetcher.release(lease)
 
     def add_gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None:

@@ -184,8 +184,7 @@ class Updates:
     def norm(self) -> float:
         """The current global gradient norm; waits for the gradients."""
         present = [slab for slab in self.slabs if slab.grad.present]
-        read = [slab.grad.read() for slab in present]
-        found = [gradient_square_sum(each) if each.square_sum is None else each.square_sum for each in read]
+        found = [_square_sum(slab.grad) for slab in present]
         # All at once: every copy from the device is a wait.
         on_device = [value for value in found if value.is_cuda]
         copied = iter(torch.stack(on_device).tolist() if on_device else ())
@@ -379,6 +378,16 @@ class Updates:
             f"({self.counters.skipped_steps} skipped so far, {self._skipped_in_a_row} in a row; the run stops at "
             f"{MAX_SKIPPED_IN_A_ROW})"
         )
+
+
+def _square_sum(gradient: Gradient) -> torch.Tensor:
+    """The sum of squares of a gradient, before scaling. One that is on disk is not read if its sum is known."""
+    active = gradient.active()
+    known = active[0].square_sum if len(active) == 1 else None
+    if known is None:
+        return gradient_square_sum(gradient.read())
+    active[0].order.until_readable()
+    return known
 
 
 def _scaled_square_sum(gradient: Snapshot) -> float:

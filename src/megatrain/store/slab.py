@@ -99,8 +99,14 @@ class Slab:
     def load(self, index: int, values: torch.Tensor) -> None:
         """Set one parameter from a tensor of any float dtype; a split master keeps FP32 values exactly."""
         self.before_write()
+        try:
+            self._load(index, values.detach().to("cpu").reshape(-1))
+        finally:
+            # Another thread may have fetched what was there before.
+            self.version += 1
+
+    def _load(self, index: int, values: torch.Tensor) -> None:
         segment, owned = self.layout.segments[index], self.owned.segments[index]
-        values = values.detach().to("cpu").reshape(-1)
         if not self.split_master or values.dtype not in (torch.float32, torch.float16):
             with self.changing_weight(index) as weight:
                 weight.copy_(values)

@@ -47,8 +47,12 @@ class Activations:
             with self._lock:
                 if not self._in_flight or len(self._in_flight) + count <= MAX_COPIES_IN_FLIGHT:
                     break
-                ticket, _tensor = self._in_flight.popleft()
-            ticket.wait()
+                # It is removed after the wait: if a Ctrl-C ends that, the copy goes on, and must keep its tensor.
+                oldest = self._in_flight[0]
+            oldest[0].wait()
+            with self._lock:
+                if self._in_flight and self._in_flight[0] is oldest:
+                    self._in_flight.popleft()
         if self._disk is not None and self._disk.takes(block):
             self._disk.wait_for_room(count)
 

@@ -19,7 +19,7 @@ import torch
 
 from megatrain.geometry import DISK_STAGING_SLOTS, group_by_size, weight_slots
 from megatrain.store.slab import Slab
-from megatrain.store.ticket import DONE, Order, Ticket
+from megatrain.store.ticket import Order, Ticket
 from megatrain.stream.ahead import Upcoming
 from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.rings import DeviceBuffers
@@ -42,7 +42,7 @@ class Slot(DeviceBuffers):
         self.allocate(nbytes)
         self.slab: Slab | None = None
         self.version = -1
-        self.pins = 0
+        self.pins: set[Lease] = set()
         self.used = 0
         """Clock of its last use; the least recently used slot is evicted first."""
 
@@ -71,9 +71,12 @@ class Ring:
         return min(free, key=lambda slot: (slot.current, slot.used), default=None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
-    """Slabs pinned on the device, and their flat views by slab index."""
+    """Slabs pinned on the device, and their flat views by slab index.
+
+    Made before it is acquired, so that a Ctrl-C at any point leaves one that can be released.
+    """
 
     slots: list[Slot] = field(default_factory=list)
     read: list[Order] = field(default_factory=list)
@@ -81,8 +84,7 @@ class Lease:
     found: list[Order] = field(default_factory=list)
     """Orders of slots that had been filled, or were being filled, before they were acquired."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
-    evaluating: bool = False
-    """Whether an evaluation thread reads resident slabs in place."""
+    released: bool = False
 
 
 class Fetcher:
@@ -94,7 +96,8 @@ class Fetcher:
         self.lock = threading.RLock()
         """Held while slots are filled, pinned or released, and while work that writes a slab is submitted, so that a
         copy's version number matches its content."""
-        self._evaluations = 0
+        self._evaluations: set[Lease] = set()
+        """Those of evaluation threads that read resident slabs in place."""
         self._released = threading.Condition(self.lock)
         self._link, self._lanes, self._counters = link, link.lanes, link.counters
         self._clock = count(1)
@@ -149,39 +152,37 @@ class Fetcher:
     def slot_bytes(self) -> int:
         return sum(slot.bytes.numel() for ring in set(self._rings.values()) for slot in ring.slots)
 
-    def acquire(self, slabs: Sequence[Slab], ahead: Iterable[Upcoming] = (), evaluating: bool = False) -> Lease:
-        """Pin the slabs on the device, start copies of those needed next, and order compute after the copies.
-        `evaluating`: the caller is an evaluation thread."""
+    def acquire(
+        self, lease: Lease, slabs: Sequence[Slab], ahead: Iterable[Upcoming] = (), evaluating: bool = False
+    ) -> None:
+        """Pin the slabs on the device, start copies of those needed next, and order compute after the copies. Release
+        the lease, also if this fails. `evaluating`: the caller is an evaluation thread."""
         residents = [slab for slab in slabs if slab.on_device]
-        lease = Lease()
-        try:
-            with self.lock:
-                if evaluating and residents:
-                    self._evaluations += 1
-                    lease.evaluating = True
-                self._pin([slab for slab in slabs if not slab.on_device], lease)
-                self.prefetch(ahead, slabs, read_ahead=not evaluating)
-            for slab in residents:
-                span = slab.open(reads=("weight",))
-                lease.read += span.reads
-                lease.views[slab.index] = span.weight
-            # Compute must not read a slot before its copy, nor a resident slab before its update, is done.
-            count = partial(self._count_use, self._lanes.timeline.weight_uses)
-            for order in lease.read:
-                found = order in lease.found
-                pending = self._lanes.order_compute(order.before_reading(), count if found else None)
-                if found and not pending:
-                    count(0.0)
-            return lease
-        except BaseException:
-            self._unpin(lease)
-            raise
+        with self.lock:
+            if evaluating and residents:
+                self._evaluations.add(lease)
+            self._pin([slab for slab in slabs if not slab.on_device], lease)
+            self.prefetch(ahead, slabs, read_ahead=not evaluating)
+        for slab in residents:
+            span = slab.open(reads=("weight",))
+            lease.read += span.reads
+            lease.views[slab.index] = span.weight
+        # Compute must not read a slot before its copy, nor a resident slab before its update, is done.
+        count = partial(self._count_use, self._lanes.timeline.weight_uses)
+        for order in lease.read:
+            found = order in lease.found
+            pending = self._lanes.order_compute(order.before_reading(), count if found else None)
+            if found and not pending:
+                count(0.0)
 
     def release(self, lease: Lease) -> None:
-        """Unpin the slabs; their slots may be refilled after the compute submitted so far."""
+        """Unpin the slabs; their slots may be refilled after the compute submitted so far. A second call does nothing,
+        unless a Ctrl-C ended the first."""
+        if lease.released:
+            return
         mark = self._lanes.mark()
         try:
-            if lease.evaluating:
+            if lease in self._evaluations:
                 # The update is not ordered after this thread's stream.
                 mark.wait()
         finally:
@@ -197,8 +198,8 @@ class Fetcher:
             else:
                 lease.found.append(slot.order)
             slot.used = next(self._clock)
-            slot.pins += 1
             lease.slots.append(slot)
+            slot.pins.add(lease)
             lease.read.append(slot.order)
             lease.views[slab.index] = slot.view(slab)
 
@@ -209,19 +210,20 @@ class Fetcher:
                 uses.late += waited > LATE_SECONDS
                 uses.arrived += waited <= LATE_SECONDS
 
-    def _unpin(self, lease: Lease, read: Ticket = DONE) -> None:
+    def _unpin(self, lease: Lease, read: Ticket) -> None:
         with self.lock:
-            for slot in lease.slots:
-                slot.pins -= 1
             for order in lease.read:
                 order.read(read)
-            self._evaluations -= lease.evaluating
+            for slot in lease.slots:
+                slot.pins.discard(lease)
+            self._evaluations.discard(lease)
             self._released.notify_all()
+            lease.released = True
 
     def wait_for_evaluations(self) -> None:
         """Wait until no evaluation thread reads a resident slab, which an update writes in place. Call with the lock
         held, and keep it until the update has been submitted."""
-        self._released.wait_for(lambda: self._evaluations <= 0)
+        self._released.wait_for(lambda: not self._evaluations)
 
     def prefetch(self, ahead: Iterable[Upcoming], keep: Iterable[Slab] = (), read_ahead: bool = True) -> None:
         """Start copies for the next uses, nearest first, while slots are free. With `read_ahead`, also start reads from

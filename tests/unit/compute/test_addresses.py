@@ -26,7 +26,7 @@ def test_a_saved_weight_is_bound_to_its_new_slot() -> None:
     """The forward and the backward use different slots of the same storage."""
     storage = torch.arange(40.0)
     first_views, second_views = {0: storage[:8], 1: storage[8:16]}, {0: storage[24:32], 1: storage[32:40]}
-    rebinder = Rebinder(first_views)
+    rebinder = Rebinder(first_views, "a block")
     leaves = {slab: view.view(2, 4).T.detach().requires_grad_() for slab, view in first_views.items()}
     x = torch.ones(3, 4, requires_grad=True)
     result = rebinder.run(lambda: (x @ leaves[0]) * (x @ leaves[1]))

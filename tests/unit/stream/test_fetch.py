@@ -12,7 +12,7 @@ from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.ticket import Order
 from megatrain.stream.ahead import Upcoming
-from megatrain.stream.fetch import READ_CONFIDENCE, Fetcher
+from megatrain.stream.fetch import READ_CONFIDENCE, Fetcher, Lease
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 from megatrain.stream.transfer import Link
 from megatrain.telemetry.counters import Counters
@@ -41,17 +41,21 @@ class Bench:
         self.fetcher = Fetcher(self.slabs, slots, self.link)
 
     def acquire(self, *indices, ahead=()):
-        return self.fetcher.acquire([self.slabs[i] for i in indices], self.upcoming(*ahead))
+        lease = Lease()
+        self.fetcher.acquire(lease, [self.slabs[i] for i in indices], self.upcoming(*ahead))
+        return lease
 
     def upcoming(self, *indices, confidence=1.0):
         return [Upcoming([self.slabs[i]], confidence) for i in indices]
 
     def use(self, *indices, ahead=()):
         """Acquire the slabs, read their first values, and release them."""
-        lease = self.acquire(*indices, ahead=ahead)
-        seen = [lease.views[i][0].item() for i in indices]
-        self.fetcher.release(lease)
-        return seen
+        lease = Lease()
+        try:
+            self.fetcher.acquire(lease, [self.slabs[i] for i in indices], self.upcoming(*ahead))
+            return [lease.views[i][0].item() for i in indices]
+        finally:
+            self.fetcher.release(lease)
 
     def sizes(self):
         return sorted((ring.nbytes, len(ring.slots)) for ring in set(self.fetcher._rings.values()))
@@ -278,7 +282,7 @@ def test_a_failed_copy_leaves_no_slot_pinned():
             bench.use(0, 1, ahead=[2])
         transfer.to_device = copy
         assert [bench.use(i) for i in range(3)] == [[1.0], [2.0], [3.0]]
-    assert all(slot.pins == 0 for ring in bench.fetcher._rings.values() for slot in ring.slots)
+    assert not any(slot.pins for ring in bench.fetcher._rings.values() for slot in ring.slots)
 
 
 def test_a_fetch_waits_for_the_update_and_an_update_can_wait_for_the_fetch():

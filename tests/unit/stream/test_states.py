@@ -12,6 +12,7 @@ from tests.tiny import Stack, backward, differences, engine_of, roles
 import megatrain as mt
 from megatrain.errors import SettingsError
 from megatrain.geometry import STAGING_SLOTS
+from megatrain.stream.fetch import Lease
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
 
 HELD = {"held_weights": ("*",), "held_gradients": ("*",)}
@@ -101,7 +102,8 @@ def test_a_weight_in_use_is_updated_on_the_cpu() -> None:
     optimizer = engine.optimizer(lr=0.1)
     backward(model, 0)
     fetcher = engine._step.fetcher
-    lease = fetcher.acquire([engine.slabs[1]])
+    lease = Lease()
+    fetcher.acquire(lease, [engine.slabs[1]])
     view, before = lease.views[1], lease.views[1].clone()
     seen = jobs_of(engine)
     optimizer.step()
