@@ -235,6 +235,8 @@ def sweep(lanes: str, stride: int) -> None:
             optimizer.zero_grad()
             plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, StoreTensor)]
             assert not plain, (number, plain)
+            rings = engine._step.fetcher._rings.values()
+            assert not any(slot.pins for ring in rings for slot in ring.slots), number
             now = roles(engine)
             assert not differences(now, before) or not differences(now, after), number
             if not differences(now, before):

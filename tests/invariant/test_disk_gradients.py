@@ -191,6 +191,26 @@ def test_a_gradient_that_cannot_be_read_stops_training(tmp_path: Path) -> None:
     engine._attached.close(1.0)
 
 
+def test_the_norm_reads_nothing_from_disk(tmp_path: Path) -> None:
+    def backward_of(**settings: Any) -> mt.Engine:
+        model = Stack(depth=5)
+        engine = engine_of(model, precision="bf16", **settings)
+        engine.optimizer(lr=0.1, max_grad_norm=1.0)
+        backward(model, 0)
+        engine.synchronize()
+        return engine
+
+    with backward_of() as in_ram:
+        expected = in_ram.grad_norm()
+    engine = backward_of(**all_on_disk(tmp_path))
+    assert all(on_disk(engine))
+    assert engine._placement.disk is not None
+    for file in engine._placement.disk.files:
+        os.ftruncate(file.descriptor, 0)
+    assert engine.grad_norm() == expected
+    engine._attached.close(1.0)
+
+
 def test_gradients_need_their_states_on_disk(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"gradients_on_disk='\*' .* name it in on_disk too"):
         engine_of(Stack(), offload_dir=tmp_path, gradients_on_disk=["*"], allow_tmpfs=True)

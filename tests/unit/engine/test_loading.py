@@ -141,6 +141,16 @@ def test_a_lazy_model_can_be_changed_saved_and_cast(tmp_path: Path) -> None:
     require_same(AutoModelForCausalLM.from_pretrained(tmp_path / "again").float(), plain)
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_in_8_bit_floats_are_converted(tmp_path: Path, stored: torch.dtype) -> None:
+    model, plain = tiny.Stack(), tiny.Stack(seed=1)
+    state = {name: value.to(stored) for name, value in plain.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    plain.load_state_dict({name: value.float() for name, value in state.items()})
+    with mt.Engine(model.to("meta"), weights=tmp_path, device="cpu") as engine:
+        require_same(engine.release(), plain)
+
+
 def test_data_of_lazy_weights_can_be_assigned(tmp_path: Path) -> None:
     """Also to themselves, as `Module.to` does."""
     path = saved(tmp_path / "model", lambda: small.llama(tie_word_embeddings=True))
