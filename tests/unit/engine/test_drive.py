@@ -130,7 +130,7 @@ def test_inputs_of_blocks_count(tmp_path: Path) -> None:
     with pytest.raises(DriveLimit, match=r"1.47e-07 TB were written to disk, and max_drive_tb=1e-07, so no"):
         steps()
     assert taken == [2 * 3 * 8192] * 2
-    engine.synchronize()  # one counts what was submitted, the other what was moved
+    engine.quiesce()  # one counts what was submitted, the other what was moved
     assert engine.drive.written == engine.counters.bytes_disk_out == 3 * 2 * 3 * 8192
 
 
