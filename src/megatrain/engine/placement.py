@@ -13,7 +13,6 @@ from megatrain.errors import SettingsError
 from megatrain.geometry import (
     DISK_SETTINGS,
     DISK_STAGING_SLOTS,
-    PATTERN_SETTINGS,
     STAGING_SLOTS,
     TIERS,
     group_by_size,
@@ -34,6 +33,10 @@ from megatrain.store.vram import DeviceMemory
 from megatrain.stream.disk_gradients import staged_gradient_bytes
 from megatrain.stream.disk_weights import staged_bytes
 from megatrain.telemetry.notices import announce, warn
+
+DRIVE_SETTINGS = ("drive_tbw", "max_drive_tb")
+DRIVE_DEBUG_SETTINGS = ("allow_tmpfs", "disk_coding", "disk_io")
+"""Settings, and fields of `Settings.debug`, that say how `offload_dir` is used."""
 
 
 class Placement:
@@ -87,7 +90,7 @@ class Placement:
         )
 
     def check(self, blocks: Sequence[str], slabs: Sequence[Slab]) -> None:
-        """Raise if a pattern matches no block, or nothing that can be on disk."""
+        """Raise if a pattern matches nothing that can be on disk."""
         for setting, what, on_disk in (
             ("weights_on_disk", "weights", {slab.name for slab in slabs if slab.weight_on_disk}),
             ("gradients_on_disk", "gradients", {slab.name for slab in slabs if slab.homes.gradients is not None}),
@@ -108,11 +111,6 @@ class Placement:
                     f"inputs_on_disk={pattern!r} matches {found[0]}, whose policy is {policies[found[0]]!r}: only "
                     "policy 'offload' takes inputs off the device, so set that for it."
                 )
-        for setting in PATTERN_SETTINGS:
-            for pattern in getattr(self._settings, setting):
-                if not any(fnmatch(name, pattern) for name in blocks):
-                    named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
-                    raise SettingsError(f"{setting}={pattern!r} matches no block; blocks are {', '.join(named)}.")
 
     def kernels(self) -> dict[str, Kernel]:
         """The update kernel of each tier."""
@@ -163,6 +161,14 @@ def announce_unavailable(settings: Settings, device: torch.device) -> None:
     """Warn about settings that have no effect, and announce those that lose precision."""
     if device.type == "cpu" and "pin" in settings.debug.given:
         warn(f"pin={settings.debug.pin} has no effect on the CPU")
+    if not folders(settings.offload_dir):
+        unused = {name: getattr(settings, name) for name in DRIVE_SETTINGS if getattr(settings, name) is not None}
+        unused |= {name: getattr(settings.debug, name) for name in DRIVE_DEBUG_SETTINGS if name in settings.debug.given}
+        for name, value in unused.items():
+            warn(f"{name}={value!r} has no effect without offload_dir")
+    elif "disk_coding" in settings.debug.given and settings.optimizer_compression != "lossless":
+        coding = settings.debug.disk_coding
+        warn(f"disk_coding={coding!r} has no effect without optimizer_compression='lossless'")
     if settings.moment_width != "fp32":
         announce(
             f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "

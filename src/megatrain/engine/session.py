@@ -22,6 +22,7 @@ from megatrain.engine.drive import DriveLife
 from megatrain.engine.headroom import tensors_of
 from megatrain.engine.kernels import check_resume, facts_of_run
 from megatrain.engine.loading import filled
+from megatrain.engine.patterns import check_patterns
 from megatrain.engine.placement import announce_unavailable, place_one_block
 from megatrain.engine.planning import apply_plan, resolve_compile
 from megatrain.engine.recording import described
@@ -91,6 +92,7 @@ class Engine:
         compiled = not one_block and resolve_compile(self.settings, self.device)
         self.settings = self.settings.override(compile=compiled)
         announce_unavailable(self.settings, self.device)
+        check_patterns(self.settings, specs)
         self.precision: str = precision_of(model, self.settings.precision)
         self.settings = with_states_on_disk(self.settings, self.device, model, specs, self.precision, _kind)
         self.saved_precision = saved_precision(model, self.precision, saved_dtypes)

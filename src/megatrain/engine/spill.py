@@ -130,11 +130,13 @@ def with_states_on_disk(
         raise SettingsError(f"{' and '.join(named)} name blocks; name a directory for them with offload_dir.")
     if not directories or settings.plan is not None or "on_disk" in settings.given:
         return settings
-    blocks = [block for block in _blocks(settings, model, specs, precision, kind) if block.slabs]
+    stored = [block for block in _blocks(settings, model, specs, precision, kind) if block.slabs]
+    blocks = [block for block in stored if not any(fnmatch(block.name, each) for each in settings.resident)]
     loaded = sum(map(ram_bytes, model.parameters()))
     limit = max(0, inventory.available_ram() + loaded - inventory.level(inventory.LOW, cgroups.usable_ram()))
     limit = limit if settings.max_ram_gb is None else min(limit, int(settings.max_ram_gb * GIB))
-    total = sum(block.total(role) for block in blocks for role in ("weights", "gradients", "states"))
+    in_ram = stored if device.type == "cpu" else blocks
+    total = sum(block.total(role) for block in in_ram for role in ("weights", "gradients", "states"))
     if device.type == "cpu":
         total += _slot_bytes(blocks, settings)
     given: dict[str, frozenset[str]] = {

@@ -62,6 +62,14 @@ def test_a_choice_of_the_user_is_kept(tmp_path: Path) -> None:
     assert engine._placement.disk is None
 
 
+def test_resident_blocks_stay(tmp_path: Path) -> None:
+    resident = tuple(f"model.layers.{index}" for index in range(7, 10))
+    limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "max_ram_gb": 0.85 * in_ram()}
+    engine, _ = train(resident=resident, **limits)
+    assert engine.settings.on_disk
+    assert not {*engine.settings.on_disk} & {*resident}
+
+
 def frozen(trains: str = "q_proj") -> Any:
     """Only some parameters of each layer train."""
     model = small.llama(**SIZES).bfloat16()
