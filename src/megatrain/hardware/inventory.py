@@ -188,13 +188,19 @@ def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: i
         )
 
 
+def memory_name(device: torch.device) -> str:
+    """What messages call the memory of the compute device. On the CPU it is part of RAM."""
+    return "VRAM" if device.type == "cuda" else "device memory"
+
+
 def require_vram(device: torch.device, nbytes: int, what: str) -> None:
     """Raise `NotEnoughMemory` if an allocation cannot fit on the compute device."""
     free = free_memory(device)
     if nbytes > free:
         raise NotEnoughMemory(
-            f"{what} need {nbytes / GIB:.2f} GiB of GPU memory, but only {free / GIB:.2f} GiB are free within the cap "
-            f"(short by {(nbytes - free) / GIB:.2f} GiB); name fewer blocks in `resident`, or raise max_vram_gb."
+            f"{what} need {nbytes / GIB:.2f} GiB of {memory_name(device)}, but only {free / GIB:.2f} GiB are free "
+            f"(short by {(nbytes - free) / GIB:.2f} GiB); name fewer blocks in `resident`"
+            + (", or raise max_vram_gb." if device.type == "cuda" else ".")
         )
 
 
