@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError
-from megatrain.geometry import CHUNK_ELEMENTS
+from megatrain.geometry import CHUNK_ELEMENTS, GIB
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model.shapes import describe
 from megatrain.model.transformers_api import config_of
@@ -25,7 +25,6 @@ from megatrain.settings import Settings
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 
-GIB = 1 << 30
 LAYER_FACTOR = 200
 """Upper bound of a layer's graph and backward, in multiples of its input."""
 LOGIT_BYTES = 16

@@ -22,9 +22,10 @@ from megatrain.geometry import (
     ALIGN_BYTES,
     DISK_SETTINGS,
     DISK_STAGING_SLOTS,
-    MIN_COMPRESSED_NUMEL,
+    GIB,
     OPTIMIZER_MOMENTS,
     WIDTHS,
+    compresses_moments,
     grad_slots,
     group_by_size,
     padded,
@@ -38,8 +39,6 @@ from megatrain.model.blocks import BlockSpec
 from megatrain.model.dtypes import Dtypes
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
-
-GIB = 1 << 30
 
 
 @dataclass
@@ -272,8 +271,7 @@ def _blocks(
             seen[id(parameter)] = slab
             slab.weights += numel * dtype.itemsize
             if parameter.requires_grad:
-                small = parameter.ndim < 2 or parameter.numel() < MIN_COMPRESSED_NUMEL
-                width = WIDTHS["fp32" if small else settings.moment_width]
+                width = WIDTHS[settings.moment_width if compresses_moments(parameter.shape) else "fp32"]
                 residual = 2 if dtype == torch.bfloat16 and precision != "bf16-sr" else 0
                 slab.states += int(numel * (residual + OPTIMIZER_MOMENTS[kind] * width.nbytes))
                 slab.gradients += numel * (4 if dtype == torch.float32 else 4 + dtype.itemsize)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.geometry import GIB
 from megatrain.hardware import attention, inventory
 from megatrain.model import fields
 from megatrain.model.dtypes import Dtypes
@@ -149,4 +150,4 @@ def _laid_out(engine: Engine, kind: str, blocks: int, more: Mapping[str, str] | 
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.2f} MiB"

@@ -12,12 +12,12 @@ import torch
 
 from megatrain import geometry, process
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory, SettingsError
+from megatrain.geometry import GIB
 from megatrain.hardware import cgroups
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, AvailableMemory
 from megatrain.lazy import ram_bytes
 from megatrain.telemetry.notices import announce, warn
 
-GIB = 1 << 30
 LOW = (GIB, 0.2)
 """Free RAM, in bytes or as a share of the limit, whichever is less. Below it MegaTrain warns once and returns freed
 memory to the system. A plan leaves this much free."""

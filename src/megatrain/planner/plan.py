@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import (
+    GIB,
     LANES,
     PLACEMENT_SETTINGS,
     PLANNED_DEBUG_SETTINGS,
@@ -21,7 +22,7 @@ from megatrain.geometry import (
 )
 from megatrain.hardware.machine import cuda_bytes
 from megatrain.hardware.validation import Frozen, fields_of, is_count, is_rate, read_object, require
-from megatrain.planner.memory import GIB, ROLES, TIERS, pinned_bytes
+from megatrain.planner.memory import ROLES, TIERS, pinned_bytes
 from megatrain.planner.run import Run, current_names
 from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug

@@ -12,11 +12,10 @@ from tests.tiny import differences, engine_of, roles
 import megatrain as mt
 from megatrain.engine import spill
 from megatrain.errors import NotEnoughMemory
-from megatrain.geometry import ALIGN_BYTES
+from megatrain.geometry import ALIGN_BYTES, GIB
 from megatrain.hardware import cgroups, inventory
 from megatrain.store import scratch
 
-GIB = 1 << 30
 SIZES = {"num_hidden_layers": 10, "hidden_size": 128, "intermediate_size": 256}
 
 

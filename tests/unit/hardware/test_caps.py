@@ -12,8 +12,8 @@ from tests.tiny import Stack, engine_of
 
 from megatrain import process
 from megatrain.errors import NotEnoughMemory
+from megatrain.geometry import GIB
 from megatrain.hardware import cgroups, inventory
-from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, AvailableMemory
 from megatrain.process import VramLimit
 
