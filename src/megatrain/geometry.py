@@ -143,6 +143,8 @@ ALIGN_ELEMENTS = 256
 numbers are aligned."""
 MOMENT_ALIGN_BYTES = 64
 """In the buffer of a moment, parameters of each format start on a cache line."""
+STATE_ALIGN_BYTES = 256
+"""In a slot for streamed states, each role starts on a multiple of this."""
 ALIGN_BYTES = 4096
 """Slabs are padded to whole pages, because they are registered with the CUDA driver."""
 
