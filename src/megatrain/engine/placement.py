@@ -32,11 +32,6 @@ from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
 from megatrain.stream.disk_gradients import staged_gradient_bytes
 from megatrain.stream.disk_weights import staged_bytes
-from megatrain.telemetry.notices import announce, warn
-
-DRIVE_SETTINGS = ("drive_tbw", "max_drive_tb")
-DRIVE_DEBUG_SETTINGS = ("allow_tmpfs", "disk_coding", "disk_io")
-"""Settings, and fields of `Settings.debug`, that say how `offload_dir` is used."""
 
 
 class Placement:
@@ -155,42 +150,3 @@ class Placement:
 
 def _matches(block: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(block, pattern) for pattern in patterns)
-
-
-def announce_unavailable(settings: Settings, device: torch.device) -> None:
-    """Warn about settings that have no effect, and announce those that lose precision."""
-    if device.type == "cpu" and "pin" in settings.debug.given:
-        warn(f"pin={settings.debug.pin} has no effect on the CPU")
-    if not folders(settings.offload_dir):
-        unused = {name: getattr(settings, name) for name in DRIVE_SETTINGS if getattr(settings, name) is not None}
-        unused |= {name: getattr(settings.debug, name) for name in DRIVE_DEBUG_SETTINGS if name in settings.debug.given}
-        for name, value in unused.items():
-            warn(f"{name}={value!r} has no effect without offload_dir")
-    elif "disk_coding" in settings.debug.given and settings.optimizer_compression != "lossless":
-        coding = settings.debug.disk_coding
-        warn(f"disk_coding={coding!r} has no effect without optimizer_compression='lossless'")
-    if settings.moment_width != "fp32":
-        announce(
-            f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "
-            f"{settings.moment_width} and lose precision (docs/precision.md shows what that costs)"
-        )
-
-
-def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Module) -> Settings:
-    """Announce that a model has no repeated layers, and keep it on the GPU if its state fits into half the free memory.
-
-    Its weights are read at every use, so each use of a weight in RAM would be a transfer.
-    """
-    # Weights and, where they train, FP32 gradients and two FP32 moments.
-    state = sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
-    fits = device.type == "cuda" and state <= inventory.free_memory(device) // 2
-    stays = fits and "resident" not in settings.given and settings.plan is None
-    announce(
-        f"{type(model).__name__} has no repeated layers, so it trains as one block: "
-        + ("it stays on the GPU" if stays else "its weights are fetched where its forward uses them")
-    )
-    chosen = settings.chosen()
-    for name in ("compile", "policy", "window", "inputs_on_disk"):
-        if chosen.get(name) and chosen[name] != "auto":
-            warn(f"{name}={chosen[name]!r} has no effect on a model of one block")
-    return settings.override(resident=("*",)) if stays else settings
