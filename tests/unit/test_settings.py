@@ -167,7 +167,7 @@ ONE = "model.layers.0"
         ],
         (
             {"resident": ["*"], "on_disk": [ONE, "lm_head"]},
-            f"on_disk has no effect on {ONE} and 1 more blocks: resident names the same",
+            f"on_disk has no effect on {ONE} and 1 more: resident names the same",
         ),
         (
             {"held_gradients": [ONE], "on_disk": ["*"], "gradients_on_disk": ["*"]},

@@ -41,7 +41,7 @@ def _warn_of_overridden(settings: Settings, names: Sequence[str], chosen: Mappin
         decided = _matched(names, getattr(settings, stronger))
         for setting in weaker:
             if both := [name for name in _matched(names, chosen.get(setting, ())) if name in decided]:
-                more = f" and {len(both) - 1} more blocks" if both[1:] else ""
+                more = f" and {len(both) - 1} more" if both[1:] else ""
                 warn(f"{setting} has no effect on {both[0]}{more}: {stronger} names the same")
 
 
