@@ -13,11 +13,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from benchmarks.shapes import SHAPES
+from megatrain.geometry import GIB
 from megatrain.hardware.machine import Machine
 from megatrain.model.shapes import ModelShape, describe
 from megatrain.planner import Plan, Refusal, Run, plan
 from megatrain.planner.api import dense_shape, largest_batch, largest_context, largest_model
-from megatrain.planner.memory import GIB
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 CONFIGS: dict[str, dict[str, Any]] = {

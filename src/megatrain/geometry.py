@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 T = TypeVar("T")
+
+GIB = 1 << 30
 
 # ---- names
 
@@ -50,6 +53,12 @@ WIDTHS = {"fp32": Width(32), "bf16": Width(16), "8bit": Width(8, 256), "4bit": W
 MIN_COMPRESSED_NUMEL = 4096
 """Tensors with fewer elements, and vectors of any length (norms, biases), keep FP32 moments: they are sensitive to
 rounding and take little memory."""
+
+
+def compresses_moments(shape: Sequence[int]) -> bool:
+    """Whether moments of a tensor are stored in the width that was chosen, and not always in FP32."""
+    return len(shape) >= 2 and prod(shape) >= MIN_COMPRESSED_NUMEL
+
 
 # ---- lanes
 
@@ -132,6 +141,10 @@ def cached_bytes(direct: Sequence[bool]) -> int:
 ALIGN_ELEMENTS = 256
 """Every parameter starts on a multiple of this, so that vector loads, blocks of low-bit moments and groups of random
 numbers are aligned."""
+MOMENT_ALIGN_BYTES = 64
+"""In the buffer of a moment, parameters of each format start on a cache line."""
+STATE_ALIGN_BYTES = 256
+"""In a slot for streamed states, each role starts on a multiple of this."""
 ALIGN_BYTES = 4096
 """Slabs are padded to whole pages, because they are registered with the CUDA driver."""
 

@@ -183,7 +183,7 @@ def test_resident_blocks_are_not_copied() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"resident='layer.7' matches no block; blocks are .*layers"):
+    with pytest.raises(SettingsError, match=r"resident='layer.7' matches no block; the nearest names are layers"):
         engine_of(Stack(), resident=("layers.0", "layer.7"))
 
 

@@ -155,6 +155,91 @@ def test_an_engine_names_what_it_cannot_use(
     assert warned(announced) == []
 
 
+ONE = "model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        *[
+            ({"resident": [ONE], name: ["model.*"]}, f"{name} has no effect on {ONE}: resident names the same")
+            for name in ("held_weights", "held_gradients", "on_disk")
+        ],
+        (
+            {"resident": ["*"], "on_disk": [ONE, "lm_head"]},
+            f"on_disk has no effect on {ONE} and 1 more: resident names the same",
+        ),
+        (
+            {"held_gradients": [ONE], "on_disk": ["*"], "gradients_on_disk": ["*"]},
+            f"gradients_on_disk has no effect on {ONE}: held_gradients names the same",
+        ),
+        (
+            {"policy": {"*": "store", ONE: "offload"}},
+            f"policy='{ONE}' has no effect: earlier patterns match its blocks",
+        ),
+    ],
+    ids=str,
+)
+def test_a_pattern_that_another_overrides_is_named(
+    chosen: dict[str, Any], named: str, announced: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    disk = {"offload_dir": tmp_path, "debug": mt.Debug(allow_tmpfs=True)} if "on_disk" in chosen else {}
+    engine_of(small.llama(), **chosen, **disk)
+    assert warned(announced) == [named]
+    announced.clear()
+    for name in chosen:
+        alone = {} if name == "gradients_on_disk" else {name: chosen[name]}
+        engine_of(small.llama(), **alone, **disk)
+    assert warned(announced) == ([named] if "policy" in chosen else []), "each has an effect without the other"
+
+
+def test_a_pattern_for_state_that_its_blocks_lack_is_named(announced: pytest.LogCaptureFixture) -> None:
+    tied = small.llama(tie_word_embeddings=True)
+    engine_of(tied, resident=["lm_head"])
+    assert warned(announced) == ["resident='lm_head' has no effect: lm_head has no weights of its own"]
+    announced.clear()
+    frozen = small.llama()
+    frozen.lm_head.requires_grad_(False)
+    engine_of(frozen, held_gradients=["lm_head"], held_weights=["lm_head"])
+    assert warned(announced) == ["held_gradients='lm_head' has no effect: lm_head has no trained weights of its own"]
+
+
+@pytest.mark.parametrize("name", ["resident", "on_disk", "policy"])
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(name: str) -> None:
+    wrong = {"model.layer.1": "store", "*": "recompute"} if name == "policy" else ["model.layer.1"]
+    with pytest.raises(SettingsError, match=rf"^{name}='model\.layer\.1' .* nearest names are model\.layers\.1, "):
+        engine_of(small.llama(), offload_dir="/nowhere", **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"drive_tbw": 600}, {"max_drive_tb": 2.5}, {"debug": mt.Debug(disk_io="auto")},
+        {"debug": mt.Debug(disk_coding="never")}, {"debug": mt.Debug(allow_tmpfs=True)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_drives_need_a_directory(
+    chosen: dict[str, Any], tmp_path: Path, announced: pytest.LogCaptureFixture
+) -> None:
+    ((name, value),) = chosen["debug"].chosen().items() if "debug" in chosen else chosen.items()
+    engine_of(small.llama(), **chosen)
+    assert warned(announced) == [f"{name}={value!r} has no effect without offload_dir"]
+    announced.clear()
+    mt.init(offload_dir=tmp_path, optimizer_compression="lossless", **chosen)
+    engine_of(small.llama())
+    assert warned(announced) == []
+    if name == "disk_coding":
+        engine_of(small.llama(), optimizer_compression=False)
+        assert warned(announced) == ["disk_coding='never' has no effect without optimizer_compression='lossless'"]
+
+
+def test_the_usual_settings_have_an_effect(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
+    mt.init(offload_dir=tmp_path, optimizer_compression=True)
+    made(tmp_path / "out")
+    assert warned(announced) == []
+
+
 def test_a_model_of_one_block_names_what_it_cannot_use(announced: pytest.LogCaptureFixture) -> None:
     engine_of(torch.nn.Linear(4, 4), compile=True, policy="store", window=2)
     for name in ("compile=True", "policy='store'", "window=2"):

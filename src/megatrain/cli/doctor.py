@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from megatrain._version import __version__
-from megatrain.cli.probe import GIB, aligned
+from megatrain.cli.probe import aligned
 from megatrain.errors import MegaTrainError
+from megatrain.geometry import GIB
 
 Rows = Iterator[tuple[str, str]]
 OPTIONAL = ("triton", "trl", "peft", "datasets")

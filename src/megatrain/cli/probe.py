@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatrain.geometry import GIB
+
 if TYPE_CHECKING:
     from megatrain.hardware.machine import Machine
 
-GIB = 1 << 30
 COLUMNS = 80
 
 

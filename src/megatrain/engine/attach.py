@@ -21,6 +21,7 @@ from megatrain.compute.compiled import Compiled
 from megatrain.compute.head import Head
 from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.engine.adopt import Adoption, disable_checkpointing, patch_model
+from megatrain.engine.decide import Decided
 from megatrain.engine.headroom import Headroom
 from megatrain.engine.memory_limit import HeldState, MemoryLimit, Policies
 from megatrain.engine.placement import Placement
@@ -32,8 +33,7 @@ from megatrain.errors import DiskFailed, EngineClosed, LaneFailed
 from megatrain.geometry import chunk_tokens, fuses_loss
 from megatrain.hardware import inventory
 from megatrain.hardware.attention import request_backend
-from megatrain.model.blocks import BlockSpec
-from megatrain.model.transformers_api import TransformersApi, can_chunk_loss, output_embedding, uses_causal_loss
+from megatrain.model.transformers_api import can_chunk_loss, output_embedding, uses_causal_loss
 from megatrain.optim.schedule import Updates
 from megatrain.store.forks import Owner
 from megatrain.store.slab import Slab
@@ -62,11 +62,9 @@ CLOSE_TIMEOUT = 3.0
 class Attachment:
     """The parts of one engine."""
 
-    def __init__(
-        self, engine: Engine, specs: list[BlockSpec], saved_dtypes: dict[str, torch.dtype], api: TransformersApi
-    ) -> None:
-        self.model, self.device, self.settings = engine.model, engine.device, engine.settings
-        self.engine, self.specs, self.saved_dtypes, self.transformers_api = engine, specs, saved_dtypes, api
+    def __init__(self, engine: Engine, decided: Decided) -> None:
+        self.model, self.device, self.settings = engine.model, engine.device, decided.settings
+        self.engine, self.decided, self.transformers_api = engine, decided, decided.transformers_api
         self.closed = False
         self.on_close, self.on_release = Undo(Owner()), Undo()
         self._free_disk: Callable[[], None] = lambda: None
@@ -140,8 +138,9 @@ class Attachment:
             if (attachment := reference()) is not None:
                 attachment.step.add_loose_gradient(slab, index, gradient)
 
-        self.adoption = Adoption(self.model, self.device, self.engine.precision, self.placement, self.saved_dtypes)
-        self.adoption.adopt(self.specs, add_loose_gradient, lambda *call: self.step.forward(*call), self.on_release)
+        decided = self.decided
+        self.adoption = Adoption(self.model, self.device, decided.precision, self.placement, decided.saved_dtypes)
+        self.adoption.adopt(decided.specs, add_loose_gradient, lambda *call: self.step.forward(*call), self.on_release)
         # Parameters outside any block are in slabs that are named after the module that owns them.
         names = [block.name for block in self.adoption.blocks] + [slab.name for slab in self.adoption.slabs]
         self.placement.check(names, self.adoption.slabs)
@@ -168,7 +167,8 @@ class Attachment:
         for slab in slabs:
             slab.grad.accumulates = settings.plan is not None and settings.plan.run.accumulation > 1
         ram_monitor = self.placement.ram_monitor
-        self.headroom = Headroom(self.model, self.engine.precision, settings, ram_monitor, fetcher, drain)
+        precision = self.decided.precision
+        self.headroom = Headroom(self.model, device, precision, settings, ram_monitor, fetcher, drain)
         self.step = Step(
             device=device,
             slabs=slabs,

@@ -1,4 +1,4 @@
-"""On the CPU, where activations are in RAM: checks that RAM suffices for the next forward and backward.
+"""How many micro-batches fit into a window; on the CPU, whether RAM suffices for the next forward and backward.
 
 The planner estimates what a batch needs. Batches no larger than a previous one are not checked: the RAM monitor has
 measured such steps (hardware/ram_monitor.py).
@@ -6,7 +6,7 @@ measured such steps (hardware/ram_monitor.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError
-from megatrain.geometry import CHUNK_ELEMENTS
+from megatrain.geometry import CHUNK_ELEMENTS, GIB, MAX_WINDOW
+from megatrain.hardware import inventory
+from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.model.shapes import describe
 from megatrain.model.transformers_api import config_of
@@ -25,7 +27,6 @@ from megatrain.settings import Settings
 from megatrain.stream.drain import Drain
 from megatrain.stream.fetch import Fetcher
 
-GIB = 1 << 30
 LAYER_FACTOR = 200
 """Upper bound of a layer's graph and backward, in multiples of its input."""
 LOGIT_BYTES = 16
@@ -33,9 +34,10 @@ LOGIT_BYTES = 16
 
 @dataclass(eq=False)
 class Headroom:
-    """Checks one engine's batches. Does nothing on a GPU."""
+    """What batches of one engine need."""
 
     model: torch.nn.Module
+    device: torch.device
     precision: str
     settings: Settings
     ram_monitor: RamMonitor
@@ -43,7 +45,7 @@ class Headroom:
     drain: Drain
 
     def __post_init__(self) -> None:
-        self._active = self.drain.link.device.type == "cpu"
+        self._on_cpu = self.device.type == "cpu"
         self._largest_tokens = 0
         """Tokens of the largest batch that passed the check."""
 
@@ -53,8 +55,8 @@ class Headroom:
         return unwritten + self.drain.unallocated_slot_bytes()
 
     def check_batch(self, inputs: Any) -> None:
-        """Raise `OutOfRam` if RAM does not suffice for a forward and backward of this batch."""
-        if not self._active or not torch.is_grad_enabled():
+        """On the CPU: raise `OutOfRam` if RAM does not suffice for a forward and backward of this batch."""
+        if not self._on_cpu or not torch.is_grad_enabled():
             return
         shape = _batch_shape(inputs)
         if shape is None or shape[0] * shape[1] <= self._largest_tokens:
@@ -69,9 +71,24 @@ class Headroom:
         """Bytes that the next backward allocates in addition to activations."""
         return self.drain.unallocated_bytes() + self.unwritten_slot_bytes()
 
+    def window_size(self, batch: Any, blocks: int) -> int | Sequence[int]:
+        """How many micro-batches like this one fit into a window, or `Settings.window` if it is set."""
+        if not blocks:
+            return 1  # nothing is fetched per block, so a window gains nothing
+        if self.settings.window is not None:
+            return self.settings.window
+        tokens = max((tensor.numel() for tensor in tensors_of(batch)), default=1)
+        config = config_of(self.model)
+        hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
+        boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * blocks * 2
+        # The thread of a micro-batch takes GPU memory too.
+        boundary += THREAD_BYTES if self.device.type == "cuda" else 0
+        boundary = max(boundary, self.batch_bytes(batch))
+        return max(1, min(MAX_WINDOW, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
+
     def batch_bytes(self, batch: Any) -> int:
-        """Bytes that a micro-batch needs; 0 if RAM is plentiful or the size is unknown."""
-        shape = _batch_shape(batch) if self._active else None
+        """Bytes that a micro-batch needs; 0 on a GPU, if RAM is plentiful or if the size is unknown."""
+        shape = _batch_shape(batch) if self._on_cpu else None
         return 0 if shape is None else self._estimate(*shape)[0]
 
     def _estimate(self, rows: int, length: int) -> tuple[int, int]:

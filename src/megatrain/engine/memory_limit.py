@@ -14,6 +14,7 @@ import torch
 from megatrain import process
 from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.errors import NotEnoughMemory
+from megatrain.geometry import GIB
 from megatrain.hardware import inventory
 from megatrain.hardware.machine import cuda_bytes
 from megatrain.planner import Plan
@@ -165,8 +166,8 @@ class MemoryLimit:
         except torch.OutOfMemoryError as error:
             wanted, free = self._missing_bytes(), inventory.free_memory(self._device)
             raise NotEnoughMemory(
-                f"the plan needs {wanted / inventory.GIB:.2f} GiB more GPU memory (moments, gradients, activations, "
-                f"workspace), but only {free / inventory.GIB:.2f} GiB are free; stop other processes on the GPU, "
+                f"the plan needs {wanted / GIB:.2f} GiB more GPU memory (moments, gradients, activations, "
+                f"workspace), but only {free / GIB:.2f} GiB are free; stop other processes on the GPU, "
                 "or make the plan again."
             ) from error
 

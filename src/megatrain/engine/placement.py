@@ -13,7 +13,6 @@ from megatrain.errors import SettingsError
 from megatrain.geometry import (
     DISK_SETTINGS,
     DISK_STAGING_SLOTS,
-    PATTERN_SETTINGS,
     STAGING_SLOTS,
     TIERS,
     group_by_size,
@@ -33,7 +32,6 @@ from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
 from megatrain.stream.disk_gradients import staged_gradient_bytes
 from megatrain.stream.disk_weights import staged_bytes
-from megatrain.telemetry.notices import announce, warn
 
 
 class Placement:
@@ -87,7 +85,7 @@ class Placement:
         )
 
     def check(self, blocks: Sequence[str], slabs: Sequence[Slab]) -> None:
-        """Raise if a pattern matches no block, or nothing that can be on disk."""
+        """Raise if a pattern matches nothing that can be on disk."""
         for setting, what, on_disk in (
             ("weights_on_disk", "weights", {slab.name for slab in slabs if slab.weight_on_disk}),
             ("gradients_on_disk", "gradients", {slab.name for slab in slabs if slab.homes.gradients is not None}),
@@ -108,11 +106,6 @@ class Placement:
                     f"inputs_on_disk={pattern!r} matches {found[0]}, whose policy is {policies[found[0]]!r}: only "
                     "policy 'offload' takes inputs off the device, so set that for it."
                 )
-        for setting in PATTERN_SETTINGS:
-            for pattern in getattr(self._settings, setting):
-                if not any(fnmatch(name, pattern) for name in blocks):
-                    named = blocks if len(blocks) < 4 else [*blocks[:2], "…", blocks[-1]]
-                    raise SettingsError(f"{setting}={pattern!r} matches no block; blocks are {', '.join(named)}.")
 
     def kernels(self) -> dict[str, Kernel]:
         """The update kernel of each tier."""
@@ -157,34 +150,3 @@ class Placement:
 
 def _matches(block: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(block, pattern) for pattern in patterns)
-
-
-def announce_unavailable(settings: Settings, device: torch.device) -> None:
-    """Warn about settings that have no effect, and announce those that lose precision."""
-    if device.type == "cpu" and "pin" in settings.debug.given:
-        warn(f"pin={settings.debug.pin} has no effect on the CPU")
-    if settings.moment_width != "fp32":
-        announce(
-            f"optimizer_compression={settings.optimizer_compression!r}: moments of matrices are kept in "
-            f"{settings.moment_width} and lose precision (docs/precision.md shows what that costs)"
-        )
-
-
-def place_one_block(settings: Settings, device: torch.device, model: torch.nn.Module) -> Settings:
-    """Announce that a model has no repeated layers, and keep it on the GPU if its state fits into half the free memory.
-
-    Its weights are read at every use, so each use of a weight in RAM would be a transfer.
-    """
-    # Weights and, where they train, FP32 gradients and two FP32 moments.
-    state = sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
-    fits = device.type == "cuda" and state <= inventory.free_memory(device) // 2
-    stays = fits and "resident" not in settings.given and settings.plan is None
-    announce(
-        f"{type(model).__name__} has no repeated layers, so it trains as one block: "
-        + ("it stays on the GPU" if stays else "its weights are fetched where its forward uses them")
-    )
-    chosen = settings.chosen()
-    for name in ("compile", "policy", "window", "inputs_on_disk"):
-        if chosen.get(name) and chosen[name] != "auto":
-            warn(f"{name}={chosen[name]!r} has no effect on a model of one block")
-    return settings.override(resident=("*",)) if stays else settings

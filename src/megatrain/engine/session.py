@@ -16,26 +16,18 @@ from megatrain.aliases import renamed
 from megatrain.compute.block import Block
 from megatrain.compute.compiled import Compiled
 from megatrain.engine import saving
-from megatrain.engine.adopt import engine_of, precision_of
 from megatrain.engine.attach import CLOSE_TIMEOUT, Attachment
+from megatrain.engine.decide import decide
 from megatrain.engine.drive import DriveLife
-from megatrain.engine.headroom import tensors_of
 from megatrain.engine.kernels import check_resume, facts_of_run
 from megatrain.engine.loading import filled
-from megatrain.engine.placement import announce_unavailable, place_one_block
-from megatrain.engine.planning import apply_plan, resolve_compile
+from megatrain.engine.planning import apply_plan
 from megatrain.engine.recording import described
-from megatrain.engine.spill import with_states_on_disk
-from megatrain.engine.summary import announce_plan, saved_precision
-from megatrain.errors import AlreadyAttached, MegaTrainError, ModelMoved, SettingsError
-from megatrain.geometry import MAX_WINDOW
+from megatrain.engine.summary import announce_plan
+from megatrain.errors import MegaTrainError, ModelMoved, SettingsError
 from megatrain.hardware import inventory
-from megatrain.hardware.machine import THREAD_BYTES
 from megatrain.hardware.ram_monitor import RamMonitor
-from megatrain.model import transformers_api
-from megatrain.model.blocks import find_blocks
 from megatrain.model.loading import keep_in_files
-from megatrain.model.transformers_api import config_of
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.settings import Settings
 from megatrain.store.export import Survivors, exported
@@ -80,48 +72,24 @@ class Engine:
             self._attach(_kind)
 
     def _attach(self, _kind: str) -> None:
-        model, api = self.model, transformers_api.load()
-        saved_dtypes = self._release_closed_engine()
-        specs = find_blocks(model, api)
-        one_block = all(spec.loose for spec in specs)
-        if one_block:
-            self.settings = place_one_block(self.settings, self.device, model)
-        self.compile_chosen = self.settings.chosen().get("compile", "auto") != "auto"
-        """Whether the user said that layers are compiled, or that they are not."""
-        compiled = not one_block and resolve_compile(self.settings, self.device)
-        self.settings = self.settings.override(compile=compiled)
-        announce_unavailable(self.settings, self.device)
-        self.precision: str = precision_of(model, self.settings.precision)
-        self.settings = with_states_on_disk(self.settings, self.device, model, specs, self.precision, _kind)
-        self.saved_precision = saved_precision(model, self.precision, saved_dtypes)
+        decided = decide(self.settings, self.device, self.model, _kind)
+        self.settings = decided.settings
+        self.precision: str = decided.precision
+        self.saved_precision = decided.saved_precision
+        self.compile_chosen = decided.compile_chosen
         self.expected_kind = _kind
         """The kind of optimizer that a Trainer makes next."""
         self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
         self.counters = Counters()
         self._warned_of_window = False
-        announce_plan(self, sum(not spec.loose for spec in specs))
-        Attachment(self, specs, saved_dtypes, api)
+        announce_plan(self, decided.blocks)
+        Attachment(self, decided)
 
     def _set_parts(self, parts: Attachment) -> None:
         self._attached = parts
         self._placement, self._memory, self._lanes = parts.placement, parts.placement.ram, parts.lanes
         self._adoption, self._step, self._headroom = parts.adoption, parts.step, parts.headroom
         self.memory_limit, self.slabs = parts.memory_limit, parts.adoption.slabs
-
-    def _release_closed_engine(self) -> dict[str, torch.dtype]:
-        """Release the model from a closed engine. Returns the dtypes in which that engine saved its parameters."""
-        previous = engine_of(self.model)
-        if previous is not None and not previous.closed:
-            raise AlreadyAttached(
-                f"this {type(self.model).__name__} already belongs to an engine; use that one, or close it first."
-            )
-        named = self.model.named_parameters(remove_duplicate=False)
-        saved = {name: p.slab.saved[p.segment] for name, p in named if isinstance(p, StoreTensor)}
-        if previous is not None:
-            previous.release()
-            # Keep the precision: `release` returned all masters as FP32.
-            self.settings = self.settings.override(precision=self.settings.precision or previous.precision)
-        return saved
 
     # ---- public methods
 
@@ -212,18 +180,7 @@ class Engine:
 
     def window_size(self, batch: Any) -> int | Sequence[int]:
         """How many micro-batches like this one fit into a window, or `Settings.window` if it is set."""
-        if not self.blocks:
-            return 1  # nothing is fetched per block, so a window gains nothing
-        if self.settings.window is not None:
-            return self.settings.window
-        tokens = max((tensor.numel() for tensor in tensors_of(batch)), default=1)
-        config = config_of(self.model)
-        hidden = getattr(config.get_text_config() if config is not None else None, "hidden_size", 1024)
-        boundary = tokens * hidden * (4 if self.precision == "fp32" else 2) * len(self.blocks) * 2
-        # The thread of a micro-batch takes GPU memory too.
-        boundary += THREAD_BYTES if self.device.type == "cuda" else 0
-        boundary = max(boundary, self._headroom.batch_bytes(batch))
-        return max(1, min(MAX_WINDOW, inventory.free_memory(self.device) // 2 // max(boundary, 1)))
+        return self._headroom.window_size(batch, len(self.blocks))
 
     @property
     def revisits(self) -> bool:

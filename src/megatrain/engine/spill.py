@@ -22,9 +22,10 @@ from megatrain.geometry import (
     ALIGN_BYTES,
     DISK_SETTINGS,
     DISK_STAGING_SLOTS,
-    MIN_COMPRESSED_NUMEL,
+    GIB,
     OPTIMIZER_MOMENTS,
     WIDTHS,
+    compresses_moments,
     grad_slots,
     group_by_size,
     padded,
@@ -38,8 +39,6 @@ from megatrain.model.blocks import BlockSpec
 from megatrain.model.dtypes import Dtypes
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
-
-GIB = 1 << 30
 
 
 @dataclass
@@ -130,11 +129,13 @@ def with_states_on_disk(
         raise SettingsError(f"{' and '.join(named)} name blocks; name a directory for them with offload_dir.")
     if not directories or settings.plan is not None or "on_disk" in settings.given:
         return settings
-    blocks = [block for block in _blocks(settings, model, specs, precision, kind) if block.slabs]
+    stored = [block for block in _blocks(settings, model, specs, precision, kind) if block.slabs]
+    blocks = [block for block in stored if not any(fnmatch(block.name, each) for each in settings.resident)]
     loaded = sum(map(ram_bytes, model.parameters()))
     limit = max(0, inventory.available_ram() + loaded - inventory.level(inventory.LOW, cgroups.usable_ram()))
     limit = limit if settings.max_ram_gb is None else min(limit, int(settings.max_ram_gb * GIB))
-    total = sum(block.total(role) for block in blocks for role in ("weights", "gradients", "states"))
+    in_ram = stored if device.type == "cpu" else blocks
+    total = sum(block.total(role) for block in in_ram for role in ("weights", "gradients", "states"))
     if device.type == "cpu":
         total += _slot_bytes(blocks, settings)
     given: dict[str, frozenset[str]] = {
@@ -270,8 +271,7 @@ def _blocks(
             seen[id(parameter)] = slab
             slab.weights += numel * dtype.itemsize
             if parameter.requires_grad:
-                small = parameter.ndim < 2 or parameter.numel() < MIN_COMPRESSED_NUMEL
-                width = WIDTHS["fp32" if small else settings.moment_width]
+                width = WIDTHS[settings.moment_width if compresses_moments(parameter.shape) else "fp32"]
                 residual = 2 if dtype == torch.bfloat16 and precision != "bf16-sr" else 0
                 slab.states += int(numel * (residual + OPTIMIZER_MOMENTS[kind] * width.nbytes))
                 slab.gradients += numel * (4 if dtype == torch.float32 else 4 + dtype.itemsize)

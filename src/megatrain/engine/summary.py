@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.hardware import attention
+from megatrain.geometry import GIB
+from megatrain.hardware import attention, inventory
 from megatrain.model import fields
 from megatrain.model.dtypes import Dtypes
 from megatrain.model.transformers_api import config_of
@@ -48,11 +49,20 @@ def announce_attached(engine: Engine, kind: str) -> None:
     settings, trained = engine.settings, [slab for slab in engine.slabs if slab.trains]
     moments, width = RULES[kind].moments, settings.moment_width
     copies = sum(slab.layout.nbytes for slab in engine.slabs if slab.homes.holds_weight)
+    memory = inventory.memory_name(engine.device)
+
+    def by_tier(sizes: Iterable[tuple[str, int]]) -> str:
+        tiers = {"ram": 0, "vram": 0, "disk": 0}
+        for tier, nbytes in sizes:
+            tiers[tier] += nbytes
+        names = {"ram": "RAM", "vram": memory, "disk": "disk"}
+        return ", ".join(f"{names[tier]} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes) or "none"
+
     rows = {
-        "weights": _by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
-        + (f", copies in VRAM {_size(copies)}" if copies else ""),
-        "gradients": _by_tier((slab.homes.complete_gradients.tier, slab.owned.nbytes) for slab in trained),
-        "states": _by_tier((slab.homes.states.tier, slab.state_bytes(moments, width)) for slab in trained),
+        "weights": by_tier((slab.homes.weight.tier, slab.layout.nbytes) for slab in engine.slabs)
+        + (f", copies in {memory} {_size(copies)}" if copies else ""),
+        "gradients": by_tier((slab.homes.complete_gradients.tier, slab.owned.nbytes) for slab in trained),
+        "states": by_tier((slab.homes.states.tier, slab.state_bytes(moments, width)) for slab in trained),
     }
     if engine.blocks:
         policies = Counter(engine.memory_limit.policies[block.name] for block in engine.blocks)
@@ -139,17 +149,5 @@ def _laid_out(engine: Engine, kind: str, blocks: int, more: Mapping[str, str] | 
     return "\n".join([title, *[f"  {name:<12}{text}" for name, text in rows.items()]])
 
 
-def _by_tier(sizes: Iterable[tuple[str, int]]) -> str:
-    tiers = {"ram": 0, "vram": 0, "disk": 0}
-    for tier, nbytes in sizes:
-        tiers[tier] += nbytes
-    return (
-        ", ".join(
-            f"{tier if tier == 'disk' else tier.upper()} {_size(nbytes)}" for tier, nbytes in tiers.items() if nbytes
-        )
-        or "none"
-    )
-
-
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.2f} MiB"

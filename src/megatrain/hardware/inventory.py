@@ -12,12 +12,12 @@ import torch
 
 from megatrain import geometry, process
 from megatrain.errors import DeviceUnavailable, DistributedUnsupported, NotEnoughMemory, SettingsError
+from megatrain.geometry import GIB
 from megatrain.hardware import cgroups
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, AvailableMemory
 from megatrain.lazy import ram_bytes
 from megatrain.telemetry.notices import announce, warn
 
-GIB = 1 << 30
 LOW = (GIB, 0.2)
 """Free RAM, in bytes or as a share of the limit, whichever is less. Below it MegaTrain warns once and returns freed
 memory to the system. A plan leaves this much free."""
@@ -188,13 +188,19 @@ def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: i
         )
 
 
+def memory_name(device: torch.device) -> str:
+    """What messages call the memory of the compute device. On the CPU it is part of RAM."""
+    return "VRAM" if device.type == "cuda" else "device memory"
+
+
 def require_vram(device: torch.device, nbytes: int, what: str) -> None:
     """Raise `NotEnoughMemory` if an allocation cannot fit on the compute device."""
     free = free_memory(device)
     if nbytes > free:
         raise NotEnoughMemory(
-            f"{what} need {nbytes / GIB:.2f} GiB of GPU memory, but only {free / GIB:.2f} GiB are free within the cap "
-            f"(short by {(nbytes - free) / GIB:.2f} GiB); name fewer blocks in `resident`, or raise max_vram_gb."
+            f"{what} need {nbytes / GIB:.2f} GiB of {memory_name(device)}, but only {free / GIB:.2f} GiB are free "
+            f"(short by {(nbytes - free) / GIB:.2f} GiB); name fewer blocks in `resident`"
+            + (", or raise max_vram_gb." if device.type == "cuda" else ".")
         )
 
 

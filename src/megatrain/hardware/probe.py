@@ -20,9 +20,9 @@ import torch
 from megatrain import files
 from megatrain._version import __version__
 from megatrain.errors import NotEnoughMemory, SettingsError
+from megatrain.geometry import GIB
 from megatrain.hardware import attention, inventory, measure
 from megatrain.hardware.cgroups import cpu_quota, memory_limit, usable_cores, usable_ram, words
-from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import KINDS, TOUCHED, Disk, Machine
 from megatrain.hardware.validation import folders
 from megatrain.telemetry.notices import announce

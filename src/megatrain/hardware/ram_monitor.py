@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 
 from megatrain.errors import OutOfRam
+from megatrain.geometry import GIB
 from megatrain.hardware import cgroups, inventory
-from megatrain.hardware.inventory import CRITICAL, GIB, LOW, SHORT, level
+from megatrain.hardware.inventory import CRITICAL, LOW, SHORT, level
 from megatrain.telemetry.notices import warn
 
 INTERVAL = 0.25

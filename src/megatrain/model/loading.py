@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from megatrain import process
+from megatrain.geometry import GIB
 from megatrain.lazy import LazyTensor, Load, is_lazy, lazy_slice, ram_bytes
 from megatrain.model import transformers_api
 from megatrain.telemetry.notices import announce
 
-GIB = 1 << 30
 _OWNER = "megatrain.init"
 
 

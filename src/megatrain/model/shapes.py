@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import NothingToStream, SettingsError
-from megatrain.geometry import MIN_COMPRESSED_NUMEL, padded
+from megatrain.geometry import compresses_moments, padded
 from megatrain.model import fields, transformers_api
 from megatrain.model.blocks import BlockSpec, layered_blocks
 from megatrain.model.dtypes import Dtypes, natural_precision
@@ -359,7 +359,7 @@ class _ShapeReader:
             SlabShape(
                 parameters=sum(p.numel() for p in members),
                 numel=sum(padded(p.numel()) for p in members),
-                vectors=sum(padded(p.numel()) for p in members if p.ndim < 2 or p.numel() < MIN_COMPRESSED_NUMEL),
+                vectors=sum(padded(p.numel()) for p in members if not compresses_moments(p.shape)),
                 trains=trains,
                 itemsize=None if fixed is None else fixed.itemsize,
             )

@@ -365,7 +365,7 @@ def _shape(chosen: Format) -> tuple[int, int, int]:
     """ROWS, COLS and warps: 4 adjacent elements (16 bytes of FP32) per thread and half."""
     if chosen.block:
         # One warp: with more, scales go through shared memory and warps synchronise.
-        return 256 // chosen.block, chosen.block // 2, 1
+        return GROUP // chosen.block, chosen.block // 2, 1
     return 4, GROUP // 2, 4
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import SettingsError
+from megatrain.geometry import GIB
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape, describe
-from megatrain.planner.memory import GIB
 from megatrain.planner.plan import Plan, format_parameters
 from megatrain.planner.run import MachineLike, Run, resolve_machine, resolve_run
 from megatrain.planner.search import Search

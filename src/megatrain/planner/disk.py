@@ -1,8 +1,10 @@
 """Which bytes of a decision are on disk, and the staging buffers in RAM through which they pass.
 
 Blocks go there in one order: layers from the last one, then the other blocks from the last one. Resident blocks never
-do. Frozen weights go first, as they are only read; then residuals and moments, which move once per step; then gradients
-of a step of one window (other sums stay in RAM); then weights that train, which are read for every use.
+do. To make a decision fit, frozen weights go first, as they are only read; then residuals and moments, which move once
+per step; then gradients of a step of one window (other sums stay in RAM); then weights that train, which are read for
+every use. The search then replaces states of some blocks by gradients of others where a step becomes faster
+(`Search._with_gradients_instead`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ TRAINED = (BESIDE, ALONE)
 STAGED = ("weights", "states", "gradients")
 """What has rings of staging buffers."""
 ON_DISK = ("disk_frozen", "disk_blocks", "disk_gradients", "disk_weights")
-"""Fields of a decision, in the order in which state goes to disk."""
+"""Fields of a decision, in the order in which state goes to disk to make a decision fit."""
 Taken = tuple[Ints, Ints]
 """How many layers are taken, from the last one, and how many of the other blocks."""
 

@@ -18,6 +18,8 @@ import numpy as np
 
 from megatrain.geometry import (
     ALIGN_BYTES,
+    GIB,
+    MOMENT_ALIGN_BYTES,
     STAGING_SLOTS,
     WIDTHS,
     grad_slots,
@@ -35,7 +37,6 @@ from megatrain.planner.decision import HELD, RESIDENT, STREAMED, Decision, Decis
 from megatrain.planner.disk import ALONE, BESIDE, FROZEN, BlockBytes, DiskLedger, SlabBytes
 from megatrain.planner.run import Run
 
-GIB = 1 << 30
 TIERS = tuple(ENGINE_TIERS)
 ROLES = ("weights", "residuals", "moments", "gradients", "activations", "workspace")
 
@@ -86,7 +87,7 @@ class State:
                 self.elements32 += elements
             per_moment = int(slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes + 1)
             self.residuals += residual
-            self.moments += run.moments * round_up(per_moment, 64)
+            self.moments += run.moments * round_up(per_moment, MOMENT_ALIGN_BYTES)
             staged = round_up(residual, ALIGN_BYTES) + run.moments * round_up(per_moment, ALIGN_BYTES)
             self.slabs.append(SlabBytes(nbytes, staged, trained))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import (
+    GIB,
     LANES,
     PLACEMENT_SETTINGS,
     PLANNED_DEBUG_SETTINGS,
@@ -21,22 +22,12 @@ from megatrain.geometry import (
 )
 from megatrain.hardware.machine import cuda_bytes
 from megatrain.hardware.validation import Frozen, fields_of, is_count, is_rate, read_object, require
-from megatrain.planner.memory import GIB, ROLES, TIERS, pinned_bytes
-from megatrain.planner.run import Run, current_names
+from megatrain.planner.memory import ROLES, TIERS, pinned_bytes
+from megatrain.planner.run import Run
 from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug
 
 FORMAT = 2
-OLD_LANES = {
-    "vram update": "gpu_update",
-    "vram": "gpu_update",
-    "hold": "refresh",
-    "leave": "sums_out",
-    "disk": "disk_out",
-}
-"""Lane names in plans of earlier releases → names of today."""
-ADDED: dict[str, Any] = {"weights_on_disk": [], "gradients_on_disk": []}
-"""Fields that plans of format 2 did not have at first."""
 POLICY_WORDS = {"recompute": "recompute", "store": "store activations", "offload": "offload inputs and recompute"}
 
 
@@ -82,8 +73,8 @@ class Plan:
     lossy: tuple[str, ...]
     """What is stored with less than FP32 precision."""
     notes: tuple[str, ...] = ()
-    written: int | None = None
-    """Bytes that a step writes to disk; None in older files, where only states are written."""
+    written: int
+    """Bytes that a step writes to disk."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -138,19 +129,18 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan that `to_json` wrote, in this or an earlier format. Unknown and missing fields are errors."""
+        """Read a plan that `to_json` wrote. Unknown and missing fields are errors."""
         data = read_object(text, "the plan")
         format = data.pop("format", None) if isinstance(data, dict) else None
-        if format not in (1, FORMAT):
-            raise SettingsError(f"this is not a plan of format 1 or {FORMAT}; make it again with megatrain.plan.")
-        data = _with_current_lanes(_from_format1(data) if format == 1 else ADDED | data)
+        if format != FORMAT:
+            raise SettingsError(f"this is not a plan of format {FORMAT}; make it again with megatrain.plan.")
         try:
             values = dict(fields_of(cls, data, "it"))
             for name in (*PLACEMENT_SETTINGS, "windows", "lossy", "notes"):
                 require(isinstance(values[name], list), name, "must be a list")
                 values[name] = tuple(values[name])
             values["step"] = StepEstimate(**fields_of(StepEstimate, values["step"], "step"))
-            values["run"] = Run(**fields_of(Run, current_names(values["run"]), "run"))
+            values["run"] = Run(**fields_of(Run, values["run"], "run"))
             return cls(**values)
         except SettingsError as error:
             raise SettingsError(f"the plan cannot be read: {error}") from error
@@ -204,12 +194,11 @@ class Plan:
         return _aligned(rows, numbers=False)
 
     def _disk_row(self) -> str:
-        roles = self.memory["disk"]
-        written = roles["moments"] + roles["residuals"] if self.written is None else self.written
         kept = {"states": self.on_disk, "gradients": self.gradients_on_disk, "weights": self.weights_on_disk}
         lists = [f"{what} of {len(names)} blocks" for what, names in kept.items() if names]
-        wear = f"{written / 1e9:.0f} GB written per step, {written * 86400 / self.step.seconds / 1e12:.1f} TB a day"
-        return ", ".join([*lists, wear if written else "nothing written"])
+        a_day = self.written * 86400 / self.step.seconds
+        wear = f"{self.written / 1e9:.0f} GB written per step, {a_day / 1e12:.1f} TB a day"
+        return ", ".join([*lists, wear if self.written else "nothing written"])
 
     @property
     def placement(self) -> str:
@@ -257,38 +246,6 @@ def format_parameters(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 5e7 else f"{parameters / 1e6:.1f}M"
 
 
-def _from_format1(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a format 1 plan in the current format. It has one window size, no held blocks and fewer lanes.
-    Invalid fields are passed on, and refused later."""
-    run, window, step = data.get("run"), data.get("window"), data.get("step")
-    current: dict[str, Any] = {name: [] for name in PLACEMENT_SETTINGS if name != "resident"} | data
-    accumulation: Any = run.get("accumulation", 1) if isinstance(run, dict) else None
-    if window is not None and is_count(window, 1) and is_count(accumulation, 1):
-        del current["window"]
-        current["windows"] = list(window_sizes(window, accumulation))
-    if isinstance(step, dict):
-        added = dict.fromkeys(("refresh", "sums_out", "states_in", "states_out"), 0.0)
-        spent = {name: added | step[name] for name in ("busy", "waited") if isinstance(step.get(name), dict)}
-        current["step"] = step | spent
-    return current
-
-
-def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan, with the lanes of its step under the names of today."""
-    step = data.get("step")
-    if not isinstance(step, dict):
-        return data
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, dict):
-            new = ("disk_weights", "disk_inputs", *(("disk_in", "disk_update") if "disk" in value else ()))
-            added = dict.fromkeys(new, 0.0) if "h2d" in value else {}
-            return added | {OLD_LANES.get(lane, lane): spent for lane, spent in value.items()}
-        return OLD_LANES.get(value, value) if isinstance(value, str) else value
-
-    return data | {"step": {name: renamed(value) for name, value in step.items()}}
-
-
 def _check(plan: Plan) -> None:
     """Raise `SettingsError` unless every field has a value that the planner could have produced."""
     for name in ("model", "machine"):
@@ -313,7 +270,7 @@ def _check(plan: Plan) -> None:
     good = _maps(plan.memory, TIERS, lambda roles: _maps(roles, ROLES, is_count))
     require(good, "memory", f"must have bytes of {', '.join(ROLES)} in each of {', '.join(TIERS)}")
     require(_maps(plan.capacity, TIERS, is_count), "capacity", f"must have bytes of {', '.join(TIERS)}")
-    require(plan.written is None or is_count(plan.written), "written", "must be a number of bytes or null")
+    require(is_count(plan.written), "written", "must be a number of bytes")
     require(isinstance(run, Run), "run", "must be a Run")
     for name in ("micro_batch", "length", "accumulation", "evaluation"):
         require(is_count(getattr(run, name)), f"run.{name}", "must be a non-negative integer")

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import NotEnoughMemory
-from megatrain.geometry import WIDTHS
+from megatrain.geometry import GIB, WIDTHS
 from megatrain.hardware.validation import Frozen
-from megatrain.planner.memory import GIB
 from megatrain.planner.plan import format_parameters
 from megatrain.planner.search import USABLE_SHARE, Search
 

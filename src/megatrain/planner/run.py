@@ -39,17 +39,11 @@ OPTIONS = (
 
 class _Aliased(Aliased):
     def current_names(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if "width" in values:
-            renamed("width of a Run", "optimizer_compression")
-        return dict(current_names(values))
-
-
-def current_names(values: Any) -> Any:
-    """The fields of a run by their current names. Older plan files have other names."""
-    if not isinstance(values, dict) or "width" not in values:
-        return values
-    others = {name: value for name, value in values.items() if name != "width"}
-    return others | {"optimizer_compression": False if values["width"] == "fp32" else values["width"]}
+        if "width" not in values:
+            return values
+        renamed("width of a Run", "optimizer_compression")
+        others = {name: value for name, value in values.items() if name != "width"}
+        return others | {"optimizer_compression": False if values["width"] == "fp32" else values["width"]}
 
 
 @dataclass(frozen=True, kw_only=True)

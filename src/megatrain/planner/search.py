@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import MAX_WINDOW, cached_bytes, update_threads, window_sizes
+from megatrain.geometry import GIB, MAX_WINDOW, cached_bytes, update_threads, window_sizes
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
@@ -34,7 +34,7 @@ from megatrain.planner.decision import (
     Decisions,
 )
 from megatrain.planner.disk import ON_DISK
-from megatrain.planner.memory import GIB, TIERS, Ledger
+from megatrain.planner.memory import TIERS, Ledger
 from megatrain.planner.plan import Plan
 from megatrain.planner.run import Limits, Run, split
 from megatrain.planner.simulate import Simulator, StepEstimate

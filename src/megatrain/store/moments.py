@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from megatrain.geometry import MIN_COMPRESSED_NUMEL, padded, round_up
+from megatrain.geometry import MOMENT_ALIGN_BYTES, compresses_moments, padded, round_up
 from megatrain.store.formats import FORMATS, FP32, Format
 from megatrain.store.layout import Layout
 from megatrain.store.memory import Memory
@@ -128,8 +128,8 @@ def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[dict[int, S
     """Segment offsets of a moment in its buffer, and the buffer's size."""
     members: dict[Format, list[int]] = {}
     for index, segment in enumerate(layout.segments):
-        small = len(segment.shape) < 2 or segment.shape.numel() < MIN_COMPRESSED_NUMEL
-        members.setdefault(FP32 if small else FORMATS[width][0 if signed else 1], []).append(index)
+        chosen = FORMATS[width][0 if signed else 1] if compresses_moments(segment.shape) else FP32
+        members.setdefault(chosen, []).append(index)
     starts: dict[int, SegmentStart] = {}
     at = 0
     for chosen, indices in members.items():
@@ -137,6 +137,5 @@ def lay_out_areas(layout: Layout, width: str, signed: bool) -> tuple[dict[int, S
         scales = at + chosen.payload_bytes(ends[-1])
         for index, first in zip(indices, [0, *ends[:-1]], strict=True):
             starts[index] = SegmentStart(chosen, at + chosen.payload_bytes(first), scales + chosen.scale_bytes(first))
-        # Every area starts on a cache line.
-        at = round_up(scales + chosen.scale_bytes(ends[-1]), 64)
+        at = round_up(scales + chosen.scale_bytes(ends[-1]), MOMENT_ALIGN_BYTES)
     return starts, at

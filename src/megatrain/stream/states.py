@@ -11,16 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatrain.geometry import round_up
+from megatrain.geometry import STATE_ALIGN_BYTES, round_up
 from megatrain.store.memory import Buffer
 from megatrain.store.moments import Moment
 from megatrain.store.slab import Slab, Span
 from megatrain.stream.fetch import Fetcher, Slot
 from megatrain.stream.rings import DeviceBuffers, Rings
 from megatrain.stream.transfer import Link
-
-ALIGNED = 256
-"""Each role starts on a multiple of this many bytes in its slot."""
 
 
 class _StateSlot(DeviceBuffers):
@@ -61,7 +58,7 @@ class StagedStates(StagedSpan):
     """A slab's weight and states on the device, for one update there."""
 
     def __init__(self, slab: Slab, held: Slot, slot: _StateSlot) -> None:
-        super().__init__(slab, slot.allocate_largest(), ALIGNED)
+        super().__init__(slab, slot.allocate_largest(), STATE_ALIGN_BYTES)
         self.held, self.slot = held, slot
         self.writes = [held.order, slot.order]
 
@@ -130,4 +127,4 @@ class StateStream:
 
 
 def _size(slab: Slab) -> int:
-    return sum(round_up(buffer.nbytes, ALIGNED) for buffer in slab.state_buffers())
+    return sum(round_up(buffer.nbytes, STATE_ALIGN_BYTES) for buffer in slab.state_buffers())

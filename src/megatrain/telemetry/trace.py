@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import MegaTrainError
+from megatrain.geometry import GIB
 
 Event = dict[str, Any]
 Span = tuple[str, str, float, float]
@@ -106,7 +107,7 @@ def _process(number: int, lines: Sequence[Event], first: float) -> Iterator[Even
 def _counters(number: int, at: float, line: Mapping[str, Any]) -> Iterator[Event]:
     values = {"loss": line.get("loss"), "tokens/s": line.get("tokens_per_second")}
     memory = line.get("memory") or {}
-    values |= {name: memory[tier] / 2**30 for tier, name in MEMORY.items() if memory.get(tier) is not None}
+    values |= {name: memory[tier] / GIB for tier, name in MEMORY.items() if memory.get(tier)}
     for name, value in values.items():
         if isinstance(value, int | float):
             yield {"ph": "C", "pid": number, "name": name, "ts": at * 1e6, "args": {"value": value}}

@@ -199,7 +199,7 @@ def test_a_failed_attach_leaves_the_weights_in_their_files(tmp_path: Path) -> No
     mt.init(offload_dir=tmp_path, device="cpu")
     lazy, model = AutoModelForCausalLM.from_pretrained(path), on_meta(path, torch.bfloat16)
     for each, options in ((lazy, {}), (model, {"weights": path})):
-        with pytest.raises(errors.SettingsError, match="matches no block"):
-            mt.Engine(each, held_weights=["no such block"], **options)
+        with pytest.raises(errors.SettingsError, match="weights are not held"):
+            mt.Engine(each, streamed_states=["lm_head"], **options)
     assert all(is_lazy(parameter) for parameter in lazy.parameters())
     assert all(parameter.is_meta for parameter in model.parameters())

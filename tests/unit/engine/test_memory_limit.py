@@ -12,7 +12,7 @@ from tests import small
 from megatrain import process
 from megatrain.engine.memory_limit import GRANULARITY, WARMUP_STEPS, MemoryLimit
 from megatrain.errors import NotEnoughMemory
-from megatrain.hardware.inventory import GIB
+from megatrain.geometry import GIB
 from megatrain.hardware.machine import THREAD_BYTES, Machine, cuda_bytes
 from megatrain.planner import plan
 from megatrain.settings import Settings

@@ -430,7 +430,7 @@ def test_the_window_size_depends_on_memory_and_not_on_the_batch_type(monkeypatch
     # On a GPU each micro-batch has a thread, and libraries allocate GPU memory per thread.
     monkeypatch.setattr("megatrain.hardware.inventory.free_memory", lambda _: 8 * THREAD_BYTES + (1 << 20))
     assert engine.window_size(batch) == 64
-    monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(engine._headroom, "device", torch.device("cuda", 0))
     assert engine.window_size(batch) == 4
 
 

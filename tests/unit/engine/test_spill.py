@@ -12,11 +12,10 @@ from tests.tiny import differences, engine_of, roles
 import megatrain as mt
 from megatrain.engine import spill
 from megatrain.errors import NotEnoughMemory
-from megatrain.geometry import ALIGN_BYTES
+from megatrain.geometry import ALIGN_BYTES, GIB
 from megatrain.hardware import cgroups, inventory
 from megatrain.store import scratch
 
-GIB = 1 << 30
 SIZES = {"num_hidden_layers": 10, "hidden_size": 128, "intermediate_size": 256}
 
 
@@ -60,6 +59,14 @@ def test_a_choice_of_the_user_is_kept(tmp_path: Path) -> None:
     assert {slab.name for slab in engine.slabs if slab.homes.states.tier == "disk"} == {"model.layers.3"}
     engine, _ = train(offload_dir=tmp_path, on_disk=[])
     assert engine._placement.disk is None
+
+
+def test_resident_blocks_stay(tmp_path: Path) -> None:
+    resident = tuple(f"model.layers.{index}" for index in range(7, 10))
+    limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "max_ram_gb": 0.85 * in_ram()}
+    engine, _ = train(resident=resident, **limits)
+    assert engine.settings.on_disk
+    assert not {*engine.settings.on_disk} & {*resident}
 
 
 def frozen(trains: str = "q_proj") -> Any:

@@ -50,16 +50,15 @@ def test_the_summary_says_where_everything_is(announced: pytest.LogCaptureFixtur
         return sum(slab.layout.nbytes for slab in engine.slabs if slab.name.startswith(name))
 
     everything, head, first = nbytes(""), nbytes("lm_head"), nbytes("model.layers.0")
-    assert summary["weights"] == (
-        f"RAM {mib(everything - head)}, VRAM {mib(head)}, copies in VRAM {mib(nbytes('model.layers'))}"
-    )
-    assert summary["gradients"] == f"RAM {mib(everything - head - first)}, VRAM {mib(head + first)}"
+    copies = f"copies in device memory {mib(nbytes('model.layers'))}"
+    assert summary["weights"] == f"RAM {mib(everything - head)}, device memory {mib(head)}, {copies}"
+    assert summary["gradients"] == f"RAM {mib(everything - head - first)}, device memory {mib(head + first)}"
     assert summary["policy"] == f"{len(engine.blocks) - 1} recompute, 1 store"
     assert summary["window"] == "4 micro-batches"
     states = {True: 0, False: 0}
     for slab in engine.slabs:
         states[slab.name == "lm_head"] += slab.state_bytes(AdamW.moments, "8bit")
-    assert summary["states"] == f"RAM {mib(states[False])}, VRAM {mib(states[True])}"
+    assert summary["states"] == f"RAM {mib(states[False])}, device memory {mib(states[True])}"
 
 
 def test_what_is_on_disk_is_named(announced: pytest.LogCaptureFixture, tmp_path: Path) -> None:

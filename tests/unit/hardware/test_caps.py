@@ -12,8 +12,8 @@ from tests.tiny import Stack, engine_of
 
 from megatrain import process
 from megatrain.errors import NotEnoughMemory
+from megatrain.geometry import GIB
 from megatrain.hardware import cgroups, inventory
-from megatrain.hardware.inventory import GIB
 from megatrain.hardware.machine import CUDA_CONTEXT_BYTES, PROCESS_BYTES, AvailableMemory
 from megatrain.process import VramLimit
 
@@ -114,6 +114,14 @@ def test_vram_limit(share: list[float], announced: pytest.LogCaptureFixture) -> 
     assert any("clamped" in line for line in announced.messages)
     with pytest.raises(NotEnoughMemory, match="leaves nothing beside"):
         inventory.vram_limit(GPU, 0.5)
+
+
+def test_what_does_not_fit_is_refused_in_words_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"need 1073741824\.00 GiB of device memory, .* in `resident`\.$"):
+        inventory.require_vram(torch.device("cpu"), 1 << 60, "weights")
+    monkeypatch.setattr(inventory, "free_memory", lambda _: GIB)
+    with pytest.raises(NotEnoughMemory, match=r"need 2\.00 GiB of VRAM, .* or raise max_vram_gb\.$"):
+        inventory.require_vram(GPU, 2 * GIB, "weights")
 
 
 def test_memory_held_by_the_rest_of_the_process_is_not_available(

@@ -9,8 +9,9 @@ from tests import small
 
 import megatrain as mt
 from megatrain.errors import OutOfRam
+from megatrain.geometry import GIB
 from megatrain.hardware import cgroups, ram_monitor
-from megatrain.hardware.ram_monitor import GIB, RamMonitor
+from megatrain.hardware.ram_monitor import RamMonitor
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 import megatrain as mt
-from megatrain.geometry import OPTIMIZER_MOMENTS
+from megatrain.geometry import GIB, OPTIMIZER_MOMENTS
 from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model import shapes
 from megatrain.model.trace import _LiveBytes as Live
 from megatrain.optim.rules import RULES
 from megatrain.planner import activations
 from megatrain.planner.decision import HELD, RESIDENT, Decision
-from megatrain.planner.memory import GIB, SLACK_BYTES, SLACK_SHARE, Ledger, State, pinned_bytes, slab_bytes
+from megatrain.planner.memory import SLACK_BYTES, SLACK_SHARE, Ledger, State, pinned_bytes, slab_bytes
 from megatrain.planner.run import Run
 from megatrain.store import layout
 from megatrain.store.memory import Homes

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planner.made_up import GB, any_machines, cpu_only, runs, shape_of, shapes, work_of
 
+from megatrain.geometry import GIB
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
-from megatrain.planner.memory import GIB
 from megatrain.planner.refusal import Refusal
 
 

@@ -1,11 +1,7 @@
 """Invalid runs are refused, with the option names that users know."""
 
-import json
-
 import pytest
-from tests import small
 
-import megatrain as mt
 from megatrain.errors import SettingsError
 from megatrain.planner.run import Run
 from megatrain.settings import Settings
@@ -52,17 +48,3 @@ def test_the_old_name_still_works_and_warns_where_it_is_used():
     assert caught[0].filename == __file__
     with pytest.warns(FutureWarning), pytest.raises(SettingsError, match="not '2bit'"):
         Run(width="2bit")
-
-
-@pytest.mark.parametrize("width", ["fp32", "8bit"])
-def test_plans_with_the_old_name_are_read(width, recwarn):
-    compression = False if width == "fp32" else width
-    plan = mt.plan(small.llama(), machine="h200-128gb", optimizer_compression=compression)
-    data = json.loads(plan.to_json())
-    assert data["run"].pop("optimizer_compression") == compression
-    data["run"]["width"] = width
-    assert mt.Plan.from_json(json.dumps(data)) == plan
-    assert not [warning for warning in recwarn if warning.category is FutureWarning]
-    data["run"] = "nothing"
-    with pytest.raises(SettingsError, match="run must be an object"):
-        mt.Plan.from_json(json.dumps(data))

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe, runs, shape_of, shapes, work_of
 
 from megatrain.errors import NotEnoughMemory, SettingsError
+from megatrain.geometry import GIB
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine
 from megatrain.model.shapes import SlabShape
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
 from megatrain.planner.decision import NAMES, Decision, Decisions
-from megatrain.planner.memory import GIB
 from megatrain.planner.plan import Plan
 from megatrain.planner.refusal import Refusal
 from megatrain.planner.run import Run

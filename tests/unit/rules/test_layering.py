@@ -10,8 +10,8 @@ SOURCE = Path(__file__).parents[3] / "src" / "megatrain"
 
 # Each part of megatrain and the parts it may import, from the top down.
 MAY_IMPORT: dict[str, set[str]] = {
-    "cli": {"hf", "engine", "checkpoint", "optim", "data", "planner", "model", "hardware", "native"},
-    "hf": {"engine", "checkpoint", "optim", "planner", "model", "hardware", "data"},
+    "cli": {"hf", "engine", "checkpoint", "optim", "planner", "model", "hardware", "native"},
+    "hf": {"engine", "checkpoint", "optim", "planner", "model", "hardware"},
     "engine": {"compute", "optim", "checkpoint", "stream", "store", "planner", "model", "hardware"},
     "compute": {"stream", "store", "native"},
     "optim": {"stream", "store", "native"},
@@ -22,7 +22,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"model", "hardware"},
     "model": set(),
     "hardware": set(),
-    "data": set(),
     "files": {"native"},
     "settings": set(),
     "aliases": set(),
@@ -44,7 +43,7 @@ BOTTOM = {
     "lazy": set(),
     "process": set(),
     "settings": {"aliases", "errors", "geometry"},
-    "telemetry": {"errors"},
+    "telemetry": {"errors", "geometry"},
     "native": {"errors", "geometry", "settings", "telemetry"},
     "files": {"errors", "telemetry", "native"},
 }

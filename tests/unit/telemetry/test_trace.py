@@ -56,7 +56,9 @@ def test_a_run_that_was_resumed(tmp_path: Path) -> None:
         spans = [event for event in events_of_run if event["ph"] == "X" and event["tid"] == named["compute"]]
         assert spans
         assert all(steps[2]["ts"] - 2 <= s["ts"] <= steps[2]["ts"] + steps[2]["dur"] + 2 for s in spans)
-        assert [e["name"] for e in events_of_run if e["ph"] == "C"].count("loss") == 4
+        counters = [event["name"] for event in events_of_run if event["ph"] == "C"]
+        assert counters.count("loss") == counters.count("RAM (GiB)") == 4
+        assert "VRAM (GiB)" not in counters, "there is no GPU"
 
 
 @pytest.mark.parametrize(
