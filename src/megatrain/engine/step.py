@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatrain import host_copies
 from megatrain.compute import node
 from megatrain.compute.block import Block
 from megatrain.compute.head import Head
@@ -115,7 +116,9 @@ class Step:
             return self.head.logits(args[0], partial(self.forward, block, args, kwargs, materialize=True))
         if torch.is_grad_enabled():
             args, kwargs = self.transformers_api.without_cache(args, kwargs)
-        return node.run(self, block, args, kwargs, self.transformers_api.active_capture())
+        # A recompute does not follow what the host reads, and runs the same compiled code.
+        with host_copies.paused():
+            return node.run(self, block, args, kwargs, self.transformers_api.active_capture())
 
     @contextmanager
     def weights(self, block: Block, phase: str) -> Iterator[dict[int, torch.Tensor]]:

@@ -7,11 +7,13 @@ results are those of transformers. A step that is logged still waits once, for t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from megatrain.hf.optimizers import Optimizing
+from megatrain.host_copies import HostCopies
 
 MOST_BYTES = 16 << 20
 """Larger tensors are copied as transformers does, which waits. Their copies in pinned memory would take RAM."""
@@ -23,15 +25,29 @@ class WithoutWaits(Optimizing):
     _filters_losses = False
     """Whether the filter in TrainingArguments is off because the last loss was filtered on the GPU."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._host_copies = HostCopies()
+        super().__init__(*args, **kwargs)
+
     def _prepare_input(self, data: Any) -> Any:
         """Copy a batch to the GPU. The copy is queued; what it reads is ours, so the batch can be reused at once."""
-        device = self.args.device
-        if not isinstance(data, torch.Tensor) or data.device.type != "cpu" or device.type != "cuda":
+        if not isinstance(data, torch.Tensor) or data.device.type != "cpu":
             return super()._prepare_input(data)
         if data.layout is not torch.strided or data.nbytes > MOST_BYTES:
             return super()._prepare_input(data)
-        pinned = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True).copy_(data)
-        return pinned.to(device, non_blocking=True)
+        device = self.args.device
+        on_gpu = device.type == "cuda"
+        copy = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=on_gpu).copy_(data)
+        moved = copy.to(device, non_blocking=True) if on_gpu else super()._prepare_input(data)
+        self._host_copies.add(moved, copy)
+        return moved
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """In training, what the model reads of a batch on the host comes from the host: padding, packed sequences."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        if self.model.training and self.engine.blocks:
+            stack.enter_context(self._host_copies)
+        return stack
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count labels where they are, and copy the number as `_prepare_input` does."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 import transformers
 from tests import small
-from transformers import TrainerCallback
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import megatrain as mt
 from megatrain.optim.pending import PendingNorm
@@ -154,3 +157,119 @@ def test_a_limit_for_the_next_step_holds_for_that_step_alone() -> None:
     plain.step()
     assert small.same(moved, small.snapshot(other.model))
     assert not small.same(moved, start)
+
+
+READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
+ON_THE_HOST = {"host_copies.py", "generators.py", "norm.py", "record.py"}
+"""What these read is in host memory if the model is on a GPU too."""
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "gemma2": {"sliding_window": 4, "head_dim": 16},
+    "mistral": {"sliding_window": 4},
+}
+
+
+class NotesReads(TorchDispatchMode):
+    """Notes the files that read values of tensors: the innermost outside PyTorch that do more than pass a call on."""
+
+    def __init__(self, files: list[str]) -> None:
+        super().__init__()
+        self._files = files
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in READS:
+            frames = [frame for frame in traceback.extract_stack()[:-1] if frame.name != "__torch_function__"]
+            files = [Path(frame.filename) for frame in reversed(frames)]
+            self._files.append(next(file.name for file in files if "torch" not in file.parts))
+        return function(*args, **(kwargs or {}))
+
+
+class Noted(TrainerCallback):
+    """Notes what the user's thread reads in a step, from the second step on: the first compares two losses."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self._step = ExitStack()
+
+    def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step:
+            self._step.enter_context(NotesReads(self.files))
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._step.close()
+
+
+class NotedForwards(mt.Trainer):
+    """Notes what is read in forwards, which run in threads of their own in windows."""
+
+    micro_batches_are_independent = True
+    noted: list[str]
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        stack = super().compute_loss_context_manager()
+        if self.state.global_step:
+            stack.enter_context(NotesReads(self.noted))
+        return stack
+
+
+class AsInTransformers(mt.Trainer):
+    """What the model reads on the host comes from the device."""
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        return transformers.Trainer.compute_loss_context_manager(self)
+
+
+def masked(kind: str) -> list[dict[str, torch.Tensor]]:
+    """Rows, some of them padded or packed."""
+    rows = small.rows()
+    for number, row in enumerate(rows):
+        mask = torch.ones_like(row["input_ids"])
+        if number % 3:
+            mask[: number % 5] = 0
+        if kind == "packed":
+            row["position_ids"] = torch.arange(small.LENGTH) % (number % 3 * 3 + 2)
+        elif kind != "plain":
+            row["attention_mask"] = {"full": torch.ones_like(mask), "left": mask, "right": mask.flip(0)}[kind]
+    return rows
+
+
+def masked_run(base: type, directory: Path, architecture: str, rows: str, *callbacks: Any, **changes: Any) -> Any:
+    shape = {"vocab_size": small.VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0}
+    config = AutoConfig.for_model(architecture, **(shape | heads | ARCHITECTURES[architecture]))
+    torch.manual_seed(0)
+    return base(
+        model=AutoModelForCausalLM.from_config(config),
+        args=small.arguments(directory, **changes),
+        train_dataset=masked(rows),
+        data_collator=transformers.default_data_collator,
+        callbacks=[*callbacks],
+    )
+
+
+@pytest.mark.parametrize("rows", ["plain", "full", "left", "right", "packed"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_step_reads_no_value_from_the_device(tmp_path: Path, architecture: str, rows: str) -> None:
+    noted = Noted()
+    trainer = masked_run(mt.Trainer, tmp_path, architecture, rows, noted, logging_steps=4)
+    trainer.train()
+    assert {*noted.files} <= ON_THE_HOST
+    assert "norm.py" in noted.files
+
+
+@pytest.mark.parametrize("rows", ["plain", "full"])
+def test_micro_batches_of_a_window_read_no_value_from_the_device(tmp_path: Path, rows: str) -> None:
+    trainer = masked_run(NotedForwards, tmp_path, "llama", rows, gradient_accumulation_steps=2)
+    trainer.noted = []
+    trainer.train()
+    assert {*trainer.noted} - {"generators.py"} == {"host_copies.py"}
+
+
+@pytest.mark.parametrize("rows", ["plain", "full", "left", "right", "packed"])
+def test_reading_copies_changes_no_bit(tmp_path: Path, rows: str) -> None:
+    runs = [masked_run(base, tmp_path, "mistral", rows, max_steps=3) for base in (mt.Trainer, AsInTransformers)]
+    for run in runs:
+        run.train()
+    assert small.losses(runs[0]) == small.losses(runs[1])
+    assert small.same(*[small.snapshot(run.model) for run in runs])

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aliases": set(),
     "geometry": set(),
     "generators": set(),
+    "host_copies": set(),
     "lazy": set(),
     "process": set(),
     "telemetry": set(),
@@ -34,12 +35,26 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Parts that every other part may import, and what the lowest parts may import.
-EVERYBODY = {"aliases", "errors", "generators", "geometry", "lazy", "process", "settings", "telemetry", "files"}
+EVERYBODY = {
+    *(
+        "aliases",
+        "errors",
+        "generators",
+        "geometry",
+        "host_copies",
+        "lazy",
+        "process",
+        "settings",
+        "telemetry",
+        "files",
+    ),
+}
 BOTTOM = {
     "aliases": set(),
     "errors": set(),
     "geometry": set(),
     "generators": set(),
+    "host_copies": set(),
     "lazy": set(),
     "process": set(),
     "settings": {"aliases", "errors", "geometry"},
