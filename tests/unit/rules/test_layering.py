@@ -36,19 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Parts that every other part may import, and what the lowest parts may import.
 EVERYBODY = {
-    *(
-        "aliases",
-        "errors",
-        "generators",
-        "geometry",
-        "host_copies",
-        "lazy",
-        "process",
-        "settings",
-        "telemetry",
-        "files",
-    ),
-}
+    "aliases", "errors", "files", "generators", "geometry", "host_copies", "lazy", "process", "settings", "telemetry",
+}  # fmt: skip
 BOTTOM = {
     "aliases": set(),
     "errors": set(),
