@@ -72,7 +72,7 @@ def attention_shape(engine: Engine) -> attention.AttentionShape:
     config, plan = config_of(engine.model), engine.settings.plan
     return attention.AttentionShape(
         head_dim=None if config is None else fields.head_dim(config.get_text_config()),
-        length=None if plan is None else plan.run.length,
+        length=plan.run.length if plan is not None and plan.run.one_length else None,
         masked=plan is not None and plan.run.padded,
         dtype=torch.float32 if engine.precision == "fp32" else torch.bfloat16,
     )
