@@ -99,6 +99,45 @@ def test_another_version_of_transformers_may_have_other_layers(
     assert f"other kernels (transformers {installed} → 99.0)" in warning
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"attn_implementation": "eager"}}, "attention_implementation sdpa → eager"),
+        ({"model": {"experts_implementation": "grouped_mm"}}, "experts_implementation eager → grouped_mm"),
+        ({"head_chunk": 7}, "head_chunk 64 → 7"),
+        ({"head_chunk": 0}, "head_chunk 64 → 0"),
+    ],
+)
+def test_other_implementations_and_chunks_matter(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, quick: None, changes: dict[str, Any], said: str
+) -> None:
+    plain = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    settings = {"compile": True, "head_chunk": 64}
+
+    def attached(model: dict[str, str], **settings: Any) -> mt.Engine:
+        return mt.Engine(small.mixtral(**model), device="cpu", **settings)
+
+    with attached(plain, **settings) as engine:
+        engine.save(tmp_path / "a", engine.optimizer(lr=1e-2))
+    with attached(
+        plain | changes.get("model", {}), **settings | {"head_chunk": changes.get("head_chunk", 64)}
+    ) as other:
+        other.load(tmp_path / "a", other.optimizer(lr=1e-2))
+    [warning] = [record.getMessage() for record in announced.records if record.levelname == "WARNING"]
+    assert f"other kernels ({said})" in warning
+
+
+def test_only_what_a_checkpoint_says_is_compared(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    of_now, known = kernels.kernels_of, ("compile", "layers", "torch")
+    monkeypatch.setattr(kernels, "kernels_of", lambda engine: {name: of_now(engine)[name] for name in known})
+    assert set(saved(tmp_path / "a", compile=True)) == set(known)
+    monkeypatch.setattr(kernels, "kernels_of", of_now)
+    resume(tmp_path / "a", compile=True)
+    assert not [record for record in announced.records if record.levelname == "WARNING"]
+
+
 def test_a_checkpoint_that_does_not_say_is_resumed_with_a_notice(
     tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
