@@ -38,7 +38,7 @@ def kernels_of(engine: Engine) -> dict[str, Any]:
     return {
         "compile": bool(engine.settings.compile),
         "batch": None if plan is None else [plan.run.micro_batch, plan.run.length],
-        "layers": {compiled.name: compiled.described for compiled in engine.compiled},
+        "layers": {name: how for compiled in engine.compiled for name, how in compiled.described.items()},
         "gpu": torch.cuda.get_device_name(engine.device) if gpu else None,
         "attention": attention["sdpa"],
         "attention_implementation": attention["implementation"],
@@ -73,7 +73,7 @@ def _check_kernels(engine: Engine, manifest: Mapping[str, Any], directory: objec
     names = [name for name in now if name in saved and name not in ignored]
     other = [f"{name} {saved[name]} → {now[name]}" for name in names if saved[name] != now[name]]
     for compiled in engine.compiled:
-        compiled.expect(saved["layers"].get(compiled.name), lambda change: _differ(engine, directory, [change]))
+        compiled.expect(saved["layers"], lambda change: _differ(engine, directory, [change]))
     if other:
         _differ(engine, directory, other)
 

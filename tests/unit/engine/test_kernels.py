@@ -162,14 +162,30 @@ def test_a_structure_that_is_decided_otherwise_after_a_resume_is_refused() -> No
     def refuse(change: str) -> None:
         raise CheckpointError(change)
 
-    layer.expect("compiled", refuse)
+    layer.expect({"Layer": "compiled"}, refuse)
 
     def call(found: Any) -> None:
         if found is not None:
             raise compiled.CannotCompile("no") from RuntimeError("no kernel")
 
     with pytest.raises(CheckpointError, match="Layer compiled → eager"):
-        layer.run((torch.Size((2, 8, 4)),), True, call)
+        layer.run((torch.Size((2, 8, 4)),), compiled.TRAINED, call)
+
+
+def test_frozen_layers_are_compared_on_a_resume() -> None:
+    changes: list[str] = []
+
+    def call(found: Any) -> None:
+        if found is not None:
+            raise compiled.CannotCompile("no") from RuntimeError("no kernel")
+
+    layer = compiled.Compiled("Layer", torch.device("cpu"), None, recomputes=True)
+    layer.expect({"Layer": "eager", "Layer, frozen": "compiled"}, changes.append)
+    for kind in (compiled.EVALUATED, compiled.FROZEN, compiled.TRAINED):
+        layer.run((torch.Size((2, 8, 4)),), kind, call)
+    assert changes == ["Layer, frozen compiled → eager"]
+    layer.expect({"Layer": "compiled"}, changes.append)
+    assert changes[1:] == ["Layer compiled → eager"]
 
 
 def test_a_record_says_how_layers_run(tmp_path: Path, quick: None) -> None:
