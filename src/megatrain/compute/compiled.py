@@ -265,13 +265,16 @@ def graph_count() -> int:
 
 
 def structure_of(module: torch.nn.Module) -> Hashable:
-    """A key that is equal for blocks that differ only in weights and position."""
+    """A key that is equal for blocks that differ only in weights and position.
+
+    Numbers do not count, since most are a position. Blocks that compute with different ones have graphs of their own.
+    """
     return tuple(
         (
             path,
             type(inner),
-            tuple((name, p.shape, p.dtype) for name, p in inner._parameters.items() if p is not None),
-            tuple((k, v) for k, v in vars(inner).items() if isinstance(v, bool | str) and k != "training"),
+            tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in inner._parameters.items() if p is not None),
+            tuple((k, v) for k, v in vars(inner).items() if isinstance(v, bool | str | None) and k != "training"),
         )
         for path, inner in module.named_modules()
     )
