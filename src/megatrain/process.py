@@ -5,6 +5,8 @@
 | Python's switch interval | an engine is open whose lanes are threads |
 | PyTorch's GPU memory fraction and expandable segments | an engine with a cap or a plan is open |
 | dynamo's recompile limits and dynamic sources | a compiled block is called |
+| AOTAutograd's settings, the key of graphs cached on disk, and what Inductor asks for sizes | a block is compiled |
+| that dynamo may put grouped products into graphs | from the first compiled block on; PyTorch cannot undo it |
 | the order in which PyTorch tries attention backends | an engine is open on a GPU that hardware/attention.py knows |
 | how transformers loads a checkpoint | from `init(offload_dir=...)` until an engine is attached |
 
@@ -19,7 +21,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -291,3 +293,39 @@ def compile_settings(graphs: int) -> Iterator[None]:
         yield
     finally:
         _dynamo_settings.release(owner)
+
+
+# ---- while a block is compiled
+
+
+@contextmanager
+def partition_settings(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, AOTAutograd has these settings, and graphs cached on disk are those of the backends of attention."""
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    compiler: Any = torch.compiler.config
+    # Without the tag, a cached graph would be used for any backend of attention.
+    tag = f"{compiler.cache_key_tag} {sdpa_key()}"
+    with functorch.patch(values), compiler.patch(cache_key_tag=tag):
+        yield
+
+
+@contextmanager
+def replaced(functions: Iterable[tuple[Any, str, Callable[[Any], Any]]]) -> Iterator[None]:
+    """Inside, functions of PyTorch are replaced: owner, name, and what makes the new one of the old one.
+
+    Threads compile one at a time: dynamo has a lock.
+    """
+    before = [(owner, name, vars(owner)[name], make) for owner, name, make in functions]
+    try:
+        for owner, name, function, make in before:
+            setattr(owner, name, make(function))
+        yield
+    finally:
+        for owner, name, function, _ in before:
+            setattr(owner, name, function)
+
+
+def allow_grouped_products() -> None:
+    """Let dynamo put grouped products into graphs. Some versions do not know them, and would split a layer with experts
+    into several graphs. PyTorch cannot undo it; the user's own compiled code has fewer graph breaks by it."""
+    torch.compiler.allow_in_graph(torch._grouped_mm)

@@ -12,7 +12,7 @@ import torch
 from tests.tiny import WIDTH, Stack, engine_of
 
 from megatrain import process
-from megatrain.compute import compiled
+from megatrain.compute import compiled, hints, partition
 from megatrain.errors import MegaTrainError
 from megatrain.process import EXPANDABLE_SEGMENTS, SWITCH_INTERVAL
 
@@ -221,3 +221,43 @@ def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch
     thread.join()
     assert found == [before]
     assert process._read_dynamo() == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_set_while_a_block_is_compiled_is_put_back(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    seen, plain = [], partition.compile_fx
+
+    def state() -> Any:
+        functions = [vars(owner)[name] for owner, name, _ in hints.HINTS]
+        settings = {name: getattr(torch._functorch.config, name) for name in partition.PARTITIONER}
+        return functions, settings, torch.compiler.config.cache_key_tag
+
+    def compile_fx(*args: Any, **options: Any) -> Any:
+        seen.append(state())
+        if fails:
+            raise RuntimeError("no kernel")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(partition, "compile_fx", compile_fx)
+    before, model = state(), Stack()
+    with engine_of(model, compile=True):
+        backwards(model, range(3, 4))
+        assert state() == before
+    functions, settings, tag = seen[0]
+    assert not set(functions) & set(before[0])
+    assert settings == partition.PARTITIONER
+    assert tag.endswith(process.sdpa_key())
+
+
+def test_replaced_functions_are_put_back_if_replacing_fails() -> None:
+    class Owner:
+        first, second = staticmethod(abs), staticmethod(len)
+
+    def fail(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    before = dict(vars(Owner))
+    with pytest.raises(KeyboardInterrupt), process.replaced([(Owner, "first", staticmethod), (Owner, "second", fail)]):
+        pass
+    assert dict(vars(Owner)) == before

@@ -36,6 +36,11 @@ MAX_GRAPHS = 64
 Result = TypeVar("Result")
 Shapes = tuple[torch.Size, ...]
 
+TRAINED, FROZEN, EVALUATED = "trained", "frozen", "evaluated"
+"""Kinds of calls, which have graphs and a decision of their own: with gradients; without, in a forward with gradients;
+in one without."""
+IN_WORDS = {TRAINED: "", FROZEN: ", frozen", EVALUATED: ", without gradients"}
+
 _recomputing: ContextVar[bool] = ContextVar("megatrain_recomputing", default=False)
 _numbers = itertools.count()
 
@@ -122,7 +127,7 @@ class _Decision:
 
 
 class Compiled:
-    """How the blocks of one structure run. Calls with and without gradients have graphs and a decision of their own."""
+    """How the blocks of one structure run."""
 
     def __init__(
         self,
@@ -135,32 +140,32 @@ class Compiled:
     ) -> None:
         self.name, self._layers = name, layers
         self._device, self._planned, self._recomputes, self._on_decision = device, planned, recomputes, on_decision
-        self._decisions = {True: _Decision(), False: _Decision()}
-        """With gradients → decision, without → decision."""
+        self._decisions = {kind: _Decision() for kind in IN_WORDS}
         self._announced_recording = False
-        self._expected: tuple[str, Callable[[str], None]] | None = None
+        self._expected: dict[str, str | None] = {}
+        self._differ: Callable[[str], None] = lambda _: None
         self._lock = threading.RLock()
         self._calls: dict[Hashable, CompiledCall] = {}
 
-    def run(self, shapes: Shapes, gradients: bool, call: Callable[[CompiledCall | None], Result]) -> Result:
+    def run(self, shapes: Shapes, kind: str, call: Callable[[CompiledCall | None], Result]) -> Result:
         """Call with the compiled call for these shapes of the arguments, or with None to run eagerly."""
-        decision = self._decisions[gradients]
+        decision = self._decisions[kind]
         if not decision.made:
             with self._lock:
                 if not decision.made:
-                    return self._decide(decision, shapes, gradients, call)
-        return call(self._compiled_call(shapes, gradients) if decision.reason is None else None)
+                    return self._decide(decision, shapes, kind, call)
+        return call(self._compiled_call(shapes, kind) if decision.reason is None else None)
 
     def _decide(
-        self, decision: _Decision, shapes: Shapes, gradients: bool, call: Callable[[CompiledCall | None], Result]
+        self, decision: _Decision, shapes: Shapes, kind: str, call: Callable[[CompiledCall | None], Result]
     ) -> Result:
         before, graphs = Generators.capture(self._device), graph_count()
         try:
-            result = call(self._compiled_call(shapes, gradients))
+            result = call(self._compiled_call(shapes, kind))
             if graph_count() == graphs:
                 # Code that is marked not to be compiled: no error, and no graph. A recompute does the same.
                 self._eager(decision, "nothing in them can be traced")
-            self._made(decision, gradients)
+            self._made(decision, kind)
             return result
         except CannotCompile as error:
             cause = error.__cause__
@@ -172,20 +177,22 @@ class Compiled:
         # If this fails too, the fault is not the compiler's, and nothing is decided.
         result = call(None)
         self._eager(decision, reason)
-        self._made(decision, gradients)
+        self._made(decision, kind)
         return result
 
     def _eager(self, decision: _Decision, reason: str) -> None:
         announce(f"{self.name} blocks cannot be compiled here and run eagerly ({reason})")
         decision.reason = reason
 
-    def _made(self, decision: _Decision, gradients: bool) -> None:
+    def _made(self, decision: _Decision, kind: str) -> None:
         decision.made = True
         self._on_decision(
-            layer=self.name, gradients=gradients, compiled=decision.reason is None, reason=decision.reason
+            layer=self.name + IN_WORDS[FROZEN] * (kind == FROZEN),
+            gradients=kind == TRAINED,
+            compiled=decision.reason is None,
+            reason=decision.reason,
         )
-        if gradients:
-            self._check_expected()
+        self._check_expected()
 
     def announce_recording(self) -> None:
         """Say, once, that a forward which returns outputs of inner modules runs eagerly."""
@@ -197,33 +204,42 @@ class Compiled:
             )
 
     @property
-    def described(self) -> str | None:
-        """How calls with gradients run: "compiled" or "eager"; None: not decided yet."""
-        decision = self._decisions[True]
-        return None if not decision.made else "compiled" if decision.reason is None else "eager"
+    def trained(self) -> bool:
+        """Whether it is decided how calls with gradients run."""
+        return self._decisions[TRAINED].made
 
-    def expect(self, described: str | None, differ: Callable[[str], None]) -> None:
-        """Call `differ` with the change, now or when it is decided, if calls with gradients run otherwise."""
-        self._expected = None if described is None else (described, differ)
+    @property
+    def described(self) -> dict[str, str]:
+        """How calls in training run, as far as it is decided: name → "compiled" or "eager"."""
+        made = {kind: self._decisions[kind] for kind in (TRAINED, FROZEN) if self._decisions[kind].made}
+        return {
+            self.name + IN_WORDS[kind]: "compiled" if decision.reason is None else "eager"
+            for kind, decision in made.items()
+        }
+
+    def expect(self, described: Mapping[str, str | None], differ: Callable[[str], None]) -> None:
+        """Call `differ` with each change, now or when it is decided, if calls run otherwise than `described`."""
+        self._expected, self._differ = dict(described), differ
         self._check_expected()
 
     def _check_expected(self) -> None:
-        if self._expected is not None and self.described not in (None, self._expected[0]):
-            expected, differ = self._expected
-            differ(f"{self.name} {expected} → {self.described}")
+        for name, how in self.described.items():
+            expected = self._expected.pop(name, None)
+            if expected not in (None, how):
+                self._differ(f"{name} {expected} → {how}")
 
-    def _compiled_call(self, shapes: Shapes, gradients: bool) -> CompiledCall:
+    def _compiled_call(self, shapes: Shapes, kind: str) -> CompiledCall:
         """The call for these shapes. Equal shapes have the same one, whatever was called before."""
-        found = self._calls.get((shapes, gradients))
+        found = self._calls.get((shapes, kind))
         if found is None:
             with self._lock:
                 key, sizes, planned = self._class_of(shapes)
-                found = self._calls.get((key, gradients))
+                found = self._calls.get((key, kind))
                 if found is None:
-                    sizes += "" if gradients else ", without gradients"
-                    found = CompiledCall(self.name, sizes, planned, self._recomputes, self._layers)
-                    self._calls[key, gradients] = found
-                self._calls[shapes, gradients] = found
+                    recomputes = self._recomputes and kind == TRAINED
+                    found = CompiledCall(self.name, sizes + IN_WORDS[kind], planned, recomputes, self._layers)
+                    self._calls[key, kind] = found
+                self._calls[shapes, kind] = found
         return found
 
     def _class_of(self, shapes: Shapes) -> tuple[Hashable, str, bool]:
@@ -249,13 +265,16 @@ def graph_count() -> int:
 
 
 def structure_of(module: torch.nn.Module) -> Hashable:
-    """A key that is equal for blocks that differ only in weights and position."""
+    """A key that is equal for blocks that differ only in weights and position.
+
+    Numbers do not count, since most are a position. Blocks that compute with different ones have graphs of their own.
+    """
     return tuple(
         (
             path,
             type(inner),
-            tuple((name, p.shape, p.dtype) for name, p in inner._parameters.items() if p is not None),
-            tuple((k, v) for k, v in vars(inner).items() if isinstance(v, bool | str) and k != "training"),
+            tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in inner._parameters.items() if p is not None),
+            tuple((k, v) for k, v in vars(inner).items() if isinstance(v, bool | str | None) and k != "training"),
         )
         for path, inner in module.named_modules()
     )

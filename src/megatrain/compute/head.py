@@ -262,7 +262,7 @@ class _ChunkedLoss(torch.autograd.Function):
             pairs = zip(ctx.weights, by_weight, strict=True)
             gradients = {(slab, segment): _scaled(g, scale, ctx.dtypes[slab]) for (slab, segment), g in pairs}
             node.deliver_gradients(ctx.head.runtime, ctx.head.block, ctx.call_id, gradients)
-        return None, None, None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)
+        return None, None, None if by_hidden is None else _scaled(by_hidden, scale, by_hidden.dtype)
 
 
 def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, int], torch.Tensor | None]) -> None:
@@ -275,9 +275,10 @@ def _add(sums: dict[tuple[int, int], torch.Tensor], gradients: dict[tuple[int, i
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The FP32 gradient times `scale`, rounded once to `dtype`, without a second FP32 copy."""
-    rounded = torch.empty_like(gradient, dtype=dtype)
-    rows = max(1, (1 << 24) // max(1, gradient[0].numel()))
+    """The gradient times `scale` in FP32, rounded once to `dtype`, without a second FP32 copy."""
+    # PyTorch would round a scalar to a BF16 gradient's dtype first.
+    rounded, scale = torch.empty_like(gradient, dtype=dtype), scale.reshape(1)
+    rows = max(1, (1 << 24) // max(1, gradient.shape[1:].numel()))
     for source, target in zip(gradient.split(rows), rounded.split(rows), strict=True):
         torch.mul(source, scale, out=target)
     return rounded

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -21,6 +21,7 @@ from torch._inductor.codegen import simd, triton
 from torch.fx import GraphModule
 from torch.fx.experimental import symbolic_shapes
 
+from megatrain import process
 from megatrain.compute.binding import call_with
 
 LEAST_ROWS, LEAST_LENGTH = 8, 4096
@@ -56,18 +57,11 @@ def largest_sizes(traced: GraphModule) -> Iterator[tuple[int, ...]]:
         if number in values:
             largest.setdefault(number, size_class(int(values[number]), rows=False))
     env.var_to_hint_override.update(largest)
-    plain = [(owner, name, vars(owner)[name], own) for owner, name, own in HINTS]
-    # Threads compile one at a time: dynamo has a lock.
-    for owner, name, hint, own in plain:
-        setattr(owner, name, _replaced(hint, own))
-    try:
+    with process.replaced((owner, name, partial(_around, own)) for owner, name, own in HINTS):
         yield tuple(largest.values())
-    finally:
-        for owner, name, hint, _ in plain:
-            setattr(owner, name, hint)
 
 
-def _replaced(plain: Any, own: Callable[..., Any]) -> Any:
+def _around(own: Callable[..., Any], plain: Any) -> Any:
     function: Plain = plain.__func__ if isinstance(plain, staticmethod) else plain
 
     @wraps(function)

@@ -23,7 +23,7 @@ import torch
 
 from megatrain.compute.binding import call_with
 from megatrain.compute.block import Args, Block, Buffers, Capture, Kwargs, Weights, apply_side_effects, capture_outputs
-from megatrain.compute.compiled import CompiledCall, Shapes
+from megatrain.compute.compiled import EVALUATED, FROZEN, TRAINED, CompiledCall, Shapes
 from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.compute.rebind import Addresses, Rebinder, refuse_hidden_gradient
 from megatrain.compute.replay import AmbientState
@@ -126,7 +126,7 @@ class _Call:
             compiled = None
         if compiled is None:
             return forward(None)
-        return compiled.run(tuple(tensor.shape for tensor in inputs), True, forward)
+        return compiled.run(tuple(tensor.shape for tensor in inputs), TRAINED, forward)
 
     def run(
         self, inputs: list[torch.Tensor], weights: Weights, *, recompute: bool = False
@@ -375,7 +375,7 @@ def _without_gradient(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs
         if shapes is None or block.compiled is None:
             result = forward(None)
         else:
-            result = block.compiled.run(shapes, False, forward)
+            result = block.compiled.run(shapes, FROZEN if torch.is_grad_enabled() else EVALUATED, forward)
         addresses = Addresses(weights)
         tensors, spec = flatten_tensors(result)
         if all(addresses.find(tensor) is None for tensor in tensors):

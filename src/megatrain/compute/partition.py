@@ -28,11 +28,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from megatrain import process
 from megatrain.compute import hints
-from megatrain.process import sdpa_key
 
 log = logging.getLogger(__name__)
-compiler: Any = torch.compiler.config
 
 aten, prims = torch.ops.aten, torch.ops.prims
 PRODUCTS = {
@@ -72,8 +71,7 @@ def backend(
     A call is a recompute if `recomputing()`. Both graphs come of one trace, so that a length has the same kernels in
     the forward and in the recompute. Without `recomputes` there is one graph for both.
     """
-    # Some versions of dynamo do not know it, and would split a layer with experts into several graphs.
-    torch.compiler.allow_in_graph(torch._grouped_mm)
+    process.allow_grouped_products()
 
     def compile_graph(traced: GraphModule, inputs: list[Any]) -> Graph:
         try:
@@ -87,9 +85,7 @@ def backend(
         if torch.are_deterministic_algorithms_enabled() and "deterministic" in torch._inductor.config.get_config_copy():
             # No kernel is chosen by timing it.
             patches["deterministic"] = True
-        # Without the tag, graphs cached on disk would be used for any backend of attention.
-        tagged = compiler.patch(cache_key_tag=f"{compiler.cache_key_tag} {sdpa_key()}")
-        with torch._functorch.config.patch(PARTITIONER), tagged, hints.largest_sizes(traced) as sizes:
+        with process.partition_settings(PARTITIONER), hints.largest_sizes(traced) as sizes:
             recompute: Any = None
             # What a part of the call returns is used by the other parts.
             if recomputes and torch.is_grad_enabled() and _is_whole(traced, code):

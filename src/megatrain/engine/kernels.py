@@ -4,13 +4,12 @@ disk, which a resume continues to count."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.engine.summary import attention_used
+from megatrain.engine.summary import attention_used, experts_implementation
 from megatrain.errors import CheckpointError
 from megatrain.telemetry.notices import announce, warn
 
@@ -26,20 +25,26 @@ def facts_of_run(engine: Engine) -> dict[str, Any]:
 
 def kernels_of(engine: Engine) -> dict[str, Any]:
     """What a checkpoint says of the kernels that its run used."""
-    plan, attention = engine.settings.plan, attention_used(engine)
+    plan, attention, head = engine.settings.plan, attention_used(engine), engine._step.head
     gpu = engine.device.type == "cuda"
     versions: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
     # It has kernels of attention.
     versions["cudnn"] = torch.backends.cudnn.version() if gpu else None
     for name in ("transformers", "triton"):
-        with suppress(PackageNotFoundError):
+        try:
             versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
     return {
         "compile": bool(engine.settings.compile),
         "batch": None if plan is None else [plan.run.micro_batch, plan.run.length],
-        "layers": {compiled.name: compiled.described for compiled in engine.compiled},
+        "layers": {name: how for compiled in engine.compiled for name, how in compiled.described.items()},
         "gpu": torch.cuda.get_device_name(engine.device) if gpu else None,
         "attention": attention["sdpa"],
+        "attention_implementation": attention["implementation"],
+        "experts_implementation": experts_implementation(engine),
+        "head_chunk": 0 if head is None else head.tokens,
+        "fused_loss": head is not None and head.fused,
         "deterministic": attention["deterministic"],
         **versions,
     }
@@ -63,10 +68,12 @@ def _check_kernels(engine: Engine, manifest: Mapping[str, Any], directory: objec
     eager = not (saved["compile"] or now["compile"])
     if eager and saved.get("gpu") is None and now["gpu"] is None:
         return  # PyTorch's own kernels on the CPU
-    names = [name for name in now if name != "layers" and not (eager and name in ("batch", "triton"))]
-    other = [f"{name} {saved.get(name)} → {now[name]}" for name in names if saved.get(name) != now[name]]
+    ignored = {"layers", *(("batch", "triton") if eager else ())}
+    # An older version has not written all of them.
+    names = [name for name in now if name in saved and name not in ignored]
+    other = [f"{name} {saved[name]} → {now[name]}" for name in names if saved[name] != now[name]]
     for compiled in engine.compiled:
-        compiled.expect(saved["layers"].get(compiled.name), lambda change: _differ(engine, directory, [change]))
+        compiled.expect(saved["layers"], lambda change: _differ(engine, directory, [change]))
     if other:
         _differ(engine, directory, other)
 

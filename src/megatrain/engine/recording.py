@@ -140,7 +140,8 @@ def described(engine: Engine, optimizer: Any) -> dict[str, Any]:
         "device": {"name": str(engine.device), "gpu": gpu},
         "precision": {"compute": engine.precision, "saved": engine.saved_precision},
         "attention": attention_used(engine),
-        "compiled": {compiled.name: compiled.described for compiled in engine.compiled},
+        "compiled": {compiled.name: None for compiled in engine.compiled}
+        | {name: how for compiled in engine.compiled for name, how in compiled.described.items()},
         "experts": experts_used(engine),
         "optimizer": None if optimizer is None else _optimizer(optimizer),
         "plan": None if settings.plan is None else json.loads(settings.plan.to_json()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -79,10 +79,10 @@ def counted(model: torch.nn.Module) -> dict[str, int]:
 
 def attention_shape(engine: Engine) -> attention.AttentionShape:
     """What the model calls SDPA with, as far as its config and the plan tell."""
-    config, plan = config_of(engine.model), engine.settings.plan
+    text, plan = _text_config(engine), engine.settings.plan
     return attention.AttentionShape(
-        head_dim=None if config is None else fields.head_dim(config.get_text_config()),
-        length=None if plan is None else plan.run.length,
+        head_dim=None if text is None else fields.head_dim(text),
+        length=plan.run.length if plan is not None and plan.run.one_length else None,
         masked=plan is not None and plan.run.padded,
         dtype=torch.float32 if engine.precision == "fp32" else torch.bfloat16,
     )
@@ -90,27 +90,35 @@ def attention_shape(engine: Engine) -> attention.AttentionShape:
 
 def attention_used(engine: Engine) -> dict[str, str | bool | None]:
     """The model's attention implementation, and the backends of SDPA in the order in which PyTorch tries them."""
-    config, deterministic = config_of(engine.model), attention.is_deterministic()
-    named = None if config is None else getattr(config.get_text_config(), "_attn_implementation", None)
+    named, deterministic = getattr(_text_config(engine), "_attn_implementation", None), attention.is_deterministic()
     with attention.requested_backend(engine.device, attention_shape(engine)):
         backends = attention.sdpa_backend(engine.device, deterministic)
     return {"implementation": named, "sdpa": backends, "deterministic": deterministic}
 
 
+def experts_implementation(engine: Engine) -> str | None:
+    """The model's implementation of routed experts; None: it has none."""
+    text = _text_config(engine)
+    total, _ = fields.experts(text, [*engine.model.named_parameters()])
+    return str(getattr(text, "_experts_implementation", None) or "eager") if total else None
+
+
 def experts_used(engine: Engine) -> str | None:
     """How products of routed experts are computed; None: the model has none."""
-    config = config_of(engine.model)
-    text = None if config is None else config.get_text_config()
-    total, chosen = fields.experts(text, [*engine.model.named_parameters()])
-    if not total:
+    how, gpu = experts_implementation(engine), engine.device.type == "cuda"
+    if how is None:
         return None
-    named, gpu = getattr(text, "_experts_implementation", None), engine.device.type == "cuda"
-    how = str(named or "eager")
+    total, chosen = fields.experts(_text_config(engine), [*engine.model.named_parameters()])
     if how == "eager":
         how = "a loop over experts (eager)"
     elif how == "grouped_mm" and gpu and torch.cuda.get_device_capability(engine.device) < (8, 0):
         how = "a loop over experts (grouped_mm needs compute capability 8.0)"
     return f"{chosen} of {total} per token, {how}"
+
+
+def _text_config(engine: Engine) -> Any:
+    config = config_of(engine.model)
+    return None if config is None else config.get_text_config()
 
 
 def _attention_line(engine: Engine) -> str:

@@ -21,12 +21,16 @@ class _AllCompiled(BaseException):
 def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
     """Run a forward of the model in training mode until every structure is compiled, or found not to be.
 
-    Weights, gradients, buffers, random numbers and modes are as before.
+    A structure whose layers are frozen may have calls with and without gradients, so all of them are called. Weights,
+    gradients, buffers, random numbers and modes are as before.
     """
 
-    def stop_if_complete(*_: Any) -> None:
-        if all(compiled.described is not None for compiled in engine.compiled):
+    waiting = {block.module: block.compiled for block in engine.blocks if block.compiled is not None}
+
+    def stop_if_complete(module: torch.nn.Module, _: Any) -> None:
+        if all(compiled.trained for compiled in waiting.values()):
             raise _AllCompiled
+        waiting.pop(module, None)
 
     model = engine.model
     modes = [(module, module.training) for module in model.modules()]

@@ -100,9 +100,10 @@ def fused_square_sum(flat: torch.Tensor, rounded: bool = False, per_chunk: bool 
     for a tree over more than `flat`."""
     chunks = triton.cdiv(flat.numel(), CHUNK)
     partials = torch.empty(chunks, dtype=torch.float64, device=flat.device)
-    _chunks[(chunks,)](flat, partials, flat.numel(), ROUNDED=rounded, num_warps=8)
-    if per_chunk:
-        return partials
-    if chunks > 1:
-        _tree[(1,)](partials, chunks, num_warps=8)
+    with torch.cuda.device(flat.device):
+        _chunks[(chunks,)](flat, partials, flat.numel(), ROUNDED=rounded, num_warps=8)
+        if per_chunk:
+            return partials
+        if chunks > 1:
+            _tree[(1,)](partials, chunks, num_warps=8)
     return partials[0]

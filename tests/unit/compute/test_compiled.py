@@ -112,9 +112,9 @@ def test_a_batch_that_no_code_can_run_decides_nothing(quick, announced):
     with mt.Engine(model, device="cpu", compile=True) as engine:
         with pytest.raises(RuntimeError, match="must match the size"):
             model(input_ids=ids, attention_mask=torch.ones(2, 1, 3, 7, dtype=torch.bool))
-        assert [each.described for each in engine.compiled] == [None]
+        assert [each.described for each in engine.compiled] == [{}]
         model(input_ids=ids, labels=ids).loss.backward()
-        assert [each.described for each in engine.compiled] == ["compiled"]
+        assert [each.described for each in engine.compiled] == [{"LlamaDecoderLayer": "compiled"}]
     assert not [message for message in announced.messages if "run eagerly" in message]
 
 
@@ -126,7 +126,7 @@ def test_an_operation_that_cannot_be_in_a_graph_makes_the_whole_structure_eager(
         with mt.Engine(model, device="cpu", compile=setting) as engine:
             model(**small.batch()).loss.backward()
             found[setting] = [parameter.grad.clone() for parameter in model.parameters()]
-    assert [each.described for each in engine.compiled] == ["eager"]
+    assert [each.described for each in engine.compiled] == [{"Qwen3MoeDecoderLayer": "eager"}]
     [message] = [message for message in announced.messages if "run eagerly" in message]
     assert "cannot be compiled here and run eagerly (RuntimeError: DataDependentOutputException" in message
     assert all(map(torch.equal, found[True], found[False]))
@@ -177,7 +177,7 @@ def test_layers_that_are_marked_not_to_be_compiled_are_said_to_run_eagerly(quick
         model.forward = lambda x, layers=model.layers: layers[1](layers[0](x)).sum()
         with mt.Engine(model, device="cpu", compile=compile) as engine:
             model(torch.ones(3, 4)).backward()
-            assert [each.described for each in engine.compiled] == ["eager"] * compile
+            assert [each.described for each in engine.compiled] == [{"Untraced": "eager"}] * compile
             gradients[compile] = [parameter.grad.clone() for parameter in model.parameters()]
     assert sum("Untraced blocks cannot be compiled here and run eagerly" in line for line in announced.messages) == 1
     assert all(map(torch.equal, gradients[False], gradients[True]))
@@ -261,6 +261,31 @@ def test_a_structure_that_cannot_be_compiled_leaves_the_others_compiled(no_erfin
     assert len([m for m in announced.messages if "run eagerly" in m]) == 1
     for ours, theirs in zip(mixed_gradients("recompute"), stored, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Varied(Dropping):
+    def __init__(self, window, frozen=False):
+        super().__init__()
+        self.window = window
+        self.linear.weight.requires_grad_(not frozen)
+
+    def forward(self, x):
+        self.hard = self.window is None or not self.linear.weight.requires_grad
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "layers", [lambda: [Varied(8), Varied(None), Varied(8)], lambda: [Varied(8), Varied(8, frozen=True), Varied(9)]],
+    ids=["None", "frozen"],
+)  # fmt: skip
+def test_layers_that_differ_in_what_is_none_or_frozen_are_structures(no_erfinv, announced, layers):
+    """Each is decided for itself: the second one cannot be compiled. Numbers are positions."""
+    model = Mixed()
+    model.layers = torch.nn.ModuleList(layers())
+    with mt.Engine(model, device="cpu", compile=True) as engine:
+        model(torch.randn(4, 16)).backward()
+        assert [each.described for each in engine.compiled] == [{"Varied": "compiled"}, {"Varied 2": "eager"}]
+    assert len([m for m in announced.messages if "run eagerly" in m]) == 1
 
 
 def test_a_shape_that_fails_to_compile_raises_and_changes_nothing(monkeypatch, announced):
@@ -514,6 +539,39 @@ def test_evaluation_runs_compiled_and_is_decided_on_its_own(announced):
     assert lines == {"compiled Gated for batches of up to 8 × 4096, without gradients"}
     assert len(losses) == 1
     assert losses.pop() == pytest.approx(Sequence()(x).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (0, 1, 2)], ids=["all", "all but the last"])
+def test_frozen_layers_are_decided_and_compiled_once(quick, announced, frozen):
+    model, ids = llama(), torch.arange(32).reshape(2, 16)
+    model.model.embed_tokens.requires_grad_(False)
+    for layer in frozen:
+        model.model.layers[layer].requires_grad_(False)
+    expected = [{"LlamaDecoderLayer, frozen": "compiled"}, {"LlamaDecoderLayer 2": "compiled"}][: 5 - len(frozen)]
+    with mt.Engine(model, device="cpu", compile=True) as engine:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert [each.described for each in engine.compiled] == expected
+        assert graph_count() == len(expected)
+        with torch.no_grad():
+            model(input_ids=ids, labels=ids, use_cache=False)
+        assert [each.described for each in engine.compiled] == expected
+        assert graph_count() == 2 * len(expected)
+    first, second = (f"compiled LlamaDecoderLayer{number} for batches of up to 8 × 4096" for number in ("", " 2"))
+    assert [m.split(" in ")[0] for m in announced.messages if m.startswith("compiled")] == [
+        f"{first}, frozen", second, f"{first}, without gradients", f"{second}, without gradients",
+    ][:: 1 if len(expected) == 2 else 2]  # fmt: skip
+
+
+def test_frozen_layers_have_no_graph_for_a_recompute(monkeypatch):
+    graphs = []
+    plain = partition.compile_fx
+    monkeypatch.setattr(partition, "compile_fx", lambda *args, **options: graphs.append(1) or plain(*args, **options))
+    model, x = Sequence().requires_grad_(False), torch.randn(2, 9, 16)
+    with mt.Engine(model, device="cpu", compile=True) as engine:
+        model(x)
+        assert [each.described for each in engine.compiled] == [{"Gated, frozen": "compiled"}]
+    assert len(graphs) == 1
 
 
 CACHED = """

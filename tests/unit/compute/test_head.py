@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import megatrain as mt
-from megatrain.compute.head import Head, _ChunkedCall
+from megatrain.compute.head import Head, _ChunkedCall, _scaled
 from megatrain.compute.logits import LazyLogits
 from megatrain.errors import UnsupportedCall
 from megatrain.geometry import CHUNK_ELEMENTS, chunk_tokens
@@ -250,6 +250,37 @@ def test_a_scaled_loss(scale: Any):
             (loss * scale + 1).backward()
             seen.append((loss.detach(), gradients(model)))
     assert_close(*seen)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("scale", [1 / 3, 1 / 7, 1000.1])
+def test_gradients_are_scaled_in_fp32_and_rounded_once(precision: str, scale: float):
+    model = build("llama")
+    with engine_of(model, head_chunk=7, precision=precision):
+        out = model(**batch())
+        assert isinstance(out.logits, LazyLogits)
+        hidden, weight = out.logits.hidden, model.lm_head.weight
+        plain, scaled = (
+            torch.autograd.grad(out.loss, hidden, torch.tensor(factor), retain_graph=True)[0] for factor in (1.0, scale)
+        )
+        assert plain.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+        assert torch.equal(scaled, (plain.float() * scale).to(plain.dtype))
+        if precision == "fp32":
+            by_weight = []
+            for factor in (1.0, scale):
+                out.loss.backward(torch.tensor(factor), retain_graph=True)
+                by_weight.append(weight.grad.clone())
+                weight.grad = None
+            assert torch.equal(by_weight[1], by_weight[0] * scale)
+
+
+def test_a_gradient_of_a_few_rows_is_scaled_like_a_whole_one():
+    torch.manual_seed(0)
+    scale = torch.tensor(1 / 3)
+    for shape in ((3, 1 << 23), (5,), (0, 4)):
+        gradient = torch.randn(shape)
+        for source in (gradient, gradient.bfloat16()):
+            assert torch.equal(_scaled(source, scale, torch.bfloat16), (source.float() * scale).bfloat16())
 
 
 def test_retain_graph():

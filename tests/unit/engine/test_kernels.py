@@ -99,6 +99,45 @@ def test_another_version_of_transformers_may_have_other_layers(
     assert f"other kernels (transformers {installed} → 99.0)" in warning
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"attn_implementation": "eager"}}, "attention_implementation sdpa → eager"),
+        ({"model": {"experts_implementation": "grouped_mm"}}, "experts_implementation eager → grouped_mm"),
+        ({"head_chunk": 7}, "head_chunk 64 → 7"),
+        ({"head_chunk": 0}, "head_chunk 64 → 0"),
+    ],
+)
+def test_other_implementations_and_chunks_matter(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, quick: None, changes: dict[str, Any], said: str
+) -> None:
+    plain = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    settings = {"compile": True, "head_chunk": 64}
+
+    def attached(model: dict[str, str], **settings: Any) -> mt.Engine:
+        return mt.Engine(small.mixtral(**model), device="cpu", **settings)
+
+    with attached(plain, **settings) as engine:
+        engine.save(tmp_path / "a", engine.optimizer(lr=1e-2))
+    with attached(
+        plain | changes.get("model", {}), **settings | {"head_chunk": changes.get("head_chunk", 64)}
+    ) as other:
+        other.load(tmp_path / "a", other.optimizer(lr=1e-2))
+    [warning] = [record.getMessage() for record in announced.records if record.levelname == "WARNING"]
+    assert f"other kernels ({said})" in warning
+
+
+def test_only_what_a_checkpoint_says_is_compared(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    of_now, known = kernels.kernels_of, ("compile", "layers", "torch")
+    monkeypatch.setattr(kernels, "kernels_of", lambda engine: {name: of_now(engine)[name] for name in known})
+    assert set(saved(tmp_path / "a", compile=True)) == set(known)
+    monkeypatch.setattr(kernels, "kernels_of", of_now)
+    resume(tmp_path / "a", compile=True)
+    assert not [record for record in announced.records if record.levelname == "WARNING"]
+
+
 def test_a_checkpoint_that_does_not_say_is_resumed_with_a_notice(
     tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
@@ -123,14 +162,30 @@ def test_a_structure_that_is_decided_otherwise_after_a_resume_is_refused() -> No
     def refuse(change: str) -> None:
         raise CheckpointError(change)
 
-    layer.expect("compiled", refuse)
+    layer.expect({"Layer": "compiled"}, refuse)
 
     def call(found: Any) -> None:
         if found is not None:
             raise compiled.CannotCompile("no") from RuntimeError("no kernel")
 
     with pytest.raises(CheckpointError, match="Layer compiled → eager"):
-        layer.run((torch.Size((2, 8, 4)),), True, call)
+        layer.run((torch.Size((2, 8, 4)),), compiled.TRAINED, call)
+
+
+def test_frozen_layers_are_compared_on_a_resume() -> None:
+    changes: list[str] = []
+
+    def call(found: Any) -> None:
+        if found is not None:
+            raise compiled.CannotCompile("no") from RuntimeError("no kernel")
+
+    layer = compiled.Compiled("Layer", torch.device("cpu"), None, recomputes=True)
+    layer.expect({"Layer": "eager", "Layer, frozen": "compiled"}, changes.append)
+    for kind in (compiled.EVALUATED, compiled.FROZEN, compiled.TRAINED):
+        layer.run((torch.Size((2, 8, 4)),), kind, call)
+    assert changes == ["Layer, frozen compiled → eager"]
+    layer.expect({"Layer": "compiled"}, changes.append)
+    assert changes[1:] == ["Layer compiled → eager"]
 
 
 def test_a_record_says_how_layers_run(tmp_path: Path, quick: None) -> None:

@@ -38,7 +38,7 @@ def test_a_trainer_compiles_when_it_is_made(
     rows, length = trainer.engine.settings.plan.run.micro_batch, trainer.engine.settings.plan.run.length
     [line] = [line for line in announced.messages if line.startswith("compiled")]
     assert line.startswith(f"compiled LlamaDecoderLayer for batches of {rows} × {length} in ")
-    assert [of.described for of in trainer.engine.compiled] == ["compiled"]
+    assert [of.described for of in trainer.engine.compiled] == [{"LlamaDecoderLayer": "compiled"}]
     assert not trainer.model.training
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     graphs = compiled.graph_count()
@@ -48,7 +48,7 @@ def test_a_trainer_compiles_when_it_is_made(
     assert start["compiled"] == {"LlamaDecoderLayer": "compiled"}
     monkeypatch.setattr(hf_trainer, "compile_layers", lambda *_: None)
     other = made(tmp_path / "b", max_steps=3)
-    assert [of.described for of in other.engine.compiled] == [None]
+    assert [of.described for of in other.engine.compiled] == [{}]
     other.train()
     assert small.losses(trainer) == small.losses(other)
     assert small.same(small.snapshot(trainer.model), small.snapshot(other.model))
@@ -90,7 +90,7 @@ def test_methods_of_a_subclass_are_not_called(tmp_path: Path) -> None:
 
     inner.forward = forward
     trainer = Counting(model=model, args=small.arguments(tmp_path / "b"), train_dataset=small.rows(32))
-    assert [of.described for of in trainer.engine.compiled] == ["compiled"]
+    assert [of.described for of in trainer.engine.compiled] == [{"LlamaDecoderLayer": "compiled"}]
     assert trainer.calls == 0
     assert torch.equal(torch.get_rng_state(), expected)
 
@@ -134,6 +134,32 @@ def test_buffers_random_numbers_and_modes_are_as_before() -> None:
         model(torch.randn(4, 8)).sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("frozen", "expected", "seen"),
+    [
+        ([0], [["Layer, frozen"], ["Layer 2"]], 2),
+        ([0, 2], [["Layer", "Layer, frozen"], ["Layer 2"]], 3),
+        ([1, 2], [["Layer"], ["Layer 2"]], 2),
+        ([0, 1, 2], [["Layer, frozen"]], 3),
+    ],
+    ids=str,
+)
+def test_frozen_layers_are_compiled_too(frozen: list[int], expected: list[list[str]], seen: int) -> None:
+    """Layers above one that is trained have calls with gradients, those below it without."""
+    model = Model()
+    for layer in frozen:
+        model.layers[layer].requires_grad_(False)
+    model.last = torch.nn.Linear(8, 8)
+    inner = model.forward
+    model.forward = lambda x: model.last(inner(x))  # type: ignore[method-assign]
+    with mt.Engine(model, device="cpu", compile=True) as engine:
+        compile_layers(engine, lambda: model(torch.ones(4, 8)))
+        assert [of.described for of in engine.compiled] == [dict.fromkeys(names, "compiled") for names in expected]
+        assert model.seen == seen
+        model(torch.randn(4, 8)).sum().backward()
+        assert [of.described for of in engine.compiled] == [dict.fromkeys(names, "compiled") for names in expected]
+
+
 def test_a_forward_that_fails_leaves_the_decision_to_the_first_step(
     tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,4 +170,4 @@ def test_a_forward_that_fails_leaves_the_decision_to_the_first_step(
     trainer = made(tmp_path, max_steps=1)
     assert [line for line in announced.messages if "layers are compiled in the first step" in line]
     trainer.train()
-    assert [of.described for of in trainer.engine.compiled] == ["compiled"]
+    assert [of.described for of in trainer.engine.compiled] == [{"LlamaDecoderLayer": "compiled"}]
