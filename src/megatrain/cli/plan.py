@@ -35,7 +35,6 @@ def plan(
     compile: Annotated[Switch, Option(help="Compile the layers (default: on a GPU).")] = None,
     clipping: Annotated[Switch, Option(help="Clip the gradient norm (default).")] = None,
     padded: Annotated[Switch, Option(help="Sequences differ in length (default: no).")] = None,
-    length_varies: Annotated[Switch, Option(help="Batches without padding differ in length (default: no).")] = None,
     together: Annotated[Switch, Option(help="Micro-batches may share one fetch of a layer (default).")] = None,
     evaluation: Annotated[Number, Option(help="Tokens in an evaluation batch (default: 0).")] = None,
     predictions: Annotated[Switch, Option(help="An evaluation reads its logits (default).")] = None,

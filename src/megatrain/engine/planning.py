@@ -63,11 +63,10 @@ def plan(model_or_config: Any, *, machine: MachineLike = None, **options: Any) -
 
     `machine` is a `Machine`, a name in `Machine.shipped()` or the path of a description. The default is this machine,
     which is measured if necessary. Options are `batch`, `length`, `accumulation`, `together` (whether micro-batches may
-    run in a window), `optimizer`, `clipping`, `padded` (sequences of a batch differ in length), `length_varies`
-    (batches without padding do), `evaluation` (tokens in an evaluation batch), `predictions` (whether evaluation reads
-    the logits), and as in `mt.init`: `max_vram_gb`, `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision`,
-    `compile`, `head_chunk` (0 if the loss reads the logits). Except for `offload_dir`, the defaults are those of
-    `mt.init`.
+    run in a window), `optimizer`, `clipping`, `padded` (sequences of a batch differ in length), `evaluation` (tokens in
+    an evaluation batch), `predictions` (whether evaluation reads the logits), and as in `mt.init`: `max_vram_gb`,
+    `max_ram_gb`, `offload_dir`, `optimizer_compression`, `precision`, `compile`, `head_chunk` (0 if the loss reads the
+    logits). Except for `offload_dir`, the defaults are those of `mt.init`.
 
     Raises `NotEnoughMemory`, with what would make it fit.
     """

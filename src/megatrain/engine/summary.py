@@ -82,7 +82,7 @@ def attention_shape(engine: Engine) -> attention.AttentionShape:
     text, plan = _text_config(engine), engine.settings.plan
     return attention.AttentionShape(
         head_dim=None if text is None else fields.head_dim(text),
-        length=plan.run.length if plan is not None and plan.run.one_length else None,
+        length=None if plan is None else plan.run.length,
         masked=plan is not None and plan.run.padded,
         dtype=torch.float32 if engine.precision == "fp32" else torch.bfloat16,
     )

@@ -28,7 +28,7 @@ class AttentionShape:
     head_dim: int | None = None
     """None: not known."""
     length: int | None = None
-    """None: not known, or not the same in every batch."""
+    """None: not known, or different in every batch."""
     masked: bool = False
     """Whether there is a mask other than the causal one."""
     dtype: torch.dtype = torch.bfloat16
@@ -64,8 +64,7 @@ class Row:
     cudnn_version: int
     """The same of cuDNN."""
     head_dims: range = range(8, 257, 8)
-    lengths: range | None = None
-    """None: all, also one that is not known. A range holds only if the length is known."""
+    lengths: range = range(1, 1 << 31)
     masked: tuple[bool, ...] = (False, True)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
@@ -75,7 +74,7 @@ class Row:
             and gpu.torch_version >= self.torch_version
             and gpu.cudnn_version >= self.cudnn_version
             and (shape.head_dim is None or shape.head_dim in self.head_dims)
-            and (self.lengths is None or (shape.length is not None and shape.length in self.lengths))
+            and (shape.length is None or shape.length in self.lengths)
             and shape.masked in self.masked
             and shape.dtype in self.dtypes
         )
@@ -84,16 +83,7 @@ class Row:
 TABLE = (
     # H200, torch 2.11, cuDNN 9: causal 4 x 28 x 2048 x 128, forward and backward: cuDNN 1.11 ms, flash 2.22 ms. Before
     # cuDNN 9.15.1, lengths that are no multiple of 128 could give wrong results.
-    Row(
-        order=("cudnn", "flash", "efficient", "math"),
-        capability=(9, 0),
-        torch_version=(2, 10),
-        cudnn_version=91501,
-        lengths=range(1, 1 << 31),
-        masked=(False,),
-    ),
-    # cuDNN builds a plan for every new shape, which takes longer than many steps save. PyTorch would take it first.
-    Row(order=("flash", "efficient", "cudnn", "math"), capability=(9, 0), torch_version=(2, 10), cudnn_version=91501),
+    Row(order=("cudnn", "flash", "efficient", "math"), capability=(9, 0), torch_version=(2, 10), cudnn_version=91501),
 )
 
 

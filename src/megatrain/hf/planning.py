@@ -55,7 +55,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     shape = _batch_shape(trainer, settings)
     if shape is None:
         return None
-    batch, length, padded, varies = shape
+    batch, length, padded = shape
     try:
         model = describe(trainer.model)
     except NothingToStream:
@@ -74,7 +74,6 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         predictions=trainer._subclass.evaluates_logits or settings.head_chunk == 0 or model.logits == "whole",
         trainer=True,
         padded=padded,
-        length_varies=varies,
         compile=compiled,
         available=inventory.available_memory(device, trainer.model, compiled),
         **{name: getattr(settings, name) for name in AS_ASKED},
@@ -111,9 +110,8 @@ def _with_disk(known: Callable[..., Plan], settings: Settings) -> Plan:
     return known(offload_dir=settings.offload_dir)
 
 
-def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool, bool] | None:
-    """Rows and columns of the largest micro-batch in a sample of the data, and whether rows are padded and whether
-    columns vary."""
+def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool] | None:
+    """Rows and columns of the largest micro-batch in a sample of the data, and whether rows are padded."""
     size, length = trainer.args.per_device_train_batch_size, settings.length
     # If the data cannot be read, assume that a collator that can pad does.
     may_pad = size > 1 and any(hasattr(trainer.data_collator, name) for name in PADS)
@@ -121,7 +119,7 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool, bool
         named = (length, *(getattr(trainer.args, name, None) for name in LENGTHS))
         length = next((value for value in named if isinstance(value, int)), None)
         if length is not None:
-            return size, length, may_pad, True
+            return size, length, may_pad
         announce(
             "no plan is made: the dataset is a stream, so its lengths are unknown; set the longest with "
             "megatrain.init(length=...)"
@@ -129,43 +127,35 @@ def _batch_shape(trainer: Any, settings: Settings) -> tuple[int, int, bool, bool
         return None
     try:
         with sampled(trainer, ROWS if length is None else FEW_ROWS) as (rows, collate):
-            ids, padded, varies = _collated(rows, collate, size)
+            ids, padded = _collated(rows, collate, size)
     except Exception as error:  # whatever is wrong with the data, training meets it again and says it better
         if length is not None:
-            return size, length, may_pad, True
+            return size, length, may_pad
         announce(f"no plan is made: the first batch of the dataset could not be built ({error!r:.200})")
         return None
     if length is not None:
         # A collator may pack all rows into one.
         joined = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] < size
-        shape = (ids.shape[0], size * length // ids.shape[0]) if joined else (size, length)
-        return *shape, padded, varies
+        return (ids.shape[0], size * length // ids.shape[0], padded) if joined else (size, length, padded)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         announce("no plan is made: batches of this dataset have no two-dimensional `input_ids`")
         return None
-    return ids.shape[0], ids.shape[1], padded, varies
+    return ids.shape[0], ids.shape[1], padded
 
 
-def _collated(rows: list[Any], collate: Collate, size: int) -> tuple[Any, bool, bool]:
-    """The `input_ids` of a micro-batch of the longest rows, whether attention gets a mask, and whether batches may
-    differ in length."""
+def _collated(rows: list[Any], collate: Collate, size: int) -> tuple[Any, bool]:
+    """The `input_ids` of a micro-batch of the longest rows, and whether attention gets a mask."""
     rows = sorted(rows, key=_extent, reverse=True)
     longest = rows[:size]
     batch = collate(longest + longest[:1] * (size - len(longest)))
     if not hasattr(batch, "get"):
-        return None, False, True
-    ids, padded = batch.get("input_ids"), _hides(batch)
-    if padded:
-        return ids, True, True
-    try:
-        mixed = collate([*longest[: size - 1], min(rows, key=_tokens)])
-        return ids, _hides(mixed), _columns(mixed.get("input_ids")) != _columns(ids)
-    except Exception:  # rows that the collator cannot batch together
-        return ids, False, True
-
-
-def _columns(ids: Any) -> int | None:
-    return ids.shape[-1] if isinstance(ids, torch.Tensor) else None
+        return None, False
+    padded = _hides(batch)
+    if not padded:
+        # Skip rows that the collator cannot batch together.
+        with suppress(Exception):
+            padded = _hides(collate([*longest[: size - 1], min(rows, key=_tokens)]))
+    return batch.get("input_ids"), padded
 
 
 def planned_batch(trainer: Any, plan: Plan) -> dict[str, Any]:

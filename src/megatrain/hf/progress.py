@@ -144,7 +144,7 @@ class Pace(TrainerCallback):
             announce(f"step {state.global_step}/{state.max_steps}: {values}", recorded=False)
         if len(self._seconds) == FIRST + LOOKED_AT and self.planned is not None:
             taken = statistics.median(self._seconds[FIRST:])
-            if line := compared(taken, self.planned, self._trainer.engine.settings.plan.run.one_length):
+            if line := compared(taken, self.planned, self._trainer.engine.settings.plan.run.padded):
                 announce(line)
 
     def _losses(self, step: int, seconds: float) -> str:
@@ -167,15 +167,14 @@ class Pace(TrainerCallback):
         return plan.step.seconds if for_this_machine and plan is not None else None
 
 
-def compared(taken: float, planned: float, one_length: bool) -> str | None:
-    """What to say of a step, if anything. Without `one_length`, batches are often shorter than the longest, which is
-    planned."""
+def compared(taken: float, planned: float, padded: bool) -> str | None:
+    """What to say of a step, if anything; padded batches are often shorter than the longest, which is planned."""
     said = f"steps take {taken:.2f} s, the plan has {planned:.2f}: "
     if taken > OFF * planned:
         return said + (
             "something else may be running on this machine, or the model or its loss does more than the plan knows"
         )
-    if taken * OFF < planned and one_length:
+    if taken * OFF < planned and not padded:
         return said + (
             "the machine was perhaps measured in a bad moment; megatrain.probe(refresh=True) measures it again, and "
             "the next run may be planned better"

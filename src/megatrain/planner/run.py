@@ -32,7 +32,7 @@ class Limits(TypedDict, total=False):
 LIMITS = tuple(Limits.__annotations__)
 OPTIONS = (
     "batch", "length", "accumulation", "together", "optimizer", "clipping", "evaluation", "predictions", "head_chunk",
-    "trainer", "padded", "length_varies", "optimizer_compression", "precision", "compile", *LIMITS,
+    "trainer", "padded", "optimizer_compression", "precision", "compile", *LIMITS,
 )  # fmt: skip
 """What `plan` and `largest_*` take beside a model and a machine: fields of a run, and limits."""
 
@@ -79,8 +79,6 @@ class Run(metaclass=_Aliased):
     """Whether a Trainer runs the steps. Its own work between steps is then added."""
     padded: bool = False
     """Whether sequences of a batch differ in length, so that attention gets a mask."""
-    length_varies: bool = False
-    """Whether batches without padding differ in length, up to `length`."""
     attention: str | None = None
     """"sdpa", "eager"...; None: what transformers chose for the model."""
 
@@ -93,7 +91,7 @@ class Run(metaclass=_Aliased):
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
         if self.head_chunk is not None and (type(self.head_chunk) is not int or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
-        for name in ("together", "compile", "clipping", "predictions", "trainer", "padded", "length_varies"):
+        for name in ("together", "compile", "clipping", "predictions", "trainer", "padded"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         moment_width(self.optimizer_compression)
@@ -113,11 +111,6 @@ class Run(metaclass=_Aliased):
     def width(self) -> str:
         renamed("width of a Run", "moment_width")
         return self.moment_width
-
-    @property
-    def one_length(self) -> bool:
-        """Whether every batch has `length` columns and no padding."""
-        return not (self.padded or self.length_varies)
 
     @property
     def micro_tokens(self) -> int:

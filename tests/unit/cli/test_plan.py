@@ -55,20 +55,11 @@ def test_prints_only_the_table(folder: Path, part: str) -> None:
 
 
 def test_json_is_the_plan(folder: Path) -> None:
-    options = (
-        "--optimizer-compression",
-        "8bit",
-        "--precision",
-        "fp32",
-        "--compile",
-        "--no-clipping",
-        "--padded",
-        "--length-varies",
-    )
+    options = ("--optimizer-compression", "8bit", "--precision", "fp32", "--compile", "--no-clipping", "--padded")
     result = run(folder, "--machine", MACHINE, *options, "--head-chunk", 0, "--optimizer", "lion", "--json")
     expected_plan = mt.plan(
         folder, machine=MACHINE, optimizer_compression="8bit", precision="fp32", compile=True, clipping=False,
-        padded=True, length_varies=True, head_chunk=0, optimizer="lion",
+        padded=True, head_chunk=0, optimizer="lion",
     )  # fmt: skip
     assert mt.Plan.from_json(result.stdout) == expected_plan
 

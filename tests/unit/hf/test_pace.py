@@ -14,12 +14,12 @@ from megatrain.hf.progress import FIRST, LOOKED_AT, Pace, compared
 
 
 @pytest.mark.parametrize(
-    ("seconds", "one_length", "expected"),
-    [(1.0, True, None), (1.24, True, None), (0.81, True, None), (1.3, True, "something else"),
-     (1.3, False, "something else"), (0.7, True, "refresh=True"), (0.7, False, None)],
+    ("seconds", "padded", "expected"),
+    [(1.0, False, None), (1.24, False, None), (0.81, False, None), (1.3, False, "something else"),
+     (1.3, True, "something else"), (0.7, False, "refresh=True"), (0.7, True, None)],
 )  # fmt: skip
-def test_the_notice_depends_on_the_ratio(seconds: float, one_length: bool, expected: str | None) -> None:
-    line = compared(seconds, 1.0, one_length)
+def test_the_notice_depends_on_the_ratio(seconds: float, padded: bool, expected: str | None) -> None:
+    line = compared(seconds, 1.0, padded)
     assert line is None if expected is None else line is not None and expected in line
 
 

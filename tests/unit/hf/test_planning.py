@@ -116,22 +116,6 @@ def test_attention_masks_are_planned(tmp_path: Path) -> None:
     assert not padded(shorter, **stacked), "this collator cannot batch rows of different lengths"
 
 
-def test_lengths_that_vary_are_planned(tmp_path: Path) -> None:
-    def one_length(rows: Any, **changes: Any) -> bool:
-        planned: bool = new_trainer(tmp_path, rows, **changes).engine.settings.plan.run.one_length
-        return planned
-
-    equal = small.rows(8)
-    shorter = [*equal, {name: column[:3] for name, column in equal[0].items()}]
-    for size in (1, 2):
-        assert one_length(equal, per_device_train_batch_size=size)
-        assert not one_length(shorter, per_device_train_batch_size=size)
-    stacked = {"data_collator": default_data_collator}
-    assert one_length(equal, **stacked)
-    assert not one_length(shorter, **stacked), "batches of equal rows may differ from each other"
-    assert not one_length(Stream(), settings={"length": 64}, max_steps=2, **stacked), "a stream is not read"
-
-
 @pytest.mark.parametrize("length", [None, 64])
 def test_flattened_documents_are_planned_as_one_row(tmp_path: Path, length: int | None) -> None:
     rows = [{"input_ids": row["input_ids"].tolist()} for row in small.rows(8)]
