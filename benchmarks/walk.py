@@ -8,7 +8,7 @@ functions of other packages in between. It goes *up* if its folder is later in `
 
 The model is a Llama with three layers on the CPU, where lanes run inline. The step is the third of a loop with AdamW
 and clipping; `train()` runs two steps of two micro-batches. Its threads wait for each other with a few calls more or
-less. The RAM monitor looks every second; if that is while the step is counted, the step has 28 calls more.
+less. The RAM monitor looks every 0.25 s; if that is while the step is counted, the step has 28 calls more.
 """
 
 from __future__ import annotations
