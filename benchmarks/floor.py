@@ -15,8 +15,9 @@ what they read and write, and the copies of held weights that follow. *Copies in
 step need on the GPU, over the rate of such copies alone as `mt.probe` measures it. Weights that stream count once per
 window; held weights that the CPU updates, and states that stream to the GPU for their update, count once.
 
-The second has all weights and FP32 gradient sums in GPU memory, whatever the cap is, with the plan's windows and
-policies, and drops the gradients after each step, so that nothing is copied or updated. *Backward* has its recompute;
+The second has all weights and FP32 gradient sums in GPU memory, whatever the cap is, with the plan's windows,
+policies and batch, for which its layers are compiled as the Trainer's are. It drops the gradients after each step, so
+that nothing is copied or updated. *Backward* has its recompute;
 *forward* has the head and the loss, whose gradient is taken at once. Inputs that the plan offloads stay on the GPU.
 Where weights and sums do not fit, the row fails.
 
@@ -41,6 +42,7 @@ from benchmarks.resumable import Result, Task, in_child, parser_of, print_places
 from benchmarks.row import WARM, measure, probed
 from benchmarks.shapes import random_model
 from benchmarks.step import Loop
+from megatrain.geometry import PLACEMENT_SETTINGS
 from megatrain.store.slab import Slab
 
 UPDATES = 3
@@ -51,10 +53,10 @@ HEADER = (
 )
 
 
-def trained(row: Row, steps: int, machine: mt.Machine | None = None) -> Result:
-    """The Trainer's step, and its update and its copies alone."""
-    options = row.options(steps, compiled=torch.cuda.is_available())
-    machine = machine or probed(options)
+def trained(row: Row, steps: int, compiled: bool) -> Result:
+    """The Trainer's step, its plan, and its update and its copies alone."""
+    options = row.options(steps, compiled)
+    machine = probed(options)
     updates: list[float] = []
     about: Result = {}
 
@@ -78,7 +80,7 @@ def trained(row: Row, steps: int, machine: mt.Machine | None = None) -> Result:
             plan = engine.settings.plan
             nbytes = copied_in(engine.slabs, len(plan.windows))
             copies = nbytes / machine.h2d if machine.h2d else 0.0
-            about.update(windows=plan.windows, policy=dict(plan.policy), bytes_in=nbytes, copies=copies)
+            about.update(plan=plan.to_json(), windows=plan.windows, bytes_in=nbytes, copies=copies)
 
     options.trainer, options.around, options.more = True, updated_alone, UPDATES
     found = measure(options, machine)
@@ -104,14 +106,14 @@ def copied_in(slabs: Sequence[Slab], windows: int) -> int:
     return total
 
 
-def computed(row: Row, steps: int, windows: Sequence[int], policy: dict[str, str]) -> Result:
-    """Forward and backward alone, with all weights and sums in GPU memory."""
+def computed(row: Row, steps: int, plan: mt.Plan) -> Result:
+    """Forward and backward of the plan alone, with all weights and sums in GPU memory."""
     model = random_model(row.shape, torch.bfloat16, **row.overrides).train()
-    kept = {name: "recompute" if chosen == "offload" else chosen for name, chosen in policy.items()}
+    kept = {name: "recompute" if chosen == "offload" else chosen for name, chosen in plan.policy.items()}
+    placed = dict.fromkeys(PLACEMENT_SETTINGS, ()) | dict.fromkeys(("held_weights", "held_gradients"), ("*",))
     loop = Loop(
-        model, row.batch, row.length, windows, clip=CLIP, updates=False, plan=None, policy=kept,
-        compile=torch.cuda.is_available(),
-        held_weights=["*"], held_gradients=["*"],
+        model, row.batch, row.length, plan.windows, clip=CLIP, updates=False, plan=plan, policy=kept,
+        compile=plan.run.compile, **placed,
     )  # fmt: skip
     timed = loop.timed(steps, WARM)
     loop.engine.close()
@@ -119,11 +121,13 @@ def computed(row: Row, steps: int, windows: Sequence[int], policy: dict[str, str
     return {"forward": statistics.median(forward), "backward": statistics.median(backward)}
 
 
-def floor_of(row: Row, steps: int) -> Result:
-    """Both parts, each in its own process, and the ratio."""
-    found = in_child(lambda: trained(row, steps))
+def floor_of(row: Row, steps: int, compiled: bool | None = None) -> Result:
+    """Both parts, each in its own process, and the ratio. Layers are compiled on a GPU, unless said otherwise."""
+    compiled = torch.cuda.is_available() if compiled is None else compiled
+    found = in_child(lambda: trained(row, steps, compiled))
     if "failed" not in found:
-        found |= in_child(lambda: computed(row, steps, found["windows"], found["policy"]))
+        plan = mt.Plan.from_json(found.pop("plan"))
+        found |= in_child(lambda: computed(row, steps, plan))
     if "failed" in found:
         raise RuntimeError(found["failed"])
     return found | compared(found)

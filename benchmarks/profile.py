@@ -3,11 +3,11 @@
     PYTHONPATH=src python -m benchmarks.profile --shape qwen2.5-7b --micro 4 --compile [--kernels 20] [--gaps 20]
 
 Runs a row of `benchmarks.accuracy` through `megatrain.Trainer`, then three more steps under PyTorch's profiler, which
-records what the GPU does. The table is of the time from the norm of the second of them to that of the third: starting
-the profiler holds up the host. Its rows are kinds of kernels; together with "idle" they are the whole step. Time in
-which kernels overlap counts for the one that started first. A gap is a stretch in which no kernel ran (copies may
-have), with the kernels before and after it: gaps of a few microseconds are launches, longer ones are waits for the
-host, for a copy or for an update.
+records what the GPU does. The table is of the time from the end of the second of them to that of the third: starting
+the profiler holds up the host. A step ends where compute has finished its backward; a small kernel marks that. Its
+rows are kinds of kernels; together with "idle" they are the whole step. Time in which kernels overlap counts for the
+one that started first. A gap is a stretch in which no kernel ran (copies may have), with the kernels before and after
+it: gaps of a few microseconds are launches, longer ones are waits for the host, for a copy or for an update.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,20 +28,19 @@ from torch.profiler import ProfilerActivity, profile
 import megatrain as mt
 from benchmarks.row import measure, row_parser
 
-NORM = "norm of gradients"
+MARK = "marks of this program"
 KINDS = (
+    (MARK, r"nextafter"),
     ("copies", r"^Mem(cpy|set)"),
     ("attention", r"flash|fmha|cudnn.*(sdpa|attention|mha)|sdpa|attention"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
     ("update of states", r"^_kernel$"),
     ("loss", r"^_(losses|gradient)$|softmax|nll_loss"),
-    (NORM, r"^_(chunks|tree)"),
+    ("norm of gradients", r"^_(chunks|tree)"),
     ("sums of gradients", r"^_add$"),
     ("fused (Inductor)", r"^triton_"),
     ("other PyTorch kernels", r""),
 )
-MIN_STEP = 1e4
-"""Microseconds between two norms that belong to different steps."""
 SHORT = 20.0
 """Gaps up to this many microseconds count as launches."""
 
@@ -58,16 +58,54 @@ class Kernel:
         return next(kind for kind, pattern in KINDS if re.search(pattern, self.name))
 
 
-def kernels_of(profiled: profile) -> list[Kernel]:
-    """What ran on the GPU, in the order in which it started."""
+@contextmanager
+def last_step(engine: mt.Engine, found: list[Kernel], chrome: Path | None = None) -> Iterator[None]:
+    """Profile the steps inside. Adds what the GPU did in the last one to `found`; on a CPU, PyTorch's operations."""
+    on_gpu = engine.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        with marked(engine):
+            yield
+        if on_gpu:
+            torch.cuda.synchronize()
+    found += between_marks(kernels_of(profiler, on_gpu))
+    if chrome is not None:
+        profiler.export_chrome_trace(str(chrome))
+
+
+@contextmanager
+def marked(engine: mt.Engine) -> Iterator[None]:
+    """Launch a kernel that nothing else uses at the end of each step, wherever its gradients are."""
+    step, submit, value = engine._step, engine._step.step, torch.zeros(1, device=engine.device)
+
+    def mark(*args: Any) -> Any:
+        outcome = submit(*args)
+        torch.nextafter(value, value)
+        return outcome
+
+    step.step = mark  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        step.step = submit  # type: ignore[method-assign]
+
+
+def kernels_of(profiled: profile, on_gpu: bool) -> list[Kernel]:
+    """What ran, in the order in which it started."""
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
+    device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     found = [
         Kernel(event.name(), event.device_resource_id(), event.start_ns() / 1e3, event.end_ns() / 1e3)
         for event in profiled.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+        if event.device_type() == device and event.duration_ns() > 0
     ]
     return sorted(found, key=lambda kernel: kernel.start)
+
+
+def between_marks(kernels: list[Kernel]) -> list[Kernel]:
+    """From the last mark but one to the last, with both."""
+    begin, end = [number for number, kernel in enumerate(kernels) if kernel.kind == MARK][-2:]
+    return kernels[begin : end + 1]
 
 
 def covered(kernels: Iterable[Kernel]) -> tuple[dict[str, float], list[tuple[float, Kernel, Kernel]]]:
@@ -82,13 +120,6 @@ def covered(kernels: Iterable[Kernel]) -> tuple[dict[str, float], list[tuple[flo
         kinds[kernel.kind] += max(0.0, kernel.end - begin)
         last = kernel if last is None or kernel.end > last.end else last
     return dict(kinds), gaps
-
-
-def last_step(kernels: list[Kernel]) -> list[Kernel]:
-    """From the end of one norm of all gradients to that of the next."""
-    norms = [kernel for kernel in kernels if kernel.kind == NORM]
-    ends = [a.end for a, b in pairwise(norms) if b.start - a.end > MIN_STEP] + [norms[-1].end]
-    return [kernel for kernel in kernels if ends[-2] <= kernel.start < ends[-1]]
 
 
 def report(kernels: list[Kernel], most_kernels: int, most_gaps: int) -> Iterator[str]:
@@ -135,21 +166,11 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU, whose kernels this lists")
-    lines: list[str] = []
-
-    @contextmanager
-    def profiled(_: mt.Engine) -> Iterator[None]:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            yield
-            torch.cuda.synchronize()
-        lines.extend(report(last_step(kernels_of(profiler)), args.kernels, args.gaps))
-        if args.chrome is not None:
-            profiler.export_chrome_trace(str(args.chrome))
-
-    args.around, args.more, args.trainer = profiled, 3, True
+    kernels: list[Kernel] = []
+    args.around, args.more, args.trainer = partial(last_step, found=kernels, chrome=args.chrome), 3, True
     result = measure(args)
     print(f"{result['row']}: {result['seconds'][1]:.3f} s without the profiler, {result['tflops']:.0f} TFLOP/s")
-    print("\n".join(lines))
+    print("\n".join(report(kernels, args.kernels, args.gaps)))
     sys.stdout.flush()
 
 

@@ -143,7 +143,7 @@ def measure(
 
 
 class Loop:
-    """Steps of an engine on random tokens, without a plan: the windows of a step have these sizes."""
+    """Steps of an engine on random tokens. The windows of a step have these sizes, whatever a plan says."""
 
     def __init__(
         self,
@@ -166,6 +166,8 @@ class Loop:
             torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(self.engine.device)
             for _ in range(self.micro)
         ]
+        # As a Trainer counts them. Layers get the number too, so it is part of their graph.
+        self._items = torch.tensor(self.micro * batch * (length - 1), device=self.engine.device)
         self._forwards_done: list[Moment] = []
 
     def step(self) -> list[torch.Tensor]:
@@ -205,7 +207,7 @@ class Loop:
             return [tasks[0]()] if size == 1 else self.engine.window(tasks, full_step=size == self.micro)
 
     def _micro_batch(self, ids: torch.Tensor) -> torch.Tensor:
-        loss = self.model(input_ids=ids, labels=ids).loss / self.micro
+        loss = self.model(input_ids=ids, labels=ids, num_items_in_batch=self._items).loss
         self._forwards_done.append(now())
         loss.backward()
         return loss.detach()

@@ -70,7 +70,8 @@ class Attachment:
         self._free_disk: Callable[[], None] = lambda: None
         try:
             for step in ATTACH_STEPS:
-                step(self)
+                with engine.preparation.timing(step.__name__):
+                    step(self)
             self.adoption.commit()
         except BaseException:
             with DeferInterrupts():

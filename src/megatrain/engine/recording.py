@@ -97,10 +97,10 @@ class Recording:
         for record in self._open:
             record.write(name, **values)
 
-    def resumed(self, step: int, path: object) -> None:
+    def resumed(self, step: int, path: object, seconds: float) -> None:
         for record in self._open:
             record.step = step
-            record.write("load", path=path, step=step)
+            record.write("load", path=path, seconds=seconds, step=step)
 
     def close(self, error: BaseException | None = None) -> None:
         for record in self._open:
@@ -144,6 +144,7 @@ def described(engine: Engine, optimizer: Any) -> dict[str, Any]:
         | {name: how for compiled in engine.compiled for name, how in compiled.described.items()},
         "experts": experts_used(engine),
         "optimizer": None if optimizer is None else _optimizer(optimizer),
+        "prepared": {"seconds": dict(engine.preparation.seconds), "pinning": engine._memory.pin_seconds},
         "plan": None if settings.plan is None else json.loads(settings.plan.to_json()),
     }
 

@@ -34,7 +34,8 @@ from megatrain.store.export import Survivors, exported
 from megatrain.store.parameter import StoreTensor
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.telemetry.counters import Counters
-from megatrain.telemetry.notices import warn
+from megatrain.telemetry.notices import announce, warn
+from megatrain.telemetry.preparation import Preparation
 from megatrain.telemetry.record import Record
 
 Result = TypeVar("Result")
@@ -81,6 +82,8 @@ class Engine:
         """The kind of optimizer that a Trainer makes next."""
         self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
         self.counters = Counters()
+        self.preparation = Preparation()
+        """Seconds of what comes before the first step."""
         self._warned_of_window = False
         announce_plan(self, decided.blocks)
         Attachment(self, decided)
@@ -144,9 +147,14 @@ class Engine:
             warn(f"kind={kind!r}, but the plan is for {plan.run.kind!r}: memory and time will differ from the plan")
         options = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
         lossless = self.settings.optimizer_compression == "lossless"
-        made = Optimizer(
-            params, self._step, kind=kind, moment_width=width, lossless=lossless, max_grad_norm=max_grad_norm, **options
-        )
+        first = "create_optimizer" not in self.preparation.seconds
+        with self.preparation.timing("create_optimizer"):
+            made = Optimizer(
+                params, self._step, kind=kind, moment_width=width, lossless=lossless, max_grad_norm=max_grad_norm,
+                **options,
+            )  # fmt: skip
+        if first:
+            announce(self.preparation.described(self._memory.pin_seconds))
         self._last_optimizer = weakref.ref(made)
         return made
 
@@ -280,9 +288,11 @@ class Engine:
     def load(self, directory: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Load what `save` wrote; training continues bit for bit. All files are checked before anything is changed."""
         self._step.raise_errors()
+        began = time.perf_counter()
         saving.load(self.model, directory, optimizer, lambda content: check_resume(self, content, directory))
         if optimizer is not None:
-            self._step.recording.resumed(max((n for slab in self.slabs for n in slab.steps), default=0), directory)
+            steps = max((n for slab in self.slabs for n in slab.steps), default=0)
+            self._step.recording.resumed(steps, directory, time.perf_counter() - began)
 
     def ready_to_save(self) -> None:
         """Wait for the last step, and raise if the weights are inconsistent. Frees unused buffers if RAM is low."""

@@ -225,7 +225,8 @@ class Checkpoints(Optimizing):
             return
         folder = Path(checkpoint)
         if (folder / manifest.FOLDER).is_dir():
-            states.load_optimizer(self.model, self._own_optimizer(), checkpoint)
+            with self.engine.preparation.timing("load_checkpoint"):
+                states.load_optimizer(self.model, self._own_optimizer(), checkpoint)
         elif (folder / STOCK_STATES).is_file():
             announce(f"{checkpoint} was written by a stock Trainer: taking over its AdamW state")
             stored = torch.load(folder / STOCK_STATES, map_location="cpu", weights_only=True)
@@ -245,7 +246,8 @@ class Checkpoints(Optimizing):
             self.create_optimizer()
             saved = states.check_optimizer(self.model, self._own_optimizer(), resume_from_checkpoint)
             check_resume(self.engine, saved, resume_from_checkpoint)
-        weights.load_model(self.model, resume_from_checkpoint)
+        with self.engine.preparation.timing("load_checkpoint"):
+            weights.load_model(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

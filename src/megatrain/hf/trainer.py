@@ -7,6 +7,7 @@ losses, callbacks and logging are its own.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -177,12 +178,16 @@ class MegaMixin(MicroBatches, Checkpoints):
             optimizer_compression=defaults.optimizer_compression if decided else width or False,
             **({"compile": True} if self._compile else {}),
         )
+        began = time.perf_counter()
         plan = plan_of(self, settings, choice.kind, device)
+        planned = time.perf_counter() - began
         if plan is not None and plan is not defaults.plan:
             settings = settings.override(length=None)  # it went into the plan that was made here
         self.engine = Engine(self.model, _kind=choice.kind, **settings.override(plan=plan).chosen())
+        self.engine.preparation.add("plan", planned)
         if plan is not None and self.engine.compiled and self.train_dataset is not None:
-            self._compile_layers(plan)
+            with self.engine.preparation.timing("compile_layers"):
+                self._compile_layers(plan)
 
     def _compile_layers(self, plan: Plan) -> None:
         """Compile the layers for the planned batch."""

@@ -8,6 +8,7 @@ driver refuses (containers, WSL, low limits), memory stays pageable and transfer
 from __future__ import annotations
 
 import mmap
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,6 +68,7 @@ class HostMemory:
         """Called with (requested bytes, allocated bytes) before each allocation; raises to refuse it."""
         self.threads = threads
         self.allocated_bytes = 0
+        self.pin_seconds = 0.0
         self.owner = forks.Owner()
         self._buffers: list[HostBuffer] = []
 
@@ -84,7 +86,7 @@ class HostMemory:
         self.owner.require("give its model more memory")
         self.require(nbytes)
         buffer = HostBuffer(nbytes, self.threads)
-        if transferred and self.pinning and not buffer.pin():
+        if transferred and self.pinning and not self._pin(buffer):
             self.pinning = False
             warn(
                 f"the driver refused to pin {nbytes / (1 << 20):.0f} MiB of host memory, so transfers use a pinned "
@@ -93,6 +95,12 @@ class HostMemory:
         self.allocated_bytes += nbytes
         self._buffers.append(buffer)
         return buffer
+
+    def _pin(self, buffer: HostBuffer) -> bool:
+        began = time.perf_counter()
+        pinned = buffer.pin()
+        self.pin_seconds += time.perf_counter() - began
+        return pinned
 
     def free(self, buffer: HostBuffer) -> None:
         buffer.unpin()

@@ -15,6 +15,7 @@ from benchmarks.step import Loop
 from tests.unit.planner.test_accuracy import FITTED, RUNS
 
 import megatrain as mt
+from megatrain.compute.compiled import Compiled
 
 ROW = replace(ROWS["tiny"], layers=1, length=8)
 
@@ -87,18 +88,44 @@ def test_copies_in_of_held_weights_are_what_a_step_brings_in(streamed):
     loop.engine.close()
 
 
-def test_a_row_and_its_floor(monkeypatch):
-    machine = accuracy.ESTIMATED
+@pytest.fixture
+def in_this_process(monkeypatch):
     # A forked process cannot compute if this one has, with several threads.
     monkeypatch.setattr(floor, "in_child", lambda work: json.loads(resumable._result(work)))
-    monkeypatch.setattr(floor, "probed", lambda options: machine)
+    monkeypatch.setattr(floor, "probed", lambda options: accuracy.ESTIMATED)
+
+
+def test_a_row_and_its_floor(in_this_process):
     found = floor.floor_of(ROW, 1)
     assert sum(found["windows"]) == ROW.micro
     assert len(found["all_updates"]) == floor.UPDATES
-    assert found["copies"] == found["bytes_in"] / machine.h2d
+    assert found["copies"] == found["bytes_in"] / accuracy.ESTIMATED.h2d
     assert found["floor"] == found["backward"] + max(found["forward"], found["update"], found["copies"])
     assert found["ratio"] == found["seconds"] / found["floor"]
     assert floor.line({"row": "tiny"} | found).count("|") == floor.HEADER.splitlines()[0].count("|")
+
+
+def test_compute_alone_has_the_graphs_of_the_trainer(in_this_process, announced, monkeypatch):
+    trained, computed = {}, {}
+    sizes, found = Compiled._class_of, trained
+
+    def seen(compiled, shapes):
+        found[shapes] = key, _, planned = sizes(compiled, shapes)
+        assert planned
+        return key, found[shapes][1], planned
+
+    def alone(*args):
+        nonlocal found
+        found = computed
+        return plain(*args)
+
+    plain = floor.computed
+    monkeypatch.setattr(Compiled, "_class_of", seen)
+    monkeypatch.setattr(floor, "computed", alone)
+    floor.floor_of(ROW, 1, compiled=True)
+    assert computed == trained != {}
+    compiled = [text.split(" in ")[0] for text in announced.messages if text.startswith("compiled ")]
+    assert compiled == ["compiled LlamaDecoderLayer for batches of 2 × 8"] * 2
 
 
 def test_a_part_that_fails_fails_the_row(monkeypatch):
@@ -121,9 +148,10 @@ def test_compute_alone_has_the_plans_policies_but_offloads_nothing(monkeypatch):
         chosen.update(settings)
         raise Told
 
+    plan = mt.plan(model(), machine=accuracy.ESTIMATED, batch=2, length=8)
     monkeypatch.setattr(floor, "Loop", loop)
     with pytest.raises(Told):
-        floor.computed(ROW, 1, (1, 1), {"a": "store", "*": "offload"})
+        floor.computed(ROW, 1, replace(plan, policy={"a": "store", "*": "offload"}))
     assert chosen["policy"] == {"a": "store", "*": "recompute"}
     assert not chosen["updates"]
 

@@ -12,8 +12,10 @@ from torch._dynamo.utils import counters
 
 import megatrain as mt
 from megatrain.compute import compiled
+from megatrain.engine.attach import ATTACH_STEPS
 from megatrain.engine.warmup import compile_layers
 from megatrain.hf import trainer as hf_trainer
+from megatrain.telemetry.preparation import LEAST
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,25 @@ def test_a_trainer_compiles_when_it_is_made(
     other.train()
     assert small.losses(trainer) == small.losses(other)
     assert small.same(small.snapshot(trainer.model), small.snapshot(other.model))
+
+
+def test_the_parts_before_the_first_step_are_shown_and_recorded(
+    tmp_path: Path, announced: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    [line] = [line for line in announced.messages if line.startswith("ready for the first step after ")]
+    resumed = made(tmp_path, max_steps=3, save_strategy="no")
+    resumed.train(resume_from_checkpoint=True)
+    parts = {"plan", "compile_layers", "create_optimizer", *(step.__name__ for step in ATTACH_STEPS)}
+    events = [json.loads(text) for text in (tmp_path / "run.jsonl").read_text().splitlines()]
+    first, second = (event["prepared"] for event in events if event["event"] == "start")
+    assert first["seconds"].keys() == parts
+    assert second["seconds"].keys() == parts | {"load_checkpoint"}
+    assert all(seconds > 0 for seconds in second["seconds"].values())
+    assert first["pinning"] == 0
+    for part, seconds in first["seconds"].items():
+        assert (f"{part.replace('_', ' ')} {seconds:.1f}" in line) == (seconds >= LEAST)
+    assert min(event["seconds"] for event in events if event["event"] == "step") > 0
 
 
 def test_a_trainers_evaluation_runs_compiled(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:

@@ -74,8 +74,11 @@ def test_pinning_registers_and_unregisters_the_exact_bytes(monkeypatch):
     driver = Driver(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     memory = HostMemory(pin=True, threads=1)
+    memory.allocate(5000, transferred=False)
+    assert memory.pin_seconds == 0
     buffer = memory.allocate(5000, transferred=True)
     assert buffer.pinned
+    assert memory.pin_seconds > 0
     assert driver.registered == [(buffer.address, 5000, 0)]
     memory.unpin()
     assert not buffer.pinned
