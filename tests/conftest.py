@@ -13,6 +13,7 @@ import torch
 from megatrain import settings
 from megatrain.model import loading
 from megatrain.native import disk
+from megatrain.telemetry import notices
 
 # Background jobs of a shell ignore SIGINT, and their children inherit that. Tests of Ctrl-C need Python's handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,6 +34,8 @@ def defaults() -> Iterator[None]:
 @pytest.fixture
 def announced(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Captures MegaTrain's notices; `announced.messages` lists them."""
+    # `set_level` puts back the level that it found: that of a logger which has its handler.
+    notices._installed()
     caplog.set_level("INFO", logger="megatrain")
     return caplog
 
