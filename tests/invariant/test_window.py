@@ -243,7 +243,7 @@ def plain_run() -> Any:
 
 @pytest.mark.parametrize("first", range(0, SAMPLES, CHUNK))
 def test_combinations_under_random_delays(first: int, plain_run: Any):
-    # This fails within a dozen seeds without `order_compute` in WindowSums._resume or `order_stream` in
+    # This fails within a dozen seeds without `order_compute` in WindowSums._start or `order_stream` in
     # Activations.restore.
     for seed in range(first, first + CHUNK):
         chosen = sample(seed)

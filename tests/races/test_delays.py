@@ -156,6 +156,27 @@ def windows(lanes: Lanes) -> list[Any]:
     return seen
 
 
+def windows_ahead(lanes: Lanes) -> list[Any]:
+    """Windows whose sums are fetched while other blocks are computed."""
+    model = Stack()
+    engine = engine_of(model, lanes=lanes, precision="bf16", slots=2, grad_slots=2)
+    optimizer = engine.optimizer(lr=0.1, max_grad_norm=0.5)
+    seen: list[Any] = []
+
+    def micro_batch(seed: int) -> None:
+        model(inputs(seed)).square().mean().backward()
+
+    for step in range(2):
+        for window in range(3):
+            engine.window([partial(micro_batch, 6 * step + 2 * window + number) for number in range(2)])
+        seen.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(roles(engine))
+    engine.close()
+    return seen
+
+
 def held(lanes: Lanes) -> list[Any]:
     """Held weights of all blocks, and held sums of the layers."""
     return train(lanes, "bf16", held_weights=("*",), held_gradients=("layers.*",), grad_slots=1)
@@ -404,8 +425,8 @@ def test_interference_does_not_depend_on_delays(seeds: range, expected: Any):
 @pytest.mark.parametrize(
     "scenario",
     [
-        language_model, not_updated, windows, one_layer, early, held, resident, tied, streamed_states, rewritten,
-        interfere_streamed, disk, interfere_disk, early_disk, all_on_disk, interfere_all_on_disk,
+        language_model, not_updated, windows, windows_ahead, one_layer, early, held, resident, tied, streamed_states,
+        rewritten, interfere_streamed, disk, interfere_disk, early_disk, all_on_disk, interfere_all_on_disk,
         more_slots_than_staging, offloaded, inputs_on_disk,
     ],
 )  # fmt: skip
@@ -454,6 +475,7 @@ NEEDED = [
     MissingWait("h2d", "fetch", "weight written", "update", train),
     MissingWait("refresh", "fetch", "weight written", "update", held),
     MissingWait("h2d", "resume", "gradient written", "update", windows, lag=1e-2),
+    MissingWait("h2d", "resume", "gradient slot read", "d2h", windows_ahead, lag=1e-2),
     MissingWait("d2h", "land", "gradient read", "update", interfere),
     MissingWait("d2h", "land", "gradient written", "update", interfere, lag=1e-2),
     MissingWait("d2h", "stage", "staging read", "update", train),
@@ -503,8 +525,6 @@ IMPLIED = {
     # The sum was copied back for this window before any part of it is sent, and compute has waited for that.
     ("d2h", "land sum", "gradient read"),
     ("d2h", "land sum", "gradient written"),
-    # Compute waits for the slot before it clears it, and this copy waits for compute.
-    ("h2d", "resume", "gradient slot read"),
     # Staging is filled on the same lane, after the gradient.
     ("update", "add", "gradient written"),
     # Parts are merged for an update, which the next forward waits for, or for the user, who waits.
@@ -550,9 +570,9 @@ IMPLIED = {
     ("update", "update", "weight read"),
 }
 """Waits that others already imply. One that becomes necessary must move to NEEDED."""
-SCENARIOS = (train, interfere, not_updated, windows, one_layer, early, language_model, held, interfere_held, resident,
-             tied, streamed_states, rewritten, interfere_streamed, disk, early_disk, all_on_disk,
-             more_slots_than_staging, partial_step, offloaded, inputs_on_disk)  # fmt: skip
+SCENARIOS = (train, interfere, not_updated, windows, windows_ahead, one_layer, early, language_model, held,
+             interfere_held, resident, tied, streamed_states, rewritten, interfere_streamed, disk, early_disk,
+             all_on_disk, more_slots_than_staging, partial_step, offloaded, inputs_on_disk)  # fmt: skip
 
 
 def tampered(missing: MissingWait, seed: int, seen: set[tuple[str, str, str]] | None = None) -> ThreadLanes:

@@ -247,6 +247,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, call: _ChunkedCall, anchor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         head = call.head
         by_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
+        head.runtime.expect_gradients(head.block, call.call_id)
         with head.runtime.weights(head.block, "forward") as views:
             total, by_weight = call.differentiate(hidden, head.block.bind(views, leaves=True), by_hidden)
         ctx.head, ctx.call_id, ctx.weights = head, call.call_id, list(by_weight)

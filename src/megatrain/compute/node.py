@@ -63,6 +63,7 @@ class Runtime(Protocol):
     activations: Activations
 
     def weights(self, block: Block, phase: str) -> AbstractContextManager[dict[int, torch.Tensor]]: ...
+    def expect_gradients(self, block: Block, call_id: CallId) -> None: ...
     def backward_done(self, block: Block) -> None: ...
     def add_gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None: ...
     def start_call(self, block: Block) -> CallInfo: ...
@@ -210,6 +211,10 @@ class _Call:
                 "give a wrong gradient; call backward() first, or use policy='store'."
             )
 
+    def expect_gradients(self) -> None:
+        if wants_weight_gradients():
+            self.runtime.expect_gradients(self.block, self.info.call_id)
+
     def refuse_hidden_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
         """Raise if a gradient reaches the graph of the forward through a tensor that was not returned.
 
@@ -264,7 +269,10 @@ class _BlockNode(torch.autograd.Function):
         refuse_create_graph(call.block.name)
         call.check_unchanged()
         saved = call.restore_inputs(ctx.saved_tensors)
+        # The other micro-batches of a window have not come as far, and one of their sums may have the only slot.
+        call.expect_gradients()
         with call.runtime.weights(call.block, "backward") as views:
+            call.expect_gradients()
             graph = call.take_stored_graph(views) if call.policy == "store" else call.rebuild_graph(saved, views)
             input_grads, weight_grads = _differentiate(graph, grads)
             del graph

@@ -154,6 +154,15 @@ class Step:
             # In case a Ctrl-C ended the first call.
             self.fetcher.release(lease)
 
+    def expect_gradients(self, block: Block, call_id: CallId) -> None:
+        """Fetch the sums of earlier windows that this call's gradients will be added to, if slots are free."""
+        if self._window_sums is None or self.window_threads.current() == OUTSIDE_WINDOW:
+            return
+        with self._lock, DeferInterrupts():
+            self.window_threads.check()
+            for slab in block.slabs:
+                self._window_sums.fetch(slab, call_id)
+
     def add_gradients(self, slab: Slab, call_id: CallId, gradients: dict[int, torch.Tensor]) -> None:
         """Add gradients of a slab's parameters, given by segment, to the sum of this call of the block."""
         if slab.grad.scale != 1.0:
@@ -228,6 +237,7 @@ class Step:
             with self._lock, DeferInterrupts():
                 sums.close()
         except BaseException:
+            sums.abandon()
             # Some sums have been copied out and others have not: only dropping all gradients is consistent.
             self.zero_grad()
             raise

@@ -183,9 +183,7 @@ class Simulator:
         if self.costs.machine.gpu is None:
             return sum(busy.values(), np.zeros(len(chosen)))
         sums, windows = self._sums, Windows(chosen, self.costs.run.accumulation)
-        # Each window after the first waits for the gradient sums of the previous one.
-        resumed = sums["drain_sum"].after(chosen.held_gradients, chosen.other_blocks == STREAMED)
-        compute: Floats = busy["compute"] + (windows.count - 1) * resumed
+        compute: Floats = busy["compute"]
         longest = np.maximum(self._around + compute + busy["gpu_update"], self._links(busy))
         if not self.costs.run.clipping:
             return np.maximum(longest, self._around + busy["update"])

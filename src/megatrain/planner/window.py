@@ -291,7 +291,16 @@ class WindowPass:
             self._wait(self.link_in, block.offloaded, "h2d")
         if block.fetched_backward.any():
             self._fetch(block, block.fetched_backward, piece.fetch_backward, None, None)
-        self.compute = self.compute + self.micro * (block.recompute + piece.backward + self.call)
+        each = block.recompute + piece.backward + self.call
+        if not self.first and block.drained.any():
+            # The sum of earlier windows is fetched ahead, and needed by the gradient of the first micro-batch.
+            begin = np.maximum(self.link_in, self.sent[block.ring].before(self.grad_slots[block.ring]))
+            self.link_in = np.where(block.drained, begin + piece.drain_sum, self.link_in)
+            self.compute = self.compute + each
+            self._wait(self.link_in, block.drained, "h2d")
+            self.compute = self.compute + (self.micro - 1) * each
+        else:
+            self.compute = self.compute + self.micro * each
         if not self.clipping:
             self.compute = self.compute + piece.gpu_update * (block.updated_on_gpu & self.last)
         self.released[block.ring].add(self.compute, block.fetched)
@@ -303,11 +312,6 @@ class WindowPass:
     def _drain(self, block: PlacedBlock) -> None:
         """Copy a streamed gradient to RAM through a free slot."""
         piece, slots = block.piece, self.sent[block.ring]
-        if not self.first:
-            # The sum of earlier windows is fetched when the first micro-batch needs it, not ahead of time.
-            resumed = np.maximum(self.link_in, self.compute) + piece.drain_sum
-            self.link_in = np.where(block.drained, resumed, self.link_in)
-            self._wait(self.link_in, block.drained, "h2d")
         self._wait(slots.before(self.grad_slots[block.ring]), block.drained, "d2h")
         seconds, begin = np.where(self.several, piece.drain_sum, piece.drain), np.maximum(self.link_out, self.compute)
         on_disk = None if block.disk is None else block.disk.gradient

@@ -76,6 +76,8 @@ class Part:
         self.square_sum: Tensor | None = None
         """FP64 sum of squares of the rounded gradient, if the device computed it."""
         self.order = wait_before_fork(Order("gradient"))
+        self.writes = 0
+        """How often users may have written to it."""
         self.on_disk = False
         """Whether the gradient is in `disk_buffer`. Whatever uses `landing` or `flat` reads it back to RAM first."""
         self._disk_buffer: Buffer | None = None
@@ -290,6 +292,7 @@ class Gradient:
         self.refuse_late(self)
         part = self.merged()
         part.order.until_writable()
+        part.writes += 1
         return part
 
     def require_owner(self) -> None:

@@ -1,7 +1,7 @@
 """Gradient sums of a window, on the device: each block's sum is copied to host memory once per window.
 
-A sum continues from what earlier windows of the same step accumulated. Micro-batches are added in their order, so the
-result is bitwise that of running them one after another.
+A sum continues from what earlier windows of the same step accumulated, which is fetched ahead if a slot is free.
+Micro-batches are added in their order, so the result is bitwise that of running them one after another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from megatrain.store.gradient import OUTSIDE_BLOCKS, CallId, Part
 from megatrain.store.slab import Slab
-from megatrain.store.ticket import Wait
 from megatrain.stream.add import add_each
 from megatrain.stream.drain import Drain, Gradients, GradSlot
 
@@ -43,6 +42,12 @@ class _SlotSum(_DeviceSum):
     rounded: torch.Tensor
     """Buffer for the total in the gradient dtype."""
     present: set[int]
+    writes: int
+    """Of the part, when the sum began: others mean that users have written to what was fetched."""
+
+    def continues(self) -> bool:
+        """Whether the part is still what was fetched."""
+        return self.present == self.part.present and self.writes == self.part.writes
 
 
 class MicroBatches(Protocol):
@@ -69,6 +74,8 @@ class WindowSums:
         self._early: defaultdict[_Key, dict[int, Gradients]] = defaultdict(dict)
         """Gradients that wait for those of an earlier micro-batch."""
         self._open: dict[_Key, _DeviceSum] = {}
+        self._fetched: dict[_Key, _SlotSum] = {}
+        """Sums of earlier windows that are on their way to the device, and that nothing was added to yet."""
         self.repeated_call = False
         """Whether a micro-batch differentiated a call twice, so that the order of additions is not the usual one."""
 
@@ -86,6 +93,15 @@ class WindowSums:
         if key in self._open and not slab.shared and not early and self._micro_batches.live() <= added:
             # Complete: copy it while the next block is computed, not only when that block needs the slot.
             self._send(key)
+
+    def fetch(self, slab: Slab, call_id: CallId) -> None:
+        """Start to fetch what this step has accumulated for a call whose backward is near, if a slot is free."""
+        key, part = (slab, call_id), slab.grad.parts.get(call_id)
+        if slab.grad.on_device or part is None or not part.present or key in self._open or key in self._fetched:
+            return
+        used = [entry.slot for entry in [*self._open.values(), *self._fetched.values()] if isinstance(entry, _SlotSum)]
+        if self._drain.free_longest(slab) not in used:
+            self._fetched[key] = self._load(slab, part, self._drain.next_slot(slab))
 
     def has_pending(self, slab: Slab) -> bool:
         """Whether part of the slab's gradient has not been sent, or may still arrive."""
@@ -124,9 +140,20 @@ class WindowSums:
         for key in list(self._open):
             self._send(key)
 
+    def abandon(self) -> None:
+        """Send nothing. Whoever uses the slots next waits for the additions."""
+        for entry in self._open.values():
+            if isinstance(entry, _SlotSum):
+                entry.slot.order.read(self._drain.link.lanes.mark())
+
     def _begin(self, slab: Slab, call_id: CallId) -> _DeviceSum:
         """A sum that is empty, or that continues what this step has accumulated."""
-        slot = None if slab.grad.on_device else self._drain.next_slot(slab)
+        entry = self._fetched.pop((slab, call_id), None)
+        if entry is not None and not entry.continues():
+            entry = None
+        slot = None
+        if not slab.grad.on_device:
+            slot = self._drain.next_slot(slab) if entry is None else entry.slot
         # The micro-batches have moved on from other calls: their sums are copied while this one is computed.
         for key, other in list(self._open.items()):
             if key[1] != call_id or (isinstance(other, _SlotSum) and other.slot is slot):
@@ -137,32 +164,40 @@ class WindowSums:
             slab.shared = True
         if slot is None:
             return _DeviceSum(part, not part.present)
-        # The copy that last drained this slot must have read it before compute writes it again.
-        self._drain.link.lanes.order_compute(slot.order.before_writing())
-        entry = _SlotSum(part, not part.present, slot, *slot.sum_view(slab), {*part.present})
-        entry.total.zero_()
-        if part.present:
-            self._resume(slab, entry)
+        if entry is None:
+            self._fetched = {key: other for key, other in self._fetched.items() if other.slot is not slot}
+            entry = self._load(slab, part, slot)
+        self._start(slab, entry)
         return entry
 
-    def _resume(self, slab: Slab, entry: _SlotSum) -> None:
-        """Copy what this step has accumulated back to the device."""
-        part, link = entry.part, self._drain.link
-        source = part.sum_buffer if part.summed else part.landing
-        target = slab.owned.slice_flat(entry.total if part.summed else entry.rounded)
-        link.copy(
-            "h2d",
-            "resume",
-            [(target, source.view(target.dtype), source.pinned)],
-            reads=[part.order],
-            writes=[entry.slot.order],
-            # Compute has just cleared the buffer that this copy fills.
-            after=[Wait("compute", link.lanes.mark())],
-            label=slab.name,
-        )
-        link.lanes.order_compute(entry.slot.order.before_reading())
-        if not part.summed:
-            slab.owned.slice_flat(entry.total).copy_(target)
+    def _load(self, slab: Slab, part: Part, slot: GradSlot) -> _SlotSum:
+        """A sum in a slot, with the copy of what this step has accumulated on its way."""
+        entry = _SlotSum(part, not part.present, slot, *slot.sum_view(slab), {*part.present}, part.writes)
+        if part.present:
+            source = part.sum_buffer if part.summed else part.landing
+            target = slab.owned.slice_flat(entry.total if part.summed else entry.rounded)
+            self._drain.link.copy(
+                "h2d",
+                "resume",
+                [(target, source.view(target.dtype), source.pinned)],
+                reads=[part.order],
+                writes=[slot.order],
+                label=slab.name,
+            )
+        return entry
+
+    def _start(self, slab: Slab, entry: _SlotSum) -> None:
+        """Order compute after what the slot is still used for, or filled with."""
+        order, lanes = entry.slot.order, self._drain.link.lanes
+        if entry.fresh:
+            # The copy that last drained this slot must have read it before compute writes it again.
+            lanes.order_compute(order.before_writing())
+            entry.total.zero_()
+            return
+        # The copy has waited for that one.
+        lanes.order_compute(order.before_reading())
+        if not entry.part.summed:
+            slab.owned.slice_flat(entry.total).copy_(slab.owned.slice_flat(entry.rounded))
 
     def _send(self, key: _Key) -> None:
         slab, entry = key[0], self._open.pop(key)

@@ -81,6 +81,10 @@ class Drain:
         """Bytes of gradient slots that the next backward will allocate."""
         return sum(max(0, slot.members[0].layout.nbytes - slot.bytes.numel()) for slot in self.rings[True].all)
 
+    def free_longest(self, slab: Slab) -> GradSlot:
+        """The slot that `next_slot` returns, without marking it as used."""
+        return self.rings[slab.trains].of(slab)[0]
+
     def next_slot(self, slab: Slab) -> GradSlot:
         return self.rings[slab.trains].next(slab)
 

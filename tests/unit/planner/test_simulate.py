@@ -241,6 +241,15 @@ def test_a_larger_first_window_hides_updates():
     assert first["refresh"] == pytest.approx(one_window["h2d"] / 2, rel=0.2)
 
 
+@pytest.mark.parametrize(("slots", "share"), [(1, 1.0), (2, 0.1)])
+def test_sums_of_earlier_windows_are_fetched_while_blocks_are_computed(slots, share):
+    """Where compute is the bottleneck. With one slot, the sum of the block before has to leave it first."""
+    run = Run(micro_batch=4, accumulation=32, compile=True)
+    simulated = simulator(shape_of("qwen2.5-7b"), H200, run)
+    fetched = simulated.step(Decision(window=16)).busy["h2d"] - simulated.step(Decision(window=32)).busy["h2d"]
+    assert simulated.step(Decision(window=16, grad_slots=slots)).waited["h2d"] < share * fetched / 2, "half are weights"
+
+
 def test_resident_first_layers_shorten_the_step():
     """The first seven layers are resident, so the forward starts while the CPU updates the others."""
     simulated = simulator(shape_of("qwen2.5-7b"), H200, Run(micro_batch=4))
