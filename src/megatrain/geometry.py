@@ -59,7 +59,10 @@ class Lane:
     """An ordered queue of work that runs alongside compute."""
 
     runs_on: str | None
-    """"stream": a CUDA stream of its own; "thread": a CPU thread; None: the engine has no queue for it."""
+    """"stream": a CUDA stream of its own; "thread": a CPU thread that computes; "drive": a CPU thread that reads and
+    writes disks; None: the engine has no queue for it. Threads share the cores, and drive lanes the bandwidth."""
+    tier: str | None = None
+    """The tier whose state the lane moves or updates."""
     link: str | None = None
     """The PCIe direction it uses, "in" (to the GPU) or "out". Lanes of one direction share the bandwidth."""
     after_compute: bool = False
@@ -68,23 +71,28 @@ class Lane:
 
 LANES = {
     "compute": Lane(None),
-    "h2d": Lane("stream", link="in"),  # weights of streamed blocks, resumed sums, offloaded inputs
-    "refresh": Lane("stream", link="in"),  # held weights, once per step, after their update
-    "d2h": Lane("stream", link="out", after_compute=True),  # gradients of streamed blocks, inputs to offload
-    "sums_out": Lane("stream", link="out", after_compute=True),  # held gradient sums, rounded, once per step
-    "update": Lane("thread"),  # gradient sums and updates in RAM
-    "gpu_update": Lane("stream", after_compute=True),  # norms, merges and updates in GPU memory
-    "states_in": Lane("stream", link="in"),  # streamed states, into slots
-    "states_out": Lane("stream", link="out"),  # streamed states and their updated weights, back to RAM
-    "disk_in": Lane("thread"),  # states on disk, into staging buffers in RAM
-    "disk_update": Lane("thread"),  # updates of those; apart, so that a late read holds up no other update
-    "disk_out": Lane("thread"),  # states back to disk
-    "disk_weights": Lane("thread"),  # weights on disk, into staging buffers; compute waits for them, so they are apart
+    "h2d": Lane("stream", "ram", link="in"),  # weights of streamed blocks, resumed sums, offloaded inputs
+    "refresh": Lane("stream", "ram", link="in"),  # held weights, once per step, after their update
+    "d2h": Lane("stream", "ram", link="out", after_compute=True),  # gradients of streamed blocks, inputs to offload
+    "sums_out": Lane("stream", "ram", link="out", after_compute=True),  # held gradient sums, rounded, once per step
+    "update": Lane("thread", "ram"),  # gradient sums and updates in RAM
+    "gpu_update": Lane("stream", "vram", after_compute=True),  # norms, merges and updates in GPU memory
+    "states_in": Lane("stream", "ram", link="in"),  # streamed states, into slots
+    "states_out": Lane("stream", "ram", link="out"),  # streamed states and their updated weights, back to RAM
+    "disk_in": Lane("drive", "disk"),  # states on disk, into staging buffers in RAM
+    "disk_update": Lane("thread", "disk"),  # updates of those; apart, so that a late read holds up no other update
+    "disk_out": Lane("drive", "disk"),  # states back to disk
+    "disk_weights": Lane("drive", "disk"),  # weights on disk, staged; compute waits for them, so they are apart
     # Inputs of blocks, to disk and back. Compute waits for both: behind states, a forward would wait for the updates of
     # the step before it. They share a lane because the reads of a backward begin when the writes of its forward end.
-    "disk_inputs": Lane("thread"),
+    "disk_inputs": Lane("drive", "disk"),
 }
 """All lanes by name, as the engine, the timeline and the simulator use them."""
+
+
+def lanes_on(runs_on: str) -> tuple[str, ...]:
+    """The lanes of one kind."""
+    return tuple(name for name, lane in LANES.items() if lane.runs_on == runs_on)
 
 
 @dataclass(frozen=True)

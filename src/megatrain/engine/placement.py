@@ -125,7 +125,7 @@ class Placement:
     def require_states(self, slabs: Iterable[Slab], rule: type[Rule], width: str, slots: int) -> None:
         """Raise if optimizer states and gradients will not fit. `slots`: bytes of slots that are not in memory yet."""
         slabs = list(slabs)
-        needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0, "disk": 0}
+        needed = dict.fromkeys(TIERS, 0) | {"ram": slots if self._device.type == "cpu" else 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
             reserved = slab.grad.allocated or slab.grad.reserved

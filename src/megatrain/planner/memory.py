@@ -237,7 +237,8 @@ class Ledger:
             vram[5] += cuda_bytes(pinned, chosen.largest_window) + slack
         else:
             vram, ram = np.zeros_like(vram), ram + vram
-        return np.array([vram, ram, [*on_disk, zero, zero]])
+        tiers = {"vram": vram, "ram": ram, "disk": [*on_disk, zero, zero]}
+        return np.array([tiers[tier] for tier in TIERS])
 
     def computing(self, decision: Decision) -> tuple[int, int]:
         """Bytes on the device for the activations and the workspace of a window's micro-batches, and the workspace of

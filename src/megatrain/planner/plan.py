@@ -260,16 +260,12 @@ def format_parameters(parameters: int) -> str:
 def _from_format1(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a format 1 plan in the current format. It has one window size, no held blocks and fewer lanes.
     Invalid fields are passed on, and refused later."""
-    run, window, step = data.get("run"), data.get("window"), data.get("step")
+    run, window = data.get("run"), data.get("window")
     current: dict[str, Any] = {name: [] for name in PLACEMENT_SETTINGS if name != "resident"} | data
     accumulation: Any = run.get("accumulation", 1) if isinstance(run, dict) else None
     if window is not None and is_count(window, 1) and is_count(accumulation, 1):
         del current["window"]
         current["windows"] = list(window_sizes(window, accumulation))
-    if isinstance(step, dict):
-        added = dict.fromkeys(("refresh", "sums_out", "states_in", "states_out"), 0.0)
-        spent = {name: added | step[name] for name in ("busy", "waited") if isinstance(step.get(name), dict)}
-        current["step"] = step | spent
     return current
 
 
@@ -281,8 +277,8 @@ def _with_current_lanes(data: dict[str, Any]) -> dict[str, Any]:
 
     def renamed(value: Any) -> Any:
         if isinstance(value, dict):
-            new = ("disk_weights", "disk_inputs", *(("disk_in", "disk_update") if "disk" in value else ()))
-            added = dict.fromkeys(new, 0.0) if "h2d" in value else {}
+            # A plan that was made before a lane was added plans no work for it.
+            added = dict.fromkeys(LANES, 0.0) if "compute" in value else {}
             return added | {OLD_LANES.get(lane, lane): spent for lane, spent in value.items()}
         return OLD_LANES.get(value, value) if isinstance(value, str) else value
 
