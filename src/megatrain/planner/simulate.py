@@ -137,7 +137,8 @@ class Simulator:
             "refresh": refresh,
             "d2h": d2h,
             "sums_out": sums_out,
-            "update": update - disk_update,
+            # The two are summed in different orders.
+            "update": np.maximum(update - disk_update, 0.0),
             "gpu_update": gpu_update,
             "states_in": states,
             "states_out": states + weights,
