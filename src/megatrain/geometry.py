@@ -158,6 +158,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def in_pages(sizes: Iterable[int]) -> int:
+    """Bytes of buffers that are staged one after another: each starts on a page, as direct I/O requires."""
+    return sum(round_up(size, ALIGN_BYTES) for size in sizes)
+
+
 def group_by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
     """Group slabs that share a ring: sizes within a factor of two of the group's largest, stable for equal sizes."""
     groups: list[list[T]] = []
@@ -168,6 +173,35 @@ def group_by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T
             largest = nbytes(slab)
         groups[-1].append(slab)
     return groups
+
+
+def staging_slots(slabs: int) -> int:
+    """Staging buffers on the device in a ring that serves `slabs` slabs."""
+    return min(STAGING_SLOTS, slabs)
+
+
+def disk_staging_slots(slabs: int) -> int:
+    """The same in RAM, for state on disk."""
+    return min(DISK_STAGING_SLOTS, slabs)
+
+
+def slot_rings(
+    slabs: Iterable[T], slots: Callable[[int], int], size: Callable[[T], int], count: Callable[[T], int] = lambda _: 1
+) -> list[tuple[list[T], int]]:
+    """The slabs of each ring, and how many slots it has. `size`: bytes of a slab's weight; `count`: how many slabs an
+    item stands for."""
+    return [(ring, slots(sum(map(count, ring)))) for ring in group_by_size(slabs, size)]
+
+
+def staging_bytes(
+    slabs: Iterable[T],
+    slots: Callable[[int], int],
+    size: Callable[[T], int],
+    nbytes: Callable[[T], int],
+    count: Callable[[T], int] = lambda _: 1,
+) -> int:
+    """Bytes of the slots of all rings, each as large as the largest that one of its slabs needs."""
+    return sum(number * max(map(nbytes, ring)) for ring, number in slot_rings(slabs, slots, size, count))
 
 
 def weight_slots(slots: int, slabs: int) -> int:
