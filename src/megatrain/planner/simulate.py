@@ -49,8 +49,11 @@ class Simulator:
             name: Sums([float(getattr(piece, name)) for piece in costs.pieces], ledger.layers, ledger.other_blocks)
             for name in vars(costs.pieces[0])
         }
-        self._updates = DiskSums([piece.update for piece in costs.pieces], ledger.layers, ledger.other_blocks)
-        """Seconds of updates of states on disk."""
+        self._updates, self._updates_on_disk = (
+            DiskSums([getattr(piece, name) for piece in costs.pieces], ledger.layers, ledger.other_blocks)
+            for name in ("update", "update_on_disk")
+        )
+        """Seconds of updates of states on disk, if they were in RAM and as they are."""
         self._disk_seconds: Table = {}
         last = max(range(self.count), key=lambda i: (costs.pieces[i].fetch_bytes > 0, i))
         self._tail = sum(piece.forward for piece in costs.pieces[last:])
@@ -121,7 +124,7 @@ class Simulator:
         slowdown = np.where(chosen.streams_states, self.costs.update_slowdown, 1.0)
         update = slowdown * sums["update"].after(chosen.gpu_updates, in_ram) + sums["merge"].after(grads, streamed)
         disk_layers, others = self.ledger.disk.taken(chosen, chosen.disk_blocks)
-        disk_update = slowdown * self._updates.of((np.minimum(disk_layers, layers - chosen.gpu_updates), others))
+        on_disk = np.minimum(disk_layers, layers - chosen.gpu_updates), others
         gpu_update = sums["gpu_update"].total - sums["gpu_update"].after(chosen.gpu_updates, in_ram)
         states, weights = (
             sums[name].after(chosen.resident_layers, False) - sums[name].after(chosen.gpu_updates, False)
@@ -138,12 +141,12 @@ class Simulator:
             "d2h": d2h,
             "sums_out": sums_out,
             # The two are summed in different orders.
-            "update": np.maximum(update - disk_update, 0.0),
+            "update": np.maximum(update - slowdown * self._updates.of(on_disk), 0.0),
             "gpu_update": gpu_update,
             "states_in": states,
             "states_out": states + weights,
             "disk_in": reads + gradients_in + updates_in,
-            "disk_update": disk_update,
+            "disk_update": slowdown * self._updates_on_disk.of(on_disk),
             "disk_out": writes + gradients_out + updates_out,
             "disk_weights": fetched,
         }

@@ -202,18 +202,45 @@ def test_weights_on_disk_are_read_for_every_use_or_once_if_held(clipping):
 def test_updates_of_states_on_disk_have_a_lane_of_their_own(resident):
     shape, run = dense_shape(16, 8), Run()
     simulated = Simulator(Costs(shape, H200, run, DISK), Ledger(shape, run))
-    updates = [piece.update for piece in simulated.costs.pieces]
+    pieces = simulated.costs.pieces
     in_ram = simulated.step(Decision(resident_layers=resident)).busy
     for count in (0, 3, 8 - resident, 10 - resident, 11):
         step = simulated.step(Decision(resident_layers=resident, disk_blocks=count))
         found = simulated.ledger.disk.order(False, resident)[:count]
-        assert step.busy["disk_update"] == pytest.approx(sum(updates[index] for index in found))
-        assert step.busy["update"] + step.busy["disk_update"] == pytest.approx(in_ram["update"])
+        assert step.busy["disk_update"] == pytest.approx(sum(pieces[index].update_on_disk for index in found))
+        assert in_ram["update"] - step.busy["update"] == pytest.approx(sum(pieces[index].update for index in found))
     slow = dataclasses.replace(H200, update=dict.fromkeys(H200.update, 1e7))
     half = Simulator(Costs(shape, slow, run, DISK), Ledger(shape, run)).step(Decision(disk_blocks=5))
     drive = sum(half.busy[lane] for lane in lanes_on("drive"))
     assert half.bottleneck in lanes_on("thread"), "they share the cores"
     assert max(half.busy[lane] for lane in lanes_on("thread")) > drive
+
+
+def test_a_drive_shares_host_memory_with_updates():
+    """At the rate of host memory: the bytes of an update, and those of its states on their way in and out."""
+    shape, run = dense_shape(16, 8), Run()
+
+    def updates(machine):
+        found = Simulator(Costs(shape, machine, run, DISK), Ledger(shape, run))
+        piece = found.costs.pieces[1]
+        steps = [found.step(Decision(disk_blocks=count)) for count in (0, 11)]
+        states = found.ledger.states[1].moments + found.ledger.states[1].residuals
+        return (
+            piece.update,
+            piece.update_on_disk,
+            4 * states / machine.dram,
+            steps[1].busy["disk_update"] / steps[0].busy["update"],
+        )
+
+    for share in (1.0, 0.5):
+        bound = dataclasses.replace(H200, update=dict.fromkeys(H200.update, share * H200.dram / 26))
+        alone, shared, moved, ratio = updates(bound)
+        assert shared == pytest.approx(share * alone + moved)
+        assert ratio == pytest.approx(shared / alone, rel=1e-2)
+    slow = dataclasses.replace(H200, update=dict.fromkeys(H200.update, 1e8))
+    alone, shared, _, ratio = updates(slow)
+    assert shared == alone
+    assert ratio == pytest.approx(1), "slow updates leave enough for both"
 
 
 def test_a_lane_is_added_in_one_place(monkeypatch):
