@@ -17,6 +17,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megatrain.geometry import LANES
+
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 96, 16, 56, 44
 ROW, BAR = 40, 26
 MERGE, THIN = 1.0, 3.0
@@ -24,8 +26,6 @@ MERGE, THIN = 1.0, 3.0
 has thousands of spans."""
 LABEL = 7.0
 """Pixels that a character of a label needs."""
-ORDER = ("compute", "h2d", "refresh", "d2h", "sums_out", "states_in", "gpu_update", "states_out", "update",
-         "disk_in", "disk_update", "disk_out")  # fmt: skip
 COLOURS = {"forward": "#0072b2", "backward": "#d55e00", "head": "#cc79a7", "h2d": "#56b4e9", "refresh": "#56b4e9",
            "d2h": "#e69f00", "sums_out": "#e69f00", "update": "#009e73", "gpu_update": "#009e73"}  # fmt: skip
 OTHER = "#999999"
@@ -127,7 +127,7 @@ def draw(trace: dict[str, Any], title: str, start: float | None = None, end: flo
     if not drawn:
         raise SystemExit(f"no lane was busy between {begin:.3f} and {finish:.3f} s.")
     present = {bar.lane for bar in drawn}
-    lanes = [lane for lane in ORDER if lane in present] + sorted(present - set(ORDER))
+    lanes = [lane for lane in LANES if lane in present] + sorted(present - LANES.keys())
     bottom = TOP + ROW * len(lanes)
     height = bottom + BOTTOM
     parts = [

@@ -15,7 +15,7 @@ from benchmarks.step import resident_ram
 from megatrain.geometry import LANES
 from megatrain.stream.timeline import StepTimes
 
-DISK_LANES = tuple(lane for lane in LANES if lane.startswith("disk"))
+DISK_LANES = tuple(name for name, lane in LANES.items() if lane.tier == "disk")
 POLL = 0.1
 
 

@@ -68,7 +68,10 @@ class Lane:
     """An ordered queue of work that runs alongside compute."""
 
     runs_on: str | None
-    """"stream": a CUDA stream of its own; "thread": a CPU thread; None: the engine has no queue for it."""
+    """"stream": a CUDA stream of its own; "thread": a CPU thread that computes; "drive": a CPU thread that reads and
+    writes disks; None: the engine has no queue for it. Threads share the cores, and drive lanes the bandwidth."""
+    tier: str | None = None
+    """The tier whose state the lane moves or updates."""
     link: str | None = None
     """The PCIe direction it uses, "in" (to the GPU) or "out". Lanes of one direction share the bandwidth."""
     after_compute: bool = False
@@ -77,23 +80,28 @@ class Lane:
 
 LANES = {
     "compute": Lane(None),
-    "h2d": Lane("stream", link="in"),  # weights of streamed blocks, resumed sums, offloaded inputs
-    "refresh": Lane("stream", link="in"),  # held weights, once per step, after their update
-    "d2h": Lane("stream", link="out", after_compute=True),  # gradients of streamed blocks, inputs to offload
-    "sums_out": Lane("stream", link="out", after_compute=True),  # held gradient sums, rounded, once per step
-    "update": Lane("thread"),  # gradient sums and updates in RAM
-    "gpu_update": Lane("stream", after_compute=True),  # norms, merges and updates in GPU memory
-    "states_in": Lane("stream", link="in"),  # streamed states, into slots
-    "states_out": Lane("stream", link="out"),  # streamed states and their updated weights, back to RAM
-    "disk_in": Lane("thread"),  # states on disk, into staging buffers in RAM
-    "disk_update": Lane("thread"),  # updates of those; apart, so that a late read holds up no other update
-    "disk_out": Lane("thread"),  # states back to disk
-    "disk_weights": Lane("thread"),  # weights on disk, into staging buffers; compute waits for them, so they are apart
+    "h2d": Lane("stream", "ram", link="in"),  # weights of streamed blocks, resumed sums, offloaded inputs
+    "refresh": Lane("stream", "ram", link="in"),  # held weights, once per step, after their update
+    "d2h": Lane("stream", "ram", link="out", after_compute=True),  # gradients of streamed blocks, inputs to offload
+    "sums_out": Lane("stream", "ram", link="out", after_compute=True),  # held gradient sums, rounded, once per step
+    "update": Lane("thread", "ram"),  # gradient sums and updates in RAM
+    "gpu_update": Lane("stream", "vram", after_compute=True),  # norms, merges and updates in GPU memory
+    "states_in": Lane("stream", "ram", link="in"),  # streamed states, into slots
+    "states_out": Lane("stream", "ram", link="out"),  # streamed states and their updated weights, back to RAM
+    "disk_in": Lane("drive", "disk"),  # states on disk, into staging buffers in RAM
+    "disk_update": Lane("thread", "disk"),  # updates of those; apart, so that a late read holds up no other update
+    "disk_out": Lane("drive", "disk"),  # states back to disk
+    "disk_weights": Lane("drive", "disk"),  # weights on disk, staged; compute waits for them, so they are apart
     # Inputs of blocks, to disk and back. Compute waits for both: behind states, a forward would wait for the updates of
     # the step before it. They share a lane because the reads of a backward begin when the writes of its forward end.
-    "disk_inputs": Lane("thread"),
+    "disk_inputs": Lane("drive", "disk"),
 }
 """All lanes by name, as the engine, the timeline and the simulator use them."""
+
+
+def lanes_on(runs_on: str) -> tuple[str, ...]:
+    """The lanes of one kind."""
+    return tuple(name for name, lane in LANES.items() if lane.runs_on == runs_on)
 
 
 @dataclass(frozen=True)
@@ -143,10 +151,9 @@ ALIGN_ELEMENTS = 256
 numbers are aligned."""
 MOMENT_ALIGN_BYTES = 64
 """In the buffer of a moment, parameters of each format start on a cache line."""
-STATE_ALIGN_BYTES = 256
-"""In a slot for streamed states, each role starts on a multiple of this."""
 ALIGN_BYTES = 4096
-"""Slabs are padded to whole pages, because they are registered with the CUDA driver."""
+"""Slabs are padded to whole pages, because they are registered with the CUDA driver. Roles of a slab that are staged
+start on a page too."""
 
 
 def padded(numel: int) -> int:
@@ -163,6 +170,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def in_pages(sizes: Iterable[int]) -> int:
+    """Bytes of buffers that are staged one after another: each starts on a page, as direct I/O requires."""
+    return sum(round_up(size, ALIGN_BYTES) for size in sizes)
+
+
 def group_by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
     """Group slabs that share a ring: sizes within a factor of two of the group's largest, stable for equal sizes."""
     groups: list[list[T]] = []
@@ -173,6 +185,35 @@ def group_by_size(slabs: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T
             largest = nbytes(slab)
         groups[-1].append(slab)
     return groups
+
+
+def staging_slots(slabs: int) -> int:
+    """Staging buffers on the device in a ring that serves `slabs` slabs."""
+    return min(STAGING_SLOTS, slabs)
+
+
+def disk_staging_slots(slabs: int) -> int:
+    """The same in RAM, for state on disk."""
+    return min(DISK_STAGING_SLOTS, slabs)
+
+
+def slot_rings(
+    slabs: Iterable[T], slots: Callable[[int], int], size: Callable[[T], int], count: Callable[[T], int] = lambda _: 1
+) -> list[tuple[list[T], int]]:
+    """The slabs of each ring, and how many slots it has. `size`: bytes of a slab's weight; `count`: how many slabs an
+    item stands for."""
+    return [(ring, slots(sum(map(count, ring)))) for ring in group_by_size(slabs, size)]
+
+
+def staging_bytes(
+    slabs: Iterable[T],
+    slots: Callable[[int], int],
+    size: Callable[[T], int],
+    nbytes: Callable[[T], int],
+    count: Callable[[T], int] = lambda _: 1,
+) -> int:
+    """Bytes of the slots of all rings, each as large as the largest that one of its slabs needs."""
+    return sum(number * max(map(nbytes, ring)) for ring, number in slot_rings(slabs, slots, size, count))
 
 
 def weight_slots(slots: int, slabs: int) -> int:

@@ -272,7 +272,7 @@ def test_a_plan_with_gradients_on_disk_is_followed(tmp_path: Path, made: Callabl
         assert on_disk == plan.memory["disk"]["gradients"]
         assert plan.written is not None
         assert abs(engine.drive.per_step - plan.written) <= 3 * 4096 * len(engine.slabs)
-        rings = engine._step.updates.gradients._rings
+        rings = engine._step.updates.gradients.rings
         staged = sum(staging.buffer.nbytes for staging in rings.all if staging.buffer is not None)
         in_ram = sum(buffer.nbytes for _, part in parts for buffer in part.buffers.values())
         assert staged + in_ram == plan.memory["ram"]["gradients"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 
 import torch
@@ -12,15 +12,14 @@ from megatrain.engine.memory_limit import Policies
 from megatrain.errors import SettingsError
 from megatrain.geometry import (
     DISK_SETTINGS,
-    DISK_STAGING_SLOTS,
-    STAGING_SLOTS,
     TIERS,
-    group_by_size,
+    in_pages,
 )
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.hardware.validation import folders
 from megatrain.optim.rules import Rule
+from megatrain.optim.schedule import Updates
 from megatrain.optim.update import Kernel, device_kernel, native_kernel, reference_kernel
 from megatrain.settings import Settings
 from megatrain.store.backend import choose_backend
@@ -30,8 +29,8 @@ from megatrain.store.memory import Homes
 from megatrain.store.ram import HostMemory
 from megatrain.store.slab import Slab
 from megatrain.store.vram import DeviceMemory
-from megatrain.stream.disk_gradients import staged_gradient_bytes
-from megatrain.stream.disk_weights import staged_bytes
+from megatrain.stream.disk import update_bytes
+from megatrain.stream.disk_gradients import gradient_bytes
 
 
 class Placement:
@@ -115,29 +114,17 @@ class Placement:
         on_gpu = bool(self._settings.resident or self._settings.streamed_states) and self._device.type == "cuda"
         return {"ram": native, "vram": device_kernel() if on_gpu else native, "disk": native}
 
-    def require_states(self, slabs: Iterable[Slab], rule: type[Rule], width: str, slots: int) -> None:
+    def require_states(self, slabs: Sequence[Slab], updates: Updates, rule: type[Rule], width: str, slots: int) -> None:
         """Raise if optimizer states and gradients will not fit. `slots`: bytes of slots that are not in memory yet."""
-        slabs = list(slabs)
-        needed = {"ram": slots if self._device.type == "cpu" else 0, "vram": 0, "disk": 0}
+        needed = dict.fromkeys(TIERS, 0) | {"ram": slots if self._device.type == "cpu" else 0}
         for slab in slabs:
             needed[slab.homes.states.tier] += slab.state_bytes(rule.moments, width)
             reserved = slab.grad.allocated or slab.grad.reserved
             needed[slab.homes.complete_gradients.tier] += 0 if reserved else slab.owned.nbytes
-        streamed = [slab for slab in slabs if slab.streams_states]
-        for ring in group_by_size(streamed, lambda slab: slab.layout.nbytes):
-            needed["vram"] += min(STAGING_SLOTS, len(ring)) * max(
-                slab.state_bytes(rule.moments, width) for slab in ring
-            )
-        staged = [slab for slab in slabs if slab.homes.gradients is not None]
-        for ring in group_by_size(staged, lambda slab: slab.owned.nbytes):
-            needed["ram"] += min(DISK_STAGING_SLOTS, len(ring)) * staged_gradient_bytes(ring[0])
-        staged = [slab for slab in slabs if slab.homes.states is self.disk]
-        for ring in group_by_size(staged, lambda slab: slab.layout.nbytes):
-            largest = max(
-                slab.state_bytes(rule.moments, width) + (staged_bytes(slab) if slab.weight_on_disk else 0)
-                for slab in ring
-            )
-            needed["ram"] += min(DISK_STAGING_SLOTS, len(ring)) * largest
+        # Where states are allocated, so are their slots and staging buffers.
+        new = [slab for slab in slabs if slab.state_bytes(rule.moments, width)]
+        for tier, nbytes in staged_bytes(new, updates, rule, width).items():
+            needed[tier] += nbytes
         if self.disk is not None:
             self.disk.require(needed["disk"])
         if needed["vram"]:
@@ -146,6 +133,16 @@ class Placement:
             needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient, slots)",
             self._settings.max_ram_gb, self.ram.allocated_bytes, 0 if self.disk is None else self.disk.cached_bytes,
         )  # fmt: skip
+
+
+def staged_bytes(slabs: Sequence[Slab], updates: Updates, rule: type[Rule], width: str) -> dict[str, int]:
+    """Tier → bytes of slots and staging buffers for updates of the slabs."""
+    states = {slab.index: in_pages(slab.state_sizes(rule.moments, width).values()) for slab in slabs}
+    on_disk = updates.disk.rings.nbytes(lambda slab: update_bytes(slab, states.get(slab.index, 0)))
+    return {
+        "vram": updates.states.rings.nbytes(lambda slab: states.get(slab.index, 0)),
+        "ram": on_disk + updates.gradients.rings.nbytes(gradient_bytes),
+    }
 
 
 def _matches(block: str, patterns: Sequence[str]) -> bool:

@@ -141,7 +141,8 @@ class Engine:
         width = self.settings.moment_width
         listed = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
         owned = {p.slab.index: p.slab for p in listed if isinstance(p, StoreTensor) and self._step.owns(p)}
-        self._placement.require_states(owned.values(), rule_named(kind), width, self._headroom.unwritten_slot_bytes())
+        slots = self._headroom.unwritten_slot_bytes()
+        self._placement.require_states([*owned.values()], self._step.updates, rule_named(kind), width, slots)
         plan = self.settings.plan
         if plan is not None and plan.run.kind != kind:
             warn(f"kind={kind!r}, but the plan is for {plan.run.kind!r}: memory and time will differ from the plan")

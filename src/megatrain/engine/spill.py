@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import product
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -21,15 +22,17 @@ from megatrain.errors import SettingsError
 from megatrain.geometry import (
     ALIGN_BYTES,
     DISK_SETTINGS,
-    DISK_STAGING_SLOTS,
     GIB,
     OPTIMIZER_MOMENTS,
     WIDTHS,
     compresses_moments,
+    disk_staging_slots,
     grad_slots,
     group_by_size,
+    in_pages,
     padded,
     round_up,
+    staging_bytes,
     weight_slots,
 )
 from megatrain.hardware import cgroups, inventory
@@ -52,11 +55,6 @@ class _Slab:
     states: int = 0
     shared: bool = False
     """Whether its gradient is a sum of several calls, which stays in RAM."""
-
-
-_Staged = tuple[int, int, bool]
-"""Size of a slab's weights, which determines its ring; bytes to be staged; whether it is staged at all. Rings count
-frozen slabs, which have no states."""
 
 
 @dataclass
@@ -88,19 +86,23 @@ class _OnDisk:
 
     def freed(self, blocks: Sequence[_Block]) -> int:
         """Bytes of RAM that are freed, less the staging buffers of stream/disk*.py."""
-        staged: tuple[list[_Staged], list[_Staged], list[_Staged]] = [], [], []
+        staged: tuple[list[tuple[int, int]], ...] = [], [], []
         freed = 0
         for block in blocks:
             for slab in block.slabs:
                 states, weight, gradient = self._of_slab(block, slab)
                 freed += states + weight + (slab.gradients if gradient else 0)
                 if weight:
-                    staged[0].append((slab.weights, weight, True))
+                    staged[0].append((slab.weights, weight))
                 if block.name in self.states:
-                    staged[1].append((slab.weights, states + weight, slab.trains))
+                    # Rings count frozen slabs, which are not updated.
+                    staged[1].append((slab.weights, (states + weight) * slab.trains))
                 if gradient:
-                    staged[2].append((gradient, gradient, True))
-        return freed - sum(map(_staging_bytes, staged))
+                    staged[2].append((gradient, gradient))
+        # Weights, and so gradients, are whole pages.
+        return freed - sum(
+            staging_bytes(some, disk_staging_slots, itemgetter(0), lambda slab: in_pages([slab[1]])) for some in staged
+        )
 
     def _of_slab(self, block: _Block, slab: _Slab) -> tuple[int, int, int]:
         """Bytes of a slab's states, weight and gradient on disk."""
@@ -237,14 +239,6 @@ def _undominated(options: Iterable[_Option]) -> list[_Option]:
         if not kept or option.freed > kept[-1].freed:
             kept.append(option)
     return kept
-
-
-def _staging_bytes(slabs: Sequence[_Staged]) -> int:
-    return sum(
-        min(DISK_STAGING_SLOTS, len(ring)) * max(round_up(nbytes, ALIGN_BYTES) for _, nbytes, _ in ring)
-        for ring in group_by_size(slabs, lambda slab: slab[0])
-        if any(staged for _, _, staged in ring)
-    )
 
 
 def _slot_bytes(blocks: Sequence[_Block], settings: Settings) -> int:

@@ -226,8 +226,8 @@ class Updates:
             if slab.index in gradients:
                 self.sums_out.allocate(slab, gradients[slab.index])
                 self.states.allocate(slab)
-                self.disk.allocate(slab)
-                self.gradients.allocate(slab)
+                self.disk.rings.allocate(slab)
+                self.gradients.rings.allocate(slab)
         early = self._take_early(rules, owner)
         if not early.started:
             self._begin_step(len(gradients.keys() & rules.keys()))

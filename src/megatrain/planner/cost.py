@@ -76,6 +76,9 @@ MERGE_TRAFFIC = {False: 16, True: 64}
 """Bytes of host memory traffic per parameter of a tied slab: the CPU adds its two parts and computes their norm. True:
 the parts are single BF16 gradients, as in a step of one micro-batch. (An embedding of 233M parameters took 0.18 s more
 than its update at 111 GB/s, and 0.22 s at 128 GB/s; this predicts 0.13 and 0.12.)"""
+DISK_TRAFFIC = 2
+"""Bytes of host memory traffic per byte that is read from or written to disk: the transfer, and its checksum (counted,
+not measured)."""
 STEP_SECONDS = 10e-3
 """Overhead of a step: the norm, and the first launches of the next forward."""
 TRAINER_SECONDS = 15e-3
@@ -117,6 +120,9 @@ class Piece:
         slowed = costs.fetch_slowdown * self.fetch if block.trainable else 0.0
         self.update = updated / machine.update[run.moment_width] + slowed
         """Update on the CPU, slowed down by one fetch of the weights."""
+        moved = DISK_TRAFFIC * 2 * states / machine.dram
+        self.update_on_disk = max(self.update, costs.update_traffic * self.update + moved)
+        """The same of states on disk: reading and writing them shares the rate of host memory with updates."""
         self.stream_states = _copy(states, STREAMED_STATES_SHARE * costs.both)
         """States to the GPU, or back."""
         single = run.accumulation == 1 and run.itemsize == 2
@@ -159,6 +165,8 @@ class Costs:
         # The master weight is read and written (8 bytes; bf16-sr: 4), the gradient read, each moment read and written.
         per_moment = (TOUCHED[run.moment_width] - 10) / 2
         touched = (4 if run.precision == "bf16-sr" else 8) + run.itemsize + run.moments * per_moment
+        self.update_traffic = min(1.0, machine.update[run.moment_width] * TOUCHED[run.moment_width] / machine.dram)
+        """The share of the rate of host memory that updates take."""
         self.relative = touched / TOUCHED[run.moment_width]
         """Bytes that an update touches, relative to the update that the machine's rates were measured with."""
         self.disk = sum(disk.read for disk in disks), sum(disk.write for disk in disks)

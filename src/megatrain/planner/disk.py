@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.geometry import DISK_STAGING_SLOTS, group_by_size
+from megatrain.geometry import DISK_STAGING_SLOTS, disk_staging_slots, staging_bytes
 from megatrain.planner.arrays import Ints
 from megatrain.planner.decision import RESIDENT, STREAMED, Decision, Decisions
 
@@ -212,23 +212,22 @@ class DiskLedger:
     def _staging_bytes(self, counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The buffers that stream/disk_weights.py, stream/disk.py and stream/disk_gradients.py allocate."""
         weights = [slab.weights for slab in self._alike]
-        # A weight on disk is staged for the update too, with the states.
+        # A weight on disk is staged for the update too, with the states. Frozen slabs are not updated, but count as
+        # members of a ring.
         with_weights = [
-            slab.states + slab.weights * (count > 0) for slab, count in zip(self._alike, counts[0], strict=True)
+            slab.states + slab.weights * (count > 0 and slab.kind != FROZEN)
+            for slab, count in zip(self._alike, counts[0], strict=True)
         ]
-        totals = []
-        for what, some, sizes in zip(STAGED, counts, (weights, with_weights, weights), strict=True):
-            members = [each for each in zip(self._alike, some, sizes, strict=True) if each[1]]
-            rings = group_by_size(members, lambda member: member[0].weights)
-            # Frozen slabs have no states, but count as members of a ring.
-            used = (ring for ring in rings if what == "weights" or any(slab.kind != FROZEN for slab, _, _ in ring))
-            totals.append(
-                sum(
-                    min(DISK_STAGING_SLOTS, sum(count for _, count, _ in ring)) * max(nbytes for _, _, nbytes in ring)
-                    for ring in used
-                )
+        return tuple(
+            staging_bytes(
+                [each for each in zip(self._alike, some, sizes, strict=True) if each[1]],
+                disk_staging_slots,
+                size=lambda each: each[0].weights,
+                nbytes=lambda each: each[2],
+                count=lambda each: each[1],
             )
-        return tuple(totals)
+            for some, sizes in zip(counts, (weights, with_weights, weights), strict=True)
+        )
 
     def freeing(self, chosen: Decisions, over: Ints) -> Decisions:
         """Decisions with the least on disk that frees `over` bytes of RAM, or else with what frees most."""

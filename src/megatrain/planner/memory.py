@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 
 from megatrain.geometry import (
-    ALIGN_BYTES,
     GIB,
     MOMENT_ALIGN_BYTES,
     STAGING_SLOTS,
     WIDTHS,
     grad_slots,
     group_by_size,
+    in_pages,
     padded_slab,
     round_up,
+    staging_bytes,
+    staging_slots,
     weight_slots,
 )
 from megatrain.geometry import TIERS as ENGINE_TIERS
@@ -85,10 +87,10 @@ class State:
                 residual = elements * 2 if run.precision == "bf16" else 0
             else:
                 self.elements32 += elements
-            per_moment = int(slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes + 1)
+            per_moment = int(slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes)
             self.residuals += residual
             self.moments += run.moments * round_up(per_moment, MOMENT_ALIGN_BYTES)
-            staged = round_up(residual, ALIGN_BYTES) + run.moments * round_up(per_moment, ALIGN_BYTES)
+            staged = in_pages([residual, *[per_moment] * run.moments])
             self.slabs.append(SlabBytes(nbytes, staged, trained))
 
     @property
@@ -167,11 +169,11 @@ class Ledger:
         self._gradients = [self._sums([state.gradient(*kind) for state in self.states]) for kind in kinds]
         self._layer_slabs, self._other_slabs = _slabs(shape, run.itemsize, trained=False)
         self._layer_trained, self._other_trained = _slabs(shape, run.itemsize, trained=True)
-        alike = group_by_size([self.states[i] for i in self.layers], lambda state: state.weights)
-        self._state_slot_bytes = STAGING_SLOTS * sum(
-            max(state.residuals + state.moments for state in ring) for ring in alike
-        )
-        """Slots in VRAM for streamed states."""
+        trained = [Counter(slab for slab in self.states[i].slabs if slab.kind != FROZEN) for i in self.layers]
+        none: Counter[SlabBytes] = Counter()
+        self._trained_after = [*accumulate(reversed(trained), operator.add, initial=none)][::-1]
+        """For each layer, the slabs that train of it and all later ones."""
+        self._state_slot_bytes: Table = {}
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self.disk = DiskLedger(
             [BlockBytes(s.slabs, s.residuals, s.moments, s.unshared_gradient) for s in self.states],
@@ -230,7 +232,7 @@ class Ledger:
         near[3] += staged_gradients
         ram = np.array([*near, offloaded, PROCESS_BYTES + staged_states + cached])
         vram = np.array([weights, device[1], device[2], in_vram + slots, on_device, work])
-        vram[2] += chosen.streams_states * self._state_slot_bytes
+        vram[2] += look_up(self._state_slot_bytes, self._state_slots, chosen.resident_layers, chosen.gpu_updates)[0]
         pinned = pinned_bytes(ram, chosen.streams_states) if self.gpu else zero
         ram[5] += kernel_bytes(ram[:5].sum(axis=0), pinned)
         if self.gpu:
@@ -238,7 +240,8 @@ class Ledger:
             vram[5] += cuda_bytes(pinned, chosen.largest_window) + slack
         else:
             vram, ram = np.zeros_like(vram), ram + vram
-        return np.array([vram, ram, [*on_disk, zero, zero]])
+        tiers = {"vram": vram, "ram": ram, "disk": [*on_disk, zero, zero]}
+        return np.array([tiers[tier] for tier in TIERS])
 
     def computing(self, decision: Decision) -> tuple[int, int]:
         """Bytes on the device for the activations and the workspace of a window's micro-batches, and the workspace of
@@ -287,6 +290,13 @@ class Ledger:
         columns = chosen.other_blocks == STREAMED, chosen.held_weights, chosen.slots
         slots: Ints = look_up(self._slot_bytes, nbytes, *columns)[0]
         return slots
+
+    def _state_slots(self, resident: int, updated: int) -> tuple[int]:
+        """Slots in VRAM for the states of the layers from the first that is not resident."""
+        counts = (self._trained_after[resident] - self._trained_after[updated]).items()
+        return (
+            staging_bytes(counts, staging_slots, lambda it: it[0].weights, lambda it: it[0].states, lambda it: it[1]),
+        )
 
     def _rings(self, chosen: Decisions, windows: Windows) -> tuple[Ints, Ints, Ints]:
         """Gradients in transit: slots in VRAM, buffers in RAM for held sums that are copied out, and staging in RAM."""

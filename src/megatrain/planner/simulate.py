@@ -16,16 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.geometry import LANES
+from megatrain.geometry import LANES, lanes_on
 from megatrain.planner.arrays import Floats, Ints, Sums, Table, look_up
 from megatrain.planner.cost import OFFLOAD_SECONDS, STEP_SECONDS, TRAINER_SECONDS, Costs
 from megatrain.planner.decision import RESIDENT, STREAMED, Decision, Decisions, Windows
-from megatrain.planner.disk import TRAINED
+from megatrain.planner.disk import TRAINED, DiskSums
 from megatrain.planner.memory import Ledger
 from megatrain.planner.window import AHEAD, PlacedBlock, WindowPass
-
-DRIVE = ("disk_in", "disk_out", "disk_weights")
-"""Lanes that share the drive."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class StepEstimate:
     waited: dict[str, float]
     """Lane → seconds that compute waits for the lane."""
     bottleneck: str
-    """The lane with the most seconds of work; what uses the drive counts together."""
+    """The lane with the most seconds of work. Lanes that share the drives, or the cores, count together."""
 
 
 class Simulator:
@@ -52,6 +49,11 @@ class Simulator:
             name: Sums([float(getattr(piece, name)) for piece in costs.pieces], ledger.layers, ledger.other_blocks)
             for name in vars(costs.pieces[0])
         }
+        self._updates, self._updates_on_disk = (
+            DiskSums([getattr(piece, name) for piece in costs.pieces], ledger.layers, ledger.other_blocks)
+            for name in ("update", "update_on_disk")
+        )
+        """Seconds of updates of states on disk, if they were in RAM and as they are."""
         self._disk_seconds: Table = {}
         last = max(range(self.count), key=lambda i: (costs.pieces[i].fetch_bytes > 0, i))
         self._tail = sum(piece.forward for piece in costs.pieces[last:])
@@ -59,11 +61,12 @@ class Simulator:
 
     def step(self, decision: Decision) -> StepEstimate:
         chosen, waited = Decisions.of([decision]), {lane: np.zeros(1) for lane in LANES}
-        seconds = float(self.seconds(chosen, waited)[0])
-        busy = {lane: float(spent[0]) for lane, spent in self.busy(chosen).items()}
-        drive = sum(busy[lane] for lane in DRIVE)
-        bottleneck = max(LANES, key=lambda lane: (drive if lane in DRIVE else busy[lane], busy[lane]))
-        return StepEstimate(seconds, busy, {lane: float(spent[0]) for lane, spent in waited.items()}, bottleneck)
+        total = float(self.seconds(chosen, waited)[0])
+        spent = self.busy(chosen)
+        busy = {lane: float(seconds[0]) for lane, seconds in spent.items()}
+        together = busy | {lane: float(_sum(spent, kind)[0]) for kind in ("thread", "drive") for lane in lanes_on(kind)}
+        bottleneck = max(LANES, key=lambda lane: (together[lane], busy[lane]))
+        return StepEstimate(total, busy, {lane: float(seconds[0]) for lane, seconds in waited.items()}, bottleneck)
 
     def seconds(self, chosen: Decisions, waited: dict[str, Floats] | None = None) -> Floats:
         """Seconds of a step of each decision. `waited` receives the seconds that compute waits for each lane."""
@@ -85,7 +88,7 @@ class Simulator:
 
     def _links(self, busy: dict[str, Floats]) -> Floats:
         """A lower bound: the work of the disk, and of each direction of PCIe."""
-        longest: Floats = np.sum([busy[lane] for lane in DRIVE], axis=0)
+        longest = _sum(busy, "drive")
         for link in ("in", "out"):
             shared = [busy[name] for name, lane in LANES.items() if lane.link == link]
             longest = np.maximum(longest, self._around + np.sum(shared, axis=0))
@@ -120,19 +123,33 @@ class Simulator:
         h2d += offloads * micro * sums["restore"].after(stored, False)
         slowdown = np.where(chosen.streams_states, self.costs.update_slowdown, 1.0)
         update = slowdown * sums["update"].after(chosen.gpu_updates, in_ram) + sums["merge"].after(grads, streamed)
+        disk_layers, others = self.ledger.disk.taken(chosen, chosen.disk_blocks)
+        on_disk = np.minimum(disk_layers, layers - chosen.gpu_updates), others
         gpu_update = sums["gpu_update"].total - sums["gpu_update"].after(chosen.gpu_updates, in_ram)
         states, weights = (
             sums[name].after(chosen.resident_layers, False) - sums[name].after(chosen.gpu_updates, False)
             for name in ("stream_states", "fetch_backward")
         )
-        # Updates of states on disk are counted with the others: they share the CPU.
         reads, writes, _ = self._disk(chosen)
         gradients_in, gradients_out = self._gradients_on_disk(chosen)
-        reads, writes = reads + gradients_in, writes + gradients_out
-        lanes = (compute, h2d, refresh, d2h, sums_out, update, gpu_update, states, states + weights)
-        on_disk = self._weights_on_disk(chosen, count)
-        drive = (reads + on_disk[0], 0 * reads, writes + on_disk[1], on_disk[2], 0 * reads)
-        return dict(zip(LANES, (*lanes, *drive), strict=True))
+        updates_in, updates_out, fetched = self._weights_on_disk(chosen, count)
+        # Plans do not decide which inputs are on disk.
+        return dict.fromkeys(LANES, np.zeros(len(chosen))) | {
+            "compute": compute,
+            "h2d": h2d,
+            "refresh": refresh,
+            "d2h": d2h,
+            "sums_out": sums_out,
+            # The two are summed in different orders.
+            "update": np.maximum(update - slowdown * self._updates.of(on_disk), 0.0),
+            "gpu_update": gpu_update,
+            "states_in": states,
+            "states_out": states + weights,
+            "disk_in": reads + gradients_in + updates_in,
+            "disk_update": slowdown * self._updates_on_disk.of(on_disk),
+            "disk_out": writes + gradients_out + updates_out,
+            "disk_weights": fetched,
+        }
 
     def _gradients_on_disk(self, chosen: Decisions) -> tuple[Any, Any]:
         """Seconds to read gradients from disk, and to write them there."""
@@ -186,7 +203,7 @@ class Simulator:
         compute: Floats = busy["compute"]
         longest = np.maximum(self._around + compute + busy["gpu_update"], self._links(busy))
         if not self.costs.run.clipping:
-            return np.maximum(longest, self._around + busy["update"])
+            return np.maximum(longest, self._around + _sum(busy, "thread"))
         # Updates can overlap with the first window's forward, up to the last block that the CPU updates.
         first = windows.sizes[0]
         overlapped = sums["forward"].total - np.where(chosen.other_blocks == RESIDENT, 0.0, self._tail)
@@ -196,5 +213,11 @@ class Simulator:
         )
         after = self._around + compute - first * overlapped
         waited: Floats = self._disk(chosen)[2] + self._gradients_on_disk(chosen)[0]
-        updates: Floats = np.maximum(busy["states_in"], np.maximum(busy["update"], waited))
+        updates: Floats = np.maximum(busy["states_in"], np.maximum(_sum(busy, "thread"), waited))
         return np.maximum(longest, updates + after)
+
+
+def _sum(busy: dict[str, Floats], runs_on: str) -> Floats:
+    """Seconds of all lanes of one kind."""
+    total: Floats = np.sum([busy[lane] for lane in lanes_on(runs_on)], axis=0)
+    return total

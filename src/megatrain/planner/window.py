@@ -51,8 +51,9 @@ class PlacedBlock:
         self.sum_copied_out = held_sum & ~self.updated_on_gpu & (piece.drain > 0)
         self.updated_on_cpu = ~self.updated_on_gpu & (piece.update > 0)
         slowdown = np.where(chosen.streams_states, costs.update_slowdown, 1.0)
-        self.update = np.where(self.updated_on_gpu, 0.0, piece.update * slowdown) + piece.merge * ~held_sum
         self.disk = DiskWork.of(piece, chosen, ~resident, rank)
+        update = piece.update if self.disk is None else np.where(self.disk.updated, piece.update_on_disk, piece.update)
+        self.update = np.where(self.updated_on_gpu, 0.0, update * slowdown) + piece.merge * ~held_sum
         if self.disk is not None:
             self.disk.gradient &= self.drained & (ledger.disk.gradient_count(chosen) > rank)
         self.offloaded = (chosen.offload_inputs > 0) & ~stored & (piece.offload > 0)

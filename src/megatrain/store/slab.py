@@ -68,10 +68,15 @@ class Slab:
         """Incremented by every change of the weight; a slot with an older version is stale."""
         self.orders = {role: forks.wait_before_fork(Order(role)) for role in ("weight", "states")}
 
+    def state_sizes(self, moments: Mapping[str, bool], width: str) -> dict[str, int]:
+        """Bytes of the residual, if there is to be one, and of each moment (name → whether it is signed)."""
+        sizes = {"residual": self.owned.numel * 2} if self.split_master else {}
+        return sizes | {role: lay_out_areas(self.owned, width, signed)[1] for role, signed in moments.items()}
+
     def state_bytes(self, moments: Mapping[str, bool], width: str) -> int:
-        missing = [signed for role, signed in moments.items() if role not in self.moments]
-        residual = self.owned.numel * 2 if self.split_master and self.residual is None else 0
-        return residual + sum(lay_out_areas(self.owned, width, signed)[1] for signed in missing)
+        """Bytes of those that are not allocated yet."""
+        allocated = {*self.moments, *([] if self.residual is None else ["residual"])}
+        return sum(nbytes for role, nbytes in self.state_sizes(moments, width).items() if role not in allocated)
 
     def _allocate_residual(self) -> None:
         self._residual_buffer = self.homes.states.allocate(self.owned.numel * 2, transferred=self.homes.streams_states)

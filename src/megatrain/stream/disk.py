@@ -12,38 +12,20 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain.geometry import ALIGN_BYTES, DISK_STAGING_SLOTS, round_up
 from megatrain.store.memory import Memory
 from megatrain.store.slab import Slab
 from megatrain.stream.disk_transfer import DiskTransfers
-from megatrain.stream.disk_weights import staged_bytes
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.rings import HostBuffers, Rings
-from megatrain.stream.states import StagedSpan
-
-
-class _Staging(HostBuffers):
-    """A buffer in RAM for the states of one slab of a ring."""
-
-    def __init__(self, members: Sequence[Slab], ram: Memory) -> None:
-        super().__init__("staged states")
-        self._members, self._ram = members, ram
-        self.content: tuple[int, int] | None = None
-        """The slab, and the version of it, whose states are or will be in the buffer."""
-
-    def allocate_largest(self) -> torch.Tensor:
-        nbytes = max(_size(slab) for slab in self._members)
-        if self.buffer is None or self.buffer.nbytes < nbytes:
-            self.content = None
-        return self.allocate(nbytes, self._ram, transferred=False).bytes
+from megatrain.stream.rings import Staging, StagingRings
+from megatrain.stream.states import StagedSpan, staged_state_bytes
 
 
 class DiskStates(StagedSpan):
     """A slab's states in a staging buffer and its weight, in RAM or in the same buffer, for one update."""
 
-    def __init__(self, slab: Slab, staging: _Staging, progress: object) -> None:
-        memory = staging.allocate_largest()
-        super().__init__(slab, memory, ALIGN_BYTES)
+    def __init__(self, slab: Slab, staging: Staging, progress: object) -> None:
+        memory = staging.whole().bytes
+        super().__init__(slab, memory)
         self.staging, self.progress = staging, progress
         self.roles: tuple[str, ...] = ("states",)
         """What is read and written."""
@@ -53,7 +35,7 @@ class DiskStates(StagedSpan):
         self._weight: torch.Tensor | None = None
         if slab.weight_on_disk:
             self.roles, self.writes = ("weight", "states"), [staging.order]
-            self._weight = memory[_state_size(slab) :][: slab.layout.nbytes]
+            self._weight = memory[staged_state_bytes(slab) :][: slab.layout.nbytes]
             self.moved.append((self._weight, slab.weight_buffer))
 
     @property
@@ -71,14 +53,9 @@ class DiskStream:
         self._unwritten: dict[int, list[DiskStates]] = {}
         """By slab: updates whose write was submitted and is not complete."""
         on_disk = [slab for slab in slabs if slab.homes.states.tier == "disk"]
-        self.rings = Rings(
-            on_disk, lambda members: _Staging(members, ram), slots=lambda slabs: min(DISK_STAGING_SLOTS, slabs)
+        self.rings = StagingRings(
+            "staged states", on_disk, lambda slab: update_bytes(slab, staged_state_bytes(slab)), ram, transferred=False
         )
-
-    def allocate(self, slab: Slab) -> None:
-        """Allocate what `stage` needs. It may fail, so call it before anything of a step is submitted."""
-        for staging in self.rings.of(slab):
-            staging.allocate_largest()
 
     def stage(self, slab: Slab) -> DiskStates | None:
         """The states of a slab in RAM once its order allows it; None if they are not on disk."""
@@ -86,7 +63,7 @@ class DiskStream:
             return None
         slab.require_owner()
         self._submitted.append(slab)
-        staging = self._holding(slab)
+        staging = self.rings.holding(slab)
         if staging is None:
             return self._read(slab, self.rings.next(slab))
         self.rings.use(slab, staging)
@@ -121,7 +98,7 @@ class DiskStream:
         for first in wanted.values():
             kept = {(slab.index, slab.version) for slab in first}
             for slab in first:
-                if self._holding(slab) is None:
+                if self.rings.holding(slab) is None:
                     self._read(slab, next(s for s in self.rings.of(slab) if s.content not in kept))
 
     def unwritten(self, slab: Slab) -> DiskStates | None:
@@ -131,10 +108,7 @@ class DiskStream:
         """
         return next((staged for staged in self._unwritten.get(slab.index, ()) if staged.changed), None)
 
-    def _holding(self, slab: Slab) -> _Staging | None:
-        return next((s for s in self.rings.of(slab) if s.content == (slab.index, slab.version)), None)
-
-    def _read(self, slab: Slab, staging: _Staging) -> DiskStates:
+    def _read(self, slab: Slab, staging: Staging) -> DiskStates:
         staged = DiskStates(slab, staging, self.transfers.progress)
         staging.content = None
         on_disk = slab.open(reads=staged.roles)
@@ -147,9 +121,6 @@ class DiskStream:
         return staged
 
 
-def _state_size(slab: Slab) -> int:
-    return sum(round_up(buffer.nbytes, ALIGN_BYTES) for buffer in slab.state_buffers())
-
-
-def _size(slab: Slab) -> int:
-    return _state_size(slab) + (staged_bytes(slab) if slab.weight_on_disk else 0)
+def update_bytes(slab: Slab, states: int) -> int:
+    """Bytes of RAM for an update of the slab, given those of its states: none if it has none, as a frozen one."""
+    return states + slab.layout.nbytes if states and slab.weight_on_disk else states

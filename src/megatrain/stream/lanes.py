@@ -155,7 +155,7 @@ class DiskLanes(Lanes):
     """Disk I/O and the updates that wait for it on threads, everything else inline."""
 
     def _make(self, name: str) -> Lane:
-        return ThreadLane(name, self) if name.startswith("disk_") else Lane(name, self.timeline)
+        return ThreadLane(name, self) if LANES[name].tier == "disk" else Lane(name, self.timeline)
 
 
 class HostTicket:

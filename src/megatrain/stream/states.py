@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatrain.geometry import STATE_ALIGN_BYTES, round_up
+from megatrain.geometry import ALIGN_BYTES, in_pages, round_up
 from megatrain.store.memory import Buffer
 from megatrain.store.moments import Moment
 from megatrain.store.slab import Slab, Span
@@ -28,20 +28,20 @@ class _StateSlot(DeviceBuffers):
         self._members = members
 
     def allocate_largest(self) -> torch.Tensor:
-        return self.allocate(max(_size(slab) for slab in self._members))
+        return self.allocate(max(map(staged_state_bytes, self._members)))
 
 
 class StagedSpan(Span):
     """A slab opened for one update, with copies of its states in other memory."""
 
-    def __init__(self, slab: Slab, memory: torch.Tensor, aligned: int) -> None:
+    def __init__(self, slab: Slab, memory: torch.Tensor) -> None:
         super().__init__(slab, (), ("weight", "states"))
         offset = 0
         self.copies: list[tuple[torch.Tensor, Buffer]] = []
         """The staged copy of each state, and the buffer in its home."""
         for buffer in slab.state_buffers():
             self.copies.append((memory[offset : offset + buffer.nbytes], buffer))
-            offset += round_up(buffer.nbytes, aligned)
+            offset += round_up(buffer.nbytes, ALIGN_BYTES)
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -58,7 +58,7 @@ class StagedStates(StagedSpan):
     """A slab's weight and states on the device, for one update there."""
 
     def __init__(self, slab: Slab, held: Slot, slot: _StateSlot) -> None:
-        super().__init__(slab, slot.allocate_largest(), STATE_ALIGN_BYTES)
+        super().__init__(slab, slot.allocate_largest())
         self.held, self.slot = held, slot
         self.writes = [held.order, slot.order]
 
@@ -101,7 +101,7 @@ class StateStream:
         copies = [(copy, buffer.bytes, buffer.pinned) for copy, buffer in staged.copies]
         writes = [staged.slot.order]
         self._link.copy("states_in", "fetch states", copies, reads=in_ram.reads, writes=writes, label=slab.name)
-        self._link.counters.bytes_h2d += _size(slab)
+        self._link.counters.bytes_h2d += sum(copy.nbytes for copy, _ in staged.copies)
         return staged
 
     def send_back(self, staged: StagedStates) -> None:
@@ -112,7 +112,7 @@ class StateStream:
         copies = [(buffer.bytes, copy, buffer.pinned) for copy, buffer in staged.copies]
         reads = [staged.slot.order]
         self._link.copy("states_out", "send states", copies, reads=reads, writes=in_ram.writes, label=slab.name)
-        self._link.counters.bytes_d2h += _size(slab)
+        self._link.counters.bytes_d2h += sum(copy.nbytes for copy, _ in staged.copies)
         self._updated.append(staged)
 
     def send_weights(self) -> None:
@@ -126,5 +126,6 @@ class StateStream:
             self._link.counters.bytes_d2h += slab.layout.nbytes
 
 
-def _size(slab: Slab) -> int:
-    return sum(round_up(buffer.nbytes, STATE_ALIGN_BYTES) for buffer in slab.state_buffers())
+def staged_state_bytes(slab: Slab) -> int:
+    """Bytes of a slab's states in a slot or a staging buffer."""
+    return in_pages(buffer.nbytes for buffer in slab.state_buffers())

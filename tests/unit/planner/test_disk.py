@@ -14,8 +14,10 @@ from tests import small
 from tests.tiny import engine_of
 
 import megatrain as mt
-from megatrain.geometry import ALIGN_BYTES
+from megatrain.engine.placement import staged_bytes
+from megatrain.geometry import ALIGN_BYTES, STAGING_SLOTS
 from megatrain.model.shapes import describe
+from megatrain.optim.rules import AdamW
 from megatrain.planner.decision import HELD, RESIDENT, Decision, Decisions
 from megatrain.planner.disk import ON_DISK
 from megatrain.planner.memory import Ledger
@@ -117,13 +119,41 @@ def test_planned_bytes_are_those_of_an_engine(
     parts = [part for slab in engine.slabs for part in slab.grad.parts.values()]
     assert gradients == sum(part.disk_buffer.nbytes for part in parts if part._disk_buffer is not None)
     assert {slab.name for slab in engine.slabs if slab.homes.gradients is not None} == {*lists["gradients_on_disk"]}
-    assert allocated(engine._step.updates.gradients._rings) == staged_gradients
+    assert allocated(engine._step.updates.gradients.rings) == staged_gradients
     summed = [part for slab in engine.slabs if not slab.grad.on_device for part in slab.grad.parts.values()]
     in_ram = staged_gradients + sum(buffer.nbytes for part in summed for buffer in part.buffers.values())
     exact = decision.other_blocks != HELD and not decision.held_gradients and not any(s.tied for s in ledger.states)
     assert account_of["ram"]["gradients"] == in_ram if exact else account_of["ram"]["gradients"] >= in_ram
-    held = allocated(engine._step.updates.disk.rings)
-    assert held <= staged_states <= held + 6 * ALIGN_BYTES * max(1, staged_states // max(held, 1))
+    assert allocated(engine._step.updates.disk.rings) == staged_states
+    trained = [slab for slab in engine.slabs if slab.trains]
+    required = staged_bytes(trained, engine._step.updates, AdamW, engine.settings.moment_width)
+    assert required == {"vram": 0, "ram": staged_states + staged_gradients}
+
+
+@pytest.mark.parametrize("compressed", [False, "8bit"])
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("layers", [0, 1, 2, LAYERS - 1])
+def test_planned_slots_for_streamed_states_are_those_of_an_engine(
+    make: Callable[[], torch.nn.Module], layers: int, compressed: bool | str
+) -> None:
+    """One layer needs one slot per ring; more layers than slots share them."""
+    model = make().to(torch.bfloat16)
+    ledger = Ledger(describe(model), Run(precision="bf16", optimizer_compression=compressed))
+    names = [block.name for block in ledger.shape.blocks if block.kind == "layer"]
+    lists = {"resident": names[:1], "held_weights": names[1:], "held_gradients": names[1:]}
+    lists["streamed_states"] = names[1 : 1 + layers]
+    engine = train(model, precision="bf16", optimizer_compression=compressed, **lists)
+    decisions = [
+        Decision(resident_layers=1, held_weights=LAYERS, held_gradients=LAYERS, gpu_updates=updated)
+        for updated in (1, 1 + layers)
+    ]
+    without, planned = (ledger.account(decision)["vram"]["moments"] for decision in decisions)
+    slots = engine._step.updates.states.rings.all
+    assert len(slots) == min(STAGING_SLOTS, sum(slab.streams_states and slab.trains for slab in engine.slabs))
+    assert planned - without == sum(slot.bytes.numel() for slot in slots)
+    trained = [slab for slab in engine.slabs if slab.trains]
+    width = engine.settings.moment_width
+    assert staged_bytes(trained, engine._step.updates, AdamW, width) == {"vram": planned - without, "ram": 0}
 
 
 @pytest.mark.parametrize("make", MODELS)

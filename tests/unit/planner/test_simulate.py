@@ -1,19 +1,23 @@
 """Simulated seconds against measured steps, and properties of every simulated step."""
 
 import dataclasses
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planner.made_up import machines, runs, shape_of, shapes
 
+from megatrain.geometry import LANES, Lane, lanes_on
 from megatrain.hardware.machine import Disk, Machine
-from megatrain.planner.api import dense_shape
+from megatrain.planner.api import dense_shape, plan
 from megatrain.planner.cost import Costs
 from megatrain.planner.decision import HELD, Decision, Decisions
 from megatrain.planner.memory import Ledger
+from megatrain.planner.plan import Plan
 from megatrain.planner.run import Run
-from megatrain.planner.simulate import DRIVE, Simulator
+from megatrain.planner.simulate import Simulator
+from megatrain.stream.lanes import DiskLanes
 
 H200 = Machine.load("h200-128gb")
 # Updates ran at 5.15 Gparam/s in the process that took 2.12 s (1.48 s for 7.6B); the machine description has 4.9.
@@ -159,7 +163,7 @@ def test_steps_with_a_disk_are_monotone(shape, machine, run, frozen, data):
     simulated = Simulator(Costs(shape, machine, run, DISK), Ledger(shape, run))
     step = simulated.step(decision)
     assert step.seconds >= simulated.bounds(Decisions.of([decision]))[0] * (1 - 1e-9)
-    assert step.seconds >= sum(step.busy[lane] for lane in DRIVE) * (1 - 1e-9)
+    assert step.seconds >= sum(step.busy[lane] for lane in lanes_on("drive")) * (1 - 1e-9)
     better = [{"slots": decision.slots + 1}, {"grad_slots": 2}, {"stored_graphs": decision.stored_graphs + 1}]
     for name in ("disk_gradients", "disk_weights", "disk_frozen"):
         better += [{name: getattr(decision, name) - 1}] if getattr(decision, name) else []
@@ -191,7 +195,71 @@ def test_weights_on_disk_are_read_for_every_use_or_once_if_held(clipping):
     assert in_ram.busy["disk_weights"] == in_ram.waited["disk_weights"] == 0
     assert streamed.waited["disk_weights"] > held.waited["disk_weights"]
     assert in_ram.seconds < held.seconds < streamed.seconds
-    assert streamed.bottleneck in DRIVE
+    assert streamed.bottleneck in lanes_on("drive")
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_updates_of_states_on_disk_have_a_lane_of_their_own(resident):
+    shape, run = dense_shape(16, 8), Run()
+    simulated = Simulator(Costs(shape, H200, run, DISK), Ledger(shape, run))
+    pieces = simulated.costs.pieces
+    in_ram = simulated.step(Decision(resident_layers=resident)).busy
+    for count in (0, 3, 8 - resident, 10 - resident, 11):
+        step = simulated.step(Decision(resident_layers=resident, disk_blocks=count))
+        found = simulated.ledger.disk.order(False, resident)[:count]
+        assert step.busy["disk_update"] == pytest.approx(sum(pieces[index].update_on_disk for index in found))
+        assert in_ram["update"] - step.busy["update"] == pytest.approx(sum(pieces[index].update for index in found))
+    slow = dataclasses.replace(H200, update=dict.fromkeys(H200.update, 1e7))
+    half = Simulator(Costs(shape, slow, run, DISK), Ledger(shape, run)).step(Decision(disk_blocks=5))
+    drive = sum(half.busy[lane] for lane in lanes_on("drive"))
+    assert half.bottleneck in lanes_on("thread"), "they share the cores"
+    assert max(half.busy[lane] for lane in lanes_on("thread")) > drive
+
+
+def test_a_drive_shares_host_memory_with_updates():
+    """At the rate of host memory: the bytes of an update, and those of its states on their way in and out."""
+    shape, run = dense_shape(16, 8), Run()
+
+    def updates(machine):
+        found = Simulator(Costs(shape, machine, run, DISK), Ledger(shape, run))
+        piece = found.costs.pieces[1]
+        steps = [found.step(Decision(disk_blocks=count)) for count in (0, 11)]
+        states = found.ledger.states[1].moments + found.ledger.states[1].residuals
+        return (
+            piece.update,
+            piece.update_on_disk,
+            4 * states / machine.dram,
+            steps[1].busy["disk_update"] / steps[0].busy["update"],
+        )
+
+    for share in (1.0, 0.5):
+        bound = dataclasses.replace(H200, update=dict.fromkeys(H200.update, share * H200.dram / 26))
+        alone, shared, moved, ratio = updates(bound)
+        assert shared == pytest.approx(share * alone + moved)
+        assert ratio == pytest.approx(shared / alone, rel=1e-2)
+    slow = dataclasses.replace(H200, update=dict.fromkeys(H200.update, 1e8))
+    alone, shared, _, ratio = updates(slow)
+    assert shared == alone
+    assert ratio == pytest.approx(1), "slow updates leave enough for both"
+
+
+def test_a_lane_is_added_in_one_place(monkeypatch):
+    """Engine, timeline, simulator and plans follow `geometry.LANES`, whatever the lane is called."""
+    before = plan(shape_of("qwen2.5-7b"), machine=H200)
+    monkeypatch.setitem(LANES, "archive", Lane("drive", "disk"))
+    shape, run = dense_shape(16, 8), Run()
+    step = Simulator(Costs(shape, H200, run, DISK), Ledger(shape, run)).step(Decision(disk_blocks=5))
+    assert step.busy["archive"] == step.waited["archive"] == 0
+    assert [*step.busy] == [*LANES]
+    assert Plan.from_json(before.to_json()).step.busy == before.step.busy | {"archive": 0}
+    lanes, threads = DiskLanes(), []
+    ticket = lanes.submit("archive", "write log", lambda: threads.append(threading.current_thread().name))
+    ticket.wait()
+    lanes.timeline.cut()
+    lanes.timeline.settle(wait=True)
+    assert threads == ["megatrain-archive"]
+    assert [*lanes.timeline.last.busy] == ["archive"]
+    lanes.close()
 
 
 @pytest.mark.parametrize("clipping", [True, False])
@@ -223,8 +291,9 @@ def test_a_faster_drive_shortens_a_backward_that_writes_gradients():
     ]
     assert steps[0].seconds > steps[1].seconds > steps[2].seconds
     for step in steps:
-        assert step.bottleneck in DRIVE
-        assert sum(step.busy[lane] for lane in DRIVE) <= step.seconds < 1.5 * sum(step.busy[lane] for lane in DRIVE)
+        assert step.bottleneck in lanes_on("drive")
+        drive = sum(step.busy[lane] for lane in lanes_on("drive"))
+        assert drive <= step.seconds < 1.5 * drive
 
 
 def test_a_larger_first_window_hides_updates():
