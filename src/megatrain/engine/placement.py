@@ -75,11 +75,12 @@ class Placement:
         on_disk = self.disk is not None and _matches(block, self._settings.on_disk)
         if on_disk and streams_states:
             raise SettingsError(f"{block} is named in on_disk and in streamed_states; name it in one of them.")
-        states = self.disk if self.disk is not None and on_disk else self.ram
         sums = self.vram if summed else self.ram
         # Reading a weight for its update costs as much as reading its states, so these go first.
         far = _matches(block, self._settings.weights_on_disk) and (on_disk or not trains)
         weight = self.disk if self.disk is not None and far else self.ram
+        # A frozen weight may be unfrozen later.
+        states = self.disk if self.disk is not None and (on_disk or far) else self.ram
         waits = trains and on_disk and not summed and _matches(block, self._settings.gradients_on_disk)
         gradients = self.disk if waits else None
         return Homes(

@@ -55,9 +55,8 @@ class _Slab:
     """Whether its gradient is a sum of several calls, which stays in RAM."""
 
 
-_Staged = tuple[int, int, bool]
-"""Size of a slab's weights, which determines its ring; bytes to be staged; whether it is staged at all. Rings count
-frozen slabs, which have no states."""
+_Staged = tuple[int, int]
+"""Size of a slab's weights, which determines its ring; bytes to be staged."""
 
 
 @dataclass
@@ -96,11 +95,11 @@ class _OnDisk:
                 states, weight, gradient = self._of_slab(block, slab)
                 freed += states + weight + (slab.gradients if gradient else 0)
                 if weight:
-                    staged[0].append((slab.weights, weight, True))
-                if block.name in self.states:
-                    staged[1].append((slab.weights, states + weight, slab.trains))
+                    staged[0].append((slab.weights, weight))
+                if block.name in self.states and slab.trains:
+                    staged[1].append((slab.weights, states + weight))
                 if gradient:
-                    staged[2].append((gradient, gradient, True))
+                    staged[2].append((gradient, gradient))
         return freed - sum(map(_staging_bytes, staged))
 
     def _of_slab(self, block: _Block, slab: _Slab) -> tuple[int, int, int]:
@@ -240,9 +239,8 @@ def _undominated(options: Iterable[_Option]) -> list[_Option]:
 
 def _staging_bytes(slabs: Sequence[_Staged]) -> int:
     return sum(
-        min(DISK_STAGING_SLOTS, len(ring)) * max(round_up(nbytes, ALIGN_BYTES) for _, nbytes, _ in ring)
+        min(DISK_STAGING_SLOTS, len(ring)) * max(round_up(nbytes, ALIGN_BYTES) for _, nbytes in ring)
         for ring in group_by_size(slabs, lambda slab: slab[0])
-        if any(staged for _, _, staged in ring)
     )
 
 

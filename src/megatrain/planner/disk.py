@@ -98,6 +98,9 @@ class DiskLedger:
         self._alike = sorted({slab for block in blocks for slab in block.slabs}, key=lambda slab: -slab.weights)
         """Distinct slabs. Layers are mostly alike, so these are few."""
         self._counts = [self._sums(lambda _, slab, one=one: slab == one) for one in self._alike]
+        self._state_counts = [
+            self._sums(lambda _, slab, one=one: slab == one and slab.kind != FROZEN) for one in self._alike
+        ]
         self._gradient_counts = [
             self._sums(lambda i, slab, one=one: slab == one and slab.kind != FROZEN and blocks[i].gradients > 0)
             for one in self._alike
@@ -182,7 +185,7 @@ class DiskLedger:
             on_disk[:, used] = [self.weights(some), residuals, moments, self._gradients.of(gradients)]
             weights = [self.taken(some, count) for count in weight_counts(some)]
             counts = [count.of(weights[slab.kind]) for slab, count in zip(self._alike, self._counts, strict=True)]
-            counts += [count.of(states) for count in self._counts]
+            counts += [count.of(states) for count in self._state_counts]
             counts += [count.of(gradients) for count in self._gradient_counts]
             in_ram[:, used] = [*self._staged(counts), np.full(len(used), self._cached)]
         return on_disk, in_ram
@@ -215,15 +218,13 @@ class DiskLedger:
             slab.states + slab.weights * (count > 0) for slab, count in zip(self._alike, counts[0], strict=True)
         ]
         totals = []
-        for what, some, sizes in zip(STAGED, counts, (weights, with_weights, weights), strict=True):
+        for some, sizes in zip(counts, (weights, with_weights, weights), strict=True):
             members = [each for each in zip(self._alike, some, sizes, strict=True) if each[1]]
             rings = group_by_size(members, lambda member: member[0].weights)
-            # Frozen slabs have no states, but count as members of a ring.
-            used = (ring for ring in rings if what == "weights" or any(slab.kind != FROZEN for slab, _, _ in ring))
             totals.append(
                 sum(
                     min(DISK_STAGING_SLOTS, sum(count for _, count, _ in ring)) * max(nbytes for _, _, nbytes in ring)
-                    for ring in used
+                    for ring in rings
                 )
             )
         return tuple(totals)

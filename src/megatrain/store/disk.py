@@ -93,6 +93,7 @@ class DiskBuffer(Buffer):
         self.access = Access()
         self._changes = threading.RLock()
         """Held from the read to the write of a change: ranges that are changed at once may share a piece."""
+        self._constant = False
 
     @property
     def coded(self) -> bool:
@@ -111,6 +112,10 @@ class DiskBuffer(Buffer):
     def wait(self, transfer: native.Transfer, *, write: bool) -> int:
         """Wait for a transfer by `transfer`; raise `DiskFailed` if it failed. Returns the bytes that moved."""
         return self._memory.wait(transfer, round_up(self.nbytes, ALIGN_BYTES) if write and not self.inputs else 0)
+
+    def set_constant(self, constant: bool) -> None:
+        self._memory.constant_bytes += round_up(self.nbytes, ALIGN_BYTES) * (constant - self._constant)
+        self._constant = constant
 
     def holds_fp32(self) -> None:
         """Code the bytes from now on, if this memory does."""
@@ -181,7 +186,7 @@ class DiskMemory:
         self.coded_bytes = 0
         """What of `padded_bytes` is coded."""
         self.constant_bytes = 0
-        """What of `padded_bytes` no step writes: frozen weights."""
+        """What of `padded_bytes` no step writes: frozen weights and their residuals."""
         self.input_bytes = 0
         """What of `written_bytes` was for inputs of blocks."""
         self.owner = forks.Owner()
@@ -237,6 +242,7 @@ class DiskMemory:
     def free(self, buffer: DiskBuffer) -> None:
         """Give the space to later buffers. The files keep it until they are closed."""
         padded = round_up(buffer.nbytes, ALIGN_BYTES)
+        buffer.set_constant(False)
         with self._lock:
             self.allocated_bytes -= buffer.nbytes
             self.padded_bytes -= 0 if buffer.inputs else padded

@@ -70,26 +70,31 @@ class DiskStream:
         """Slabs in the order of their updates in this step."""
         self._unwritten: dict[int, list[DiskStates]] = {}
         """By slab: updates whose write was submitted and is not complete."""
-        on_disk = [slab for slab in slabs if slab.homes.states.tier == "disk"]
-        self.rings = Rings(
-            on_disk, lambda members: _Staging(members, ram), slots=lambda slabs: min(DISK_STAGING_SLOTS, slabs)
-        )
+        # Frozen slabs have separate rings without memory until one is unfrozen; the plan counts the others.
+        self.rings = {
+            trains: Rings(
+                [slab for slab in slabs if slab.trains == trains and slab.homes.states.tier == "disk"],
+                lambda members: _Staging(members, ram),
+                slots=lambda slabs: min(DISK_STAGING_SLOTS, slabs),
+            )
+            for trains in (True, False)
+        }
 
     def allocate(self, slab: Slab) -> None:
         """Allocate what `stage` needs. It may fail, so call it before anything of a step is submitted."""
-        for staging in self.rings.of(slab):
+        for staging in self._ring(slab):
             staging.allocate_largest()
 
     def stage(self, slab: Slab) -> DiskStates | None:
         """The states of a slab in RAM once its order allows it; None if they are not on disk."""
-        if not self.rings.of(slab):
+        if not self._ring(slab):
             return None
         slab.require_owner()
         self._submitted.append(slab)
         staging = self._holding(slab)
         if staging is None:
-            return self._read(slab, self.rings.next(slab))
-        self.rings.use(slab, staging)
+            return self._read(slab, self.rings[slab.trains].next(slab))
+        self.rings[slab.trains].use(slab, staging)
         return DiskStates(slab, staging, self.transfers.progress)
 
     def send_back(self, staged: DiskStates) -> None:
@@ -114,7 +119,7 @@ class DiskStream:
         order, self._submitted = dict.fromkeys(self._submitted), []
         wanted: dict[int, list[Slab]] = {}
         for slab in order:
-            ring = self.rings.of(slab)
+            ring = self._ring(slab)
             first = wanted.setdefault(id(ring), [])
             if len(first) < len(ring):
                 first.append(slab)
@@ -122,7 +127,7 @@ class DiskStream:
             kept = {(slab.index, slab.version) for slab in first}
             for slab in first:
                 if self._holding(slab) is None:
-                    self._read(slab, next(s for s in self.rings.of(slab) if s.content not in kept))
+                    self._read(slab, next(s for s in self._ring(slab) if s.content not in kept))
 
     def unwritten(self, slab: Slab) -> DiskStates | None:
         """The update that changed the slab and did not reach the disk, after a failure. All lanes must be idle.
@@ -131,8 +136,11 @@ class DiskStream:
         """
         return next((staged for staged in self._unwritten.get(slab.index, ()) if staged.changed), None)
 
+    def _ring(self, slab: Slab) -> Sequence[_Staging]:
+        return self.rings[slab.trains].of(slab)
+
     def _holding(self, slab: Slab) -> _Staging | None:
-        return next((s for s in self.rings.of(slab) if s.content == (slab.index, slab.version)), None)
+        return next((s for s in self._ring(slab) if s.content == (slab.index, slab.version)), None)
 
     def _read(self, slab: Slab, staging: _Staging) -> DiskStates:
         staged = DiskStates(slab, staging, self.transfers.progress)

@@ -122,7 +122,7 @@ def test_planned_bytes_are_those_of_an_engine(
     in_ram = staged_gradients + sum(buffer.nbytes for part in summed for buffer in part.buffers.values())
     exact = decision.other_blocks != HELD and not decision.held_gradients and not any(s.tied for s in ledger.states)
     assert account_of["ram"]["gradients"] == in_ram if exact else account_of["ram"]["gradients"] >= in_ram
-    held = allocated(engine._step.updates.disk.rings)
+    held = allocated(engine._step.updates.disk.rings[True])
     assert held <= staged_states <= held + 6 * ALIGN_BYTES * max(1, staged_states // max(held, 1))
 
 
