@@ -15,10 +15,11 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +29,8 @@ from megatrain.native import disk as native
 from megatrain.store import forks
 from megatrain.store.memory import Buffer
 from megatrain.store.scratch import ScratchFile, open_scratch
+
+Result = TypeVar("Result")
 
 PIECE_BYTES, THREADS = DISK_PIECE_BYTES, DISK_THREADS
 STALLED_SECONDS = 1500.0
@@ -54,6 +57,7 @@ class Access:
     """
 
     def __init__(self) -> None:
+        """Ctrl-C must not reach who holds it: see `uninterrupted`."""
         self._changed = threading.Condition()
         self._active = 0
         """The number of reads; -1 during a write."""
@@ -62,20 +66,13 @@ class Access:
 
     @contextmanager
     def __call__(self, *, write: bool) -> Iterator[None]:
-        entered = 0
+        entered = -1 if write else 1
+        with self._changed:
+            self._writers += write
+            self._changed.wait_for(lambda: not self._active if write else self._active >= 0 and not self._writers)
+            self._writers -= write
+            self._active += entered
         try:
-            with self._changed:
-                self._writers += write
-                try:
-                    self._changed.wait_for(
-                        lambda: not self._active if write else self._active >= 0 and not self._writers
-                    )
-                finally:
-                    self._writers -= write
-                    self._changed.notify_all()
-                # A Ctrl-C comes before both lines or after them.
-                entered = -1 if write else 1
-                self._active += entered
             yield
         finally:
             with self._changed:
@@ -159,9 +156,12 @@ class DiskBuffer(Buffer):
         return first, count, first * PIECE_BYTES, aligned(nbytes)
 
     def _move(self, first: int, count: int, held: torch.Tensor, *, write: bool) -> None:
-        with self.access(write=write):
-            transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
-            self._memory.wait(transfer, held.nbytes if write else 0)
+        def work() -> None:
+            with self.access(write=write):
+                transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
+                self._memory.wait(transfer, held.nbytes if write else 0)
+
+        uninterrupted(work)
 
 
 class DiskMemory:
@@ -348,6 +348,23 @@ class DiskMemory:
         if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return DiskFailed(f"{fault.strerror} in {place}: free space, or raise the quota or file size limit.")
         return DiskFailed(f"{fault.strerror} (errno {fault.errno}) in {place}: check the drive (dmesg, smartctl).")
+
+
+def uninterrupted(work: Callable[[], Result]) -> Result:
+    """Do work that Ctrl-C does not interrupt: it goes on in a thread of its own if the caller is interrupted. Others
+    that use the same buffer wait for it."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="megatrain-transfer", daemon=True).start()
+    return done.result()
 
 
 def aligned(nbytes: int) -> torch.Tensor:
