@@ -15,11 +15,10 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +28,7 @@ from megatrain.native import disk as native
 from megatrain.store import forks
 from megatrain.store.memory import Buffer
 from megatrain.store.scratch import ScratchFile, open_scratch
-
-Result = TypeVar("Result")
+from megatrain.store.uninterrupted import uninterrupted
 
 PIECE_BYTES, THREADS = DISK_PIECE_BYTES, DISK_THREADS
 STALLED_SECONDS = 1500.0
@@ -106,6 +104,10 @@ class DiskBuffer(Buffer):
         count = -(-(self.nbytes if nbytes is None else nbytes) // PIECE_BYTES)
         return self._memory.submit(self._pieces, 0, count, address, write=write, keep=keep)
 
+    def commit(self, sign: int) -> None:
+        """Count a write of the whole buffer before it begins; -1: it will not take place."""
+        self._memory.commit(sign * round_up(self.nbytes, ALIGN_BYTES))
+
     def wait(self, transfer: native.Transfer, *, write: bool) -> int:
         """Wait for a transfer by `transfer`; raise `DiskFailed` if it failed. Returns the bytes that moved."""
         return self._memory.wait(transfer, round_up(self.nbytes, ALIGN_BYTES) if write and not self.inputs else 0)
@@ -159,6 +161,7 @@ class DiskBuffer(Buffer):
         def work() -> None:
             with self.access(write=write):
                 transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
+                self._memory.commit(held.nbytes if write else 0)
                 self._memory.wait(transfer, held.nbytes if write else 0)
 
         uninterrupted(work)
@@ -181,6 +184,8 @@ class DiskMemory:
         """Bytes written since the start; what wears the drive."""
         self.covered_bytes = 0
         """Bytes of states that these writes hold: more than were written if some are coded."""
+        self._committed_bytes = 0
+        """The same of all writes that were submitted."""
         self.ratio = ratio
         """Expected size of coded FP32 numbers, as a share; None: they are not coded."""
         self.coded_bytes = 0
@@ -285,6 +290,18 @@ class DiskMemory:
             self.written_bytes += nbytes
             self.input_bytes += nbytes
 
+    def commit(self, nbytes: int) -> None:
+        """Count a write of states when it is submitted; less than 0: one that will not take place."""
+        with self._lock:
+            self._committed_bytes += nbytes
+
+    @property
+    def settled_bytes(self) -> int:
+        """`written_bytes` once all submitted writes are complete; estimated if states are coded."""
+        with self._lock:
+            missing = self._committed_bytes - self.covered_bytes
+            return self.written_bytes + missing * self.step_bytes // max(1, self.changing_bytes)
+
     def submit(
         self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object
     ) -> native.Transfer:
@@ -348,23 +365,6 @@ class DiskMemory:
         if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return DiskFailed(f"{fault.strerror} in {place}: free space, or raise the quota or file size limit.")
         return DiskFailed(f"{fault.strerror} (errno {fault.errno}) in {place}: check the drive (dmesg, smartctl).")
-
-
-def uninterrupted(work: Callable[[], Result]) -> Result:
-    """Do work that Ctrl-C does not interrupt: it goes on in a thread of its own if the caller is interrupted. Others
-    that use the same buffer wait for it."""
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="megatrain-transfer", daemon=True).start()
-    return done.result()
 
 
 def aligned(nbytes: int) -> torch.Tensor:

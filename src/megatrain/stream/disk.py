@@ -108,11 +108,16 @@ class DiskStream:
             self._unwritten[slab.index].remove(staged)
 
         self._unwritten.setdefault(slab.index, []).append(staged)
+        self.transfers.commit(staged.moved)
         on_disk = slab.open(writes=staged.roles)
         self._lanes.submit(
             "disk_out", "write states", work, reads=[staging.order], writes=on_disk.writes, label=slab.name
         )
         staging.content = slab.index, slab.version
+
+    def skip(self, staged: DiskStates) -> None:
+        """Its update changes nothing, so nothing will be written."""
+        self.transfers.commit(staged.moved, -1)
 
     def read_ahead(self) -> None:
         """Submit reads for the next step, as far as staging buffers suffice, in the order of this step's updates."""

@@ -9,8 +9,9 @@ import torch
 
 from megatrain.errors import DiskFailed
 from megatrain.native.disk import Transfer
-from megatrain.store.disk import DiskBuffer, uninterrupted
+from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Buffer
+from megatrain.store.uninterrupted import uninterrupted
 from megatrain.telemetry.counters import Counters
 
 
@@ -23,6 +24,12 @@ class DiskTransfers:
         """Its text says which parts of the model have taken the step that is being submitted (optim/schedule.py)."""
         self.failed: DiskFailed | None = None
         """The first failure. Some parts of the model may have taken a step that others have not."""
+
+    def commit(self, copies: Sequence[tuple[torch.Tensor, Buffer]], sign: int = 1) -> None:
+        """Count writes when they are submitted; -1: they will not take place."""
+        for _, buffer in copies:
+            assert isinstance(buffer, DiskBuffer)
+            buffer.commit(sign)
 
     def move(
         self, lane: str, job: str, name: str, copies: Sequence[tuple[torch.Tensor, Buffer]], progress: object = None

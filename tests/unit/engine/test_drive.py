@@ -130,7 +130,7 @@ def test_inputs_of_blocks_count(tmp_path: Path) -> None:
     with pytest.raises(DriveLimit, match=r"1.47e-07 TB were written to disk, and max_drive_tb=1e-07, so no"):
         steps()
     assert taken == [2 * 3 * 8192] * 2
-    engine.synchronize()  # one counts what was submitted, the other what was moved
+    engine.quiesce()  # one counts what was submitted, the other what was moved
     assert engine.drive.written == engine.counters.bytes_disk_out == 3 * 2 * 3 * 8192
 
 
@@ -242,3 +242,44 @@ def test_the_rating_follows_what_the_drive_reports(
     assert DriveLife(disk, 5.0, None).rating == 5e12, "the user's own figure counts"
     assert [line for line in announced.messages if "30 TB written in its life and 10% of it used" in line]
     disk.close()
+
+
+@pytest.mark.parametrize("gradients", [(), ("*",)], ids=["", "gradients too"])
+@pytest.mark.parametrize("lanes", ["sync", "threads"])
+def test_steps_that_write_less_count_as_much_as_they_write(
+    tmp_path: Path, lanes: str, gradients: tuple[str, ...]
+) -> None:
+    """Updates in the backward, skipped steps, blocks without a gradient, writes by users."""
+    model = Stack()
+    on_disk: dict[str, Any] = {"offload_dir": tmp_path, "on_disk": ["*"], "gradients_on_disk": gradients}
+    engine = engine_of(model, lanes=lanes, allow_tmpfs=True, **on_disk)
+    optimizer = engine.optimizer(lr=0.1)
+    engine.synchronize()
+    # Two moments and the gradient of five slabs, a page each. The gradient of `gain` comes from no block: it is in RAM.
+    whole = (10 + 4 * len(gradients)) * 4096
+    assert engine.drive.settled == engine.drive.written == 0
+    assert engine.drive.per_step == whole + len(gradients) * 4096
+
+    def step(expected: int, factor: float = 1.0, max_norm: float | None = None, **options: Any) -> None:
+        before = engine.drive.settled
+        optimizer.max_grad_norm = max_norm
+        with optimizer.final_backward():
+            (model(inputs(0), **options).square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not optimizer.step_was_skipped:
+            assert engine.drive.settled == before + expected
+        engine.synchronize()
+        assert engine.drive.settled == engine.drive.written == before + expected
+
+    for _ in range(3):
+        step(whole)
+    step(whole, max_norm=1.0)
+    for _ in range(2):
+        step(whole - 10 * 4096, factor=float("inf"), max_norm=1.0)
+    step(whole - (2 + len(gradients)) * 4096, skip=(1,))
+    before = engine.drive.settled
+    engine.slabs[0].moments["exp_avg"].buffer.zero(0, 4)
+    assert engine.drive.settled == engine.drive.written == before + 4096
+    step(whole)
+    engine.close()

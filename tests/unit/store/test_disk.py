@@ -21,7 +21,7 @@ from tests import forked
 from tests.unit.native.test_library import resident_pages
 
 from megatrain.errors import DiskFailed, DiskFull, EngineClosed, SettingsError
-from megatrain.store import disk, scratch
+from megatrain.store import disk, scratch, uninterrupted
 from megatrain.store.disk import PIECE_BYTES, DiskMemory
 
 
@@ -93,7 +93,7 @@ def test_threads_may_read_and_change_one_piece(memory: DiskMemory) -> None:
 class Interrupter:
     """Raises KeyboardInterrupt at one of the points of some work in Python: before a line, or before a return."""
 
-    FILES = frozenset({disk.__file__, contextlib.__file__, futures.__file__})
+    FILES = frozenset({disk.__file__, uninterrupted.__file__, contextlib.__file__, futures.__file__})
 
     def __init__(self, point: int) -> None:
         self._point, self.points = point, 0
