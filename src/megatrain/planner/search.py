@@ -17,7 +17,7 @@ import numpy as np
 
 from megatrain.errors import SettingsError
 from megatrain.geometry import MAX_WINDOW, cached_bytes, update_threads, window_sizes
-from megatrain.hardware.machine import AvailableMemory, Disk, Machine
+from megatrain.hardware.machine import AvailableMemory, Disk, Machine, striped
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.arrays import Bools, Ints, most_layers
@@ -68,7 +68,7 @@ class Search:
         self.capacity = {
             "vram": _capacity("max_vram_gb", machine.vram_bytes, limits.get("max_vram_gb"), free.vram, free.held),
             "ram": _capacity("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), free.ram),
-            "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN_DISK_BYTES),
+            "disk": min(int(striped(self.disks, "free_bytes")), UNKNOWN_DISK_BYTES),
         }
         cached = cached_bytes([disk.direct for disk in self.disks])
         same = known_ledger is not None and known_ledger.cached == cached

@@ -202,6 +202,22 @@ def test_page_cache_counts_without_direct_io():
     assert search.changed(offload_dir=["/mnt/nvme", "/other"]).ledger.cached == 2 * 8 * 8 << 20
 
 
+def test_several_directories_are_as_large_and_fast_as_the_least_of_them_allows():
+    """State is striped equally. One file system is no larger or faster for having two directories."""
+    drive = Disk(path="/a", free_bytes=100 * GB, read=3e9, write=2e9, file_system="8:1")
+    slow = dataclasses.replace(drive, path="/b", free_bytes=30 * GB, read=1e9, file_system="8:2")
+    same = dataclasses.replace(drive, path="/c")
+
+    def search(*disks):
+        machine = dataclasses.replace(Machine.load("h100-512gb"), disks=disks)
+        return Search(dense_shape(8, 8), machine, Run(), offload_dir=[disk.path for disk in disks])
+
+    for disks, free, read in (((drive,), 100, 3e9), ((drive, slow), 60, 2e9), ((drive, same), 100, 3e9)):
+        found = search(*disks)
+        assert found.capacity["disk"] == free * GB
+        assert found.simulator.costs.disk[0] == read
+
+
 def frozen_but_vectors(shape, blocks):
     """As with adapters: matrices of some blocks do not train, and a small slab does."""
     small = SlabShape(parameters=4096, numel=4096, vectors=0, trains=True, itemsize=None)
