@@ -40,6 +40,11 @@ class DriveLife:
             )
 
     @property
+    def held(self) -> int | None:
+        """Bytes on disk; None if nothing goes there."""
+        return None if self._disk is None else self._disk.allocated_bytes
+
+    @property
     def per_step(self) -> int:
         """Bytes that a step writes: all states once, and inputs of blocks as the last step did."""
         return 0 if self._disk is None else self._disk.step_bytes + self._inputs

@@ -186,6 +186,30 @@ def test_a_checkpoint_that_will_not_fit_beside_the_states_is_announced(
     assert any("saving will fail" in message for message in announced.messages)
 
 
+def test_checkpoints_need_room_beside_frozen_weights_on_disk(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step writes nothing there."""
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise InterruptedError
+
+    frozen: dict[str, Any] = {"weights_on_disk": ["model.layers.*"], "debug": mt.Debug(allow_tmpfs=True)}
+    mt.init(device="cpu", offload_dir=tmp_path / "scratch", **frozen)
+    model = small.llama()
+    model.model.layers.requires_grad_(False)
+    args = small.arguments(tmp_path / "out", max_steps=1, save_strategy="steps", save_steps=1)
+    monkeypatch.setattr("megatrain.files.free_bytes", lambda path: 1000)
+    trainer = mt.Trainer(model=model, args=args, train_dataset=small.rows(), callbacks=[Stop()])
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    assert trainer.engine.drive.per_step == 0
+    held = sum(slab.layout.nbytes for slab in trainer.engine.slabs if slab.weight_on_disk)
+    assert held > 0
+    assert any(f"beside the {held / 1e9:.3g} GB of state on disk" in message for message in announced.messages)
+
+
 @pytest.mark.parametrize(
     ("changes", "there", "count"),
     [
