@@ -152,7 +152,7 @@ class Placement:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(
             needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient, slots)",
-            self._settings.max_ram_gb, self.ram.allocated_bytes, 0 if self.disk is None else self.disk.cached_bytes,
+            self._settings.max_ram_gb, self.ram.allocated_bytes, 0 if self.disk is None else self.disk.transit_bytes,
         )  # fmt: skip
 
 

@@ -73,10 +73,10 @@ class DiskLedger:
         heads: Sequence[int],
         *,
         accumulation: int,
-        cached: int = 0,
+        transit: int = 0,
     ) -> None:
-        """`accumulation`: micro-batches of a step. `cached`: bytes of page cache while anything is on disk."""
-        self._layers, self._others, self._accumulation, self._cached = layers, others, accumulation, cached
+        """`accumulation`: micro-batches of a step. `transit`: RAM that transfers take while anything is on disk."""
+        self._layers, self._others, self._accumulation, self._transit = layers, others, accumulation, transit
         self._blocks = blocks
         self._states = [
             DiskSums(role, layers, others)
@@ -175,7 +175,7 @@ class DiskLedger:
 
     def accounts(self, chosen: Decisions) -> tuple[Ints, Ints]:
         """Bytes on disk: weights, residuals, moments and gradients. Bytes of RAM that they take: staging buffers for
-        weights, states and gradients, and page cache."""
+        weights, states and gradients, and what is in transit."""
         on_disk, in_ram = np.zeros((4, len(chosen)), np.int64), np.zeros((4, len(chosen)), np.int64)
         used = np.flatnonzero((chosen.disk_blocks > 0) | (chosen.disk_frozen > 0) | (chosen.disk_weights > 0))
         if len(used):
@@ -187,7 +187,7 @@ class DiskLedger:
             counts = [count.of(weights[slab.kind]) for slab, count in zip(self._alike, self._counts, strict=True)]
             counts += [count.of(states) for count in self._state_counts]
             counts += [count.of(gradients) for count in self._gradient_counts]
-            in_ram[:, used] = [*self._staged(counts), np.full(len(used), self._cached)]
+            in_ram[:, used] = [*self._staged(counts), np.full(len(used), self._transit)]
         return on_disk, in_ram
 
     def written(self, decision: Decision) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatrain.errors import DiskFailed, EngineClosed, MegaTrainError
-from megatrain.geometry import ALIGN_BYTES, DISK_PIECE_BYTES, DISK_THREADS, cached_bytes, disk_threads, round_up
+from megatrain.geometry import ALIGN_BYTES, DISK_PIECE_BYTES, DISK_THREADS, disk_threads, round_up, transit_bytes
 from megatrain.native import disk as native
 from megatrain.store import forks
 from megatrain.store.memory import Buffer
@@ -208,9 +208,9 @@ class DiskMemory:
             forks.close_in_child(self.files[-1])
 
     @property
-    def cached_bytes(self) -> int:
-        """The most that transfers keep in the page cache: nothing with direct I/O."""
-        return cached_bytes([file.direct for file in self.files])
+    def transit_bytes(self) -> int:
+        """The most RAM that transfers take: page cache, which direct I/O does not use, and memory for coded pieces."""
+        return transit_bytes([file.direct for file in self.files], coded=self.ratio is not None)
 
     def require_owner(self) -> None:
         """Raise in a forked child. There, locks may be held by threads that do not exist."""

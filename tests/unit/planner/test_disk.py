@@ -188,7 +188,7 @@ def test_as_much_goes_to_disk_as_ram_requires(
 
 def test_page_cache_counts_once_anything_is_on_disk() -> None:
     shape = describe(trained())
-    direct, cached = (Ledger(shape, Run(), cached=nbytes) for nbytes in (0, 1 << 26))
+    direct, cached = (Ledger(shape, Run(), transit=nbytes) for nbytes in (0, 1 << 26))
     for decision in (Decision(), Decision(disk_blocks=2), Decision(disk_blocks=9, disk_gradients=9, disk_weights=9)):
         found = cached.account(decision)["ram"]["workspace"] - direct.account(decision)["ram"]["workspace"]
         assert found == (1 << 26) * (decision.disk_blocks > 0)

@@ -318,7 +318,7 @@ def test_without_direct_io_nothing_stays_in_the_page_cache(tmp_path: Path, backe
     memory = DiskMemory([tmp_path], allow_tmpfs=True, backend=backend)
     if memory.files[0].kind.magic in scratch.MEMORY_SYSTEMS:
         pytest.skip(f"{tmp_path} is in RAM")
-    assert memory.cached_bytes == disk.THREADS * PIECE_BYTES
+    assert memory.transit_bytes == disk.THREADS * PIECE_BYTES
     buffer: Any = memory.allocate(3 * PIECE_BYTES, transferred=False)
     held = disk.aligned(buffer.nbytes)
     mapping = mmap.mmap(memory.files[0].descriptor, buffer.nbytes)
@@ -332,7 +332,7 @@ def test_without_direct_io_nothing_stays_in_the_page_cache(tmp_path: Path, backe
 def test_direct_io_uses_no_page_cache(memory: DiskMemory) -> None:
     if not all(file.direct for file in memory.files):
         pytest.skip("no direct I/O here")
-    assert memory.cached_bytes == 0
+    assert memory.transit_bytes == 0
 
 
 @pytest.mark.usefixtures("without_direct_io")
