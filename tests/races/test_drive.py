@@ -1,6 +1,6 @@
 """A made-up drive: it takes its time, completes out of order, returns old bytes until a write is complete, and fills
-buffers with garbage until a read is complete, and after a write of a gradient. Training on it gives the bits of training
-in RAM.
+buffers with garbage until a read is complete, and after a write of a gradient. Training on it gives the bits of
+training in RAM.
 """
 
 from __future__ import annotations
