@@ -144,6 +144,11 @@ def cached_bytes(direct: Sequence[bool]) -> int:
     return 0 if all(direct) else disk_threads(len(direct)) * DISK_PIECE_BYTES
 
 
+def transit_bytes(direct: Sequence[bool], coded: bool) -> int:
+    """RAM that transfers take beside staging buffers: page cache, and the native library's memory for coded pieces."""
+    return cached_bytes(direct) + coded * disk_threads(len(direct)) * DISK_PIECE_BYTES
+
+
 # ---- slabs and rings
 
 ALIGN_ELEMENTS = 256

@@ -11,11 +11,12 @@ import pytest
 import torch
 from tests import small
 from tests.invariant.test_disk import EVERYTHING, SOME, on_disk, train
-from tests.tiny import Stack, differences, engine_of, inputs
+from tests.tiny import Stack, differences, engine_of, inputs, roles
 
 import megatrain as mt
 from megatrain.engine.adopt import Adoption
 from megatrain.errors import DiskFailed, LaneFailed, NotEnoughMemory, SettingsError
+from megatrain.geometry import ALIGN_BYTES, round_up
 from megatrain.store.parameter import StoreTensor
 from megatrain.stream.disk_weights import DiskWeights
 from megatrain.stream.lanes import SyncLanes, ThreadLanes
@@ -76,7 +77,8 @@ def test_frozen_weights_are_read_and_never_written(tmp_path: Path) -> None:
     assert disk is not None
     on_disk = [slab for slab in engine.slabs if slab.weight_on_disk]
     assert {slab.name for slab in on_disk} == {"model.layers.0", "model.layers.1", "model.layers.2", "lm_head"}
-    assert disk.allocated_bytes == sum(slab.layout.nbytes for slab in on_disk)
+    residuals = sum(buffer.nbytes for slab in on_disk for buffer in slab.state_buffers())
+    assert disk.allocated_bytes == sum(slab.layout.nbytes for slab in on_disk) + residuals
     assert engine.drive.per_step == 0
     loaded = disk.written_bytes
     assert engine.counters.bytes_disk_in > 0
@@ -85,6 +87,45 @@ def test_frozen_weights_are_read_and_never_written(tmp_path: Path) -> None:
     again = engine._placement.disk
     assert again is not None
     assert again.written_bytes == loaded, "steps write no frozen weight"
+    engine.close()
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["weights", "states too"])
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["early", "clipped"])
+def test_weights_unfrozen_later_train_bitwise(tmp_path: Path, states: bool, clip: float | None) -> None:
+    """Two blocks that were frozen, and one that was frozen in part."""
+
+    def run(**settings: Any) -> tuple[list[Any], mt.Engine]:
+        model = small.llama(num_hidden_layers=4)
+        model.requires_grad_(False)
+        for module in (model.model.embed_tokens, model.model.layers[3], model.model.layers[2].self_attn):
+            module.requires_grad_(True)
+        engine = engine_of(model, precision="bf16", **settings)
+        losses = []
+        for trained in (model.model.layers[3], model):
+            trained.requires_grad_(True)
+            optimizer = engine.optimizer(lr=1e-2, max_grad_norm=clip)
+            for step in range(3):
+                loss = model(**small.batch(2, seed=step)).loss
+                with optimizer.final_backward():
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        return [*losses, list(roles(engine).values())], engine
+
+    expected, engine = run(lanes=SyncLanes())
+    engine.close()
+    folder: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "weights_on_disk": ["model.layers.[012]"]}
+    if states:
+        folder["on_disk"] = EVERYTHING
+    found, engine = run(lanes=ThreadLanes(seed=1, max_delay=2e-4), **folder)
+    assert differences(found, expected) == []
+    stored = [slab for slab in engine.slabs if slab.homes.states.tier == "disk"]
+    buffers = [buffer for slab in stored for buffer in slab.state_buffers()]
+    buffers += [slab.weight_buffer for slab in stored if slab.weight_on_disk]
+    assert engine.drive.per_step == sum(round_up(buffer.nbytes, ALIGN_BYTES) for buffer in buffers)
+    assert engine.drive.per_step > 0
     engine.close()
 
 

@@ -1,5 +1,6 @@
 """A made-up drive: it takes its time, completes out of order, returns old bytes until a write is complete, and fills
-buffers with garbage until a read is. Training on it gives the bits of training in RAM.
+buffers with garbage until a read is complete, and after a write of a gradient. Training on it gives the bits of
+training in RAM.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.races.test_delays import MissingWait, is_detected, tampered
 from tests.tiny import Stack, differences, engine_of, gradients, inputs, roles
 
 from megatrain.native import disk as native
+from megatrain.stream.disk_transfer import DiskTransfers
 from megatrain.stream.lanes import Lanes, SyncLanes, ThreadLanes
 
 ON_DISK: dict[str, Any] = {"on_disk": ("*",), "allow_tmpfs": True}
@@ -74,6 +76,20 @@ class SlowDrive:
 
     def stop(self) -> bool:
         return True
+
+
+def use_slow_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All I/O is by made-up drives. After a write of a gradient its staging buffer holds garbage, as if it were used
+    again at once. (Those of states and inputs keep what was written, so that it need not be read.)"""
+    move = DiskTransfers.move
+
+    def move_and_reuse(transfers: DiskTransfers, lane: str, job: str, name: str, copies: Any, *more: Any) -> None:
+        move(transfers, lane, job, name, copies, *more)
+        for memory, _ in copies if job == "write gradient" else ():
+            memory.fill_(0xAA)
+
+    monkeypatch.setattr(native, "Pool", SlowDrive)
+    monkeypatch.setattr(DiskTransfers, "move", move_and_reuse)
 
 
 def train(lanes: Lanes, directory: Path, **settings: Any) -> list[Any]:
@@ -131,7 +147,7 @@ def offloaded_to_ram() -> list[Any]:
 def test_a_slow_drive_changes_no_input(
     seed: int, offloaded_to_ram: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "Pool", SlowDrive)
+    use_slow_drive(monkeypatch)
     lanes = ThreadLanes(seed=seed, max_delay=3e-4)
     assert differences(offloaded(lanes, offload_dir=tmp_path, **INPUTS), offloaded_to_ram) == []
 
@@ -155,7 +171,7 @@ def test_a_real_drive_changes_no_input(seed: int, backend: str, offloaded_to_ram
 def test_a_missing_wait_of_an_input_is_detected(
     missing: tuple[str, str, str, str], offloaded_to_ram: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "Pool", SlowDrive)
+    use_slow_drive(monkeypatch)
     wait = MissingWait(*missing, offloaded, lag=5e-3)  # type: ignore[arg-type]
 
     def run(seed: int) -> list[Any]:
@@ -174,7 +190,7 @@ def expected() -> list[Any]:
 def test_a_slow_drive_changes_nothing(
     seed: int, what: dict[str, Any], expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "Pool", SlowDrive)
+    use_slow_drive(monkeypatch)
     lanes = ThreadLanes(seed=seed, max_delay=3e-4)
     assert differences(train(lanes, tmp_path, offload_dir=tmp_path, **what), expected) == []
 
@@ -203,7 +219,7 @@ def test_a_real_drive_changes_nothing(seed: int, backend: str, expected: list[An
 def test_a_missing_wait_is_detected(
     missing: tuple[str, str, str, str], expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "Pool", SlowDrive)
+    use_slow_drive(monkeypatch)
     wait = MissingWait(*missing, train, lag=5e-3)  # type: ignore[arg-type]
 
     def run(seed: int) -> list[Any]:
@@ -215,7 +231,7 @@ def test_a_missing_wait_is_detected(
 def test_a_transfer_that_is_not_waited_for_is_detected(
     expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "Pool", SlowDrive)
+    use_slow_drive(monkeypatch)
     monkeypatch.setattr(SlowTransfer, "wait", lambda transfer, seconds: 0)
 
     def run(seed: int) -> list[Any]:

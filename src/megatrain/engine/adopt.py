@@ -193,8 +193,6 @@ class Adoption:
                 trains=trains,
             )
             self.slabs.append(slab)
-            if self.placement.disk is not None and slab.weight_on_disk and not trains:
-                self.placement.disk.constant_bytes += layout.nbytes
             for index, parameter in enumerate(parameters.values()):
                 self._original_dtypes[slab.index, index] = parameter.dtype
                 if is_lazy(parameter):

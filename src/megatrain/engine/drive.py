@@ -29,8 +29,6 @@ class DriveLife:
         self._last = 0
         self._inputs = self._all_inputs = 0
         """Bytes of inputs written in the last step, and in all steps."""
-        self._committed = 0
-        """Bytes of states on disk once all steps taken so far are written. It does not depend on timing."""
         self._warned = False
         self.rating = 0.0
         """Bytes that the drives are rated for, all together."""
@@ -40,6 +38,11 @@ class DriveLife:
                 drive_tbw * TB if drive_tbw is not None else _reported(device, system.f_blocks * system.f_frsize)
                 for device, system in systems.items()
             )
+
+    @property
+    def held(self) -> int | None:
+        """Bytes on disk; None if nothing goes there."""
+        return None if self._disk is None else self._disk.allocated_bytes
 
     @property
     def per_step(self) -> int:
@@ -54,7 +57,7 @@ class DriveLife:
     @property
     def settled(self) -> int:
         """Bytes that the run will have written once all steps taken so far are on disk, whatever the timing."""
-        return self.written + self._pending()
+        return self._earlier + (0 if self._disk is None else self._disk.settled_bytes)
 
     def resumed(self, written: int) -> None:
         """Count on from what a checkpoint says its run had written."""
@@ -84,10 +87,9 @@ class DriveLife:
             announce(said)
 
     def stepped(self) -> None:
-        """A step was submitted, whose states will be written."""
+        """A step is submitted."""
         if self._disk is not None:
             self._inputs, self._all_inputs = self._disk.input_bytes - self._all_inputs, self._disk.input_bytes
-            self._committed = max(self._committed, self._disk.covered_bytes) + self._disk.changing_bytes
 
     def spent(self) -> str | None:
         """Why the run must end: it has written as much as `max_drive_tb` allows. None: it has not."""
@@ -102,13 +104,6 @@ class DriveLife:
         if self._limit is None or written < self._limit * TB:
             return None
         return f"{written / TB:.3g} TB were written to disk, and max_drive_tb={self._limit:g}"
-
-    def _pending(self) -> int:
-        """Bytes that steps taken so far will still write; estimated if states are coded."""
-        if self._disk is None or not self._disk.changing_bytes:
-            return 0
-        missing = max(0, self._committed - self._disk.covered_bytes)
-        return missing * self._disk.step_bytes // self._disk.changing_bytes
 
     def require(self) -> None:
         """Raise `DriveLimit` if nothing more may be written."""

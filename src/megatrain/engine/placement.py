@@ -72,11 +72,12 @@ class Placement:
         on_disk = self.disk is not None and _matches(block, self._settings.on_disk)
         if on_disk and streams_states:
             raise SettingsError(f"{block} is named in on_disk and in streamed_states; name it in one of them.")
-        states = self.disk if self.disk is not None and on_disk else self.ram
         sums = self.vram if summed else self.ram
         # Reading a weight for its update costs as much as reading its states, so these go first.
         far = _matches(block, self._settings.weights_on_disk) and (on_disk or not trains)
         weight = self.disk if self.disk is not None and far else self.ram
+        # A frozen weight may be unfrozen later.
+        states = self.disk if self.disk is not None and (on_disk or far) else self.ram
         waits = trains and on_disk and not summed and _matches(block, self._settings.gradients_on_disk)
         gradients = self.disk if waits else None
         return Homes(
@@ -131,14 +132,15 @@ class Placement:
             inventory.require_vram(self._device, needed["vram"], "moments, residuals and gradients that stay there")
         inventory.require_ram(
             needed["ram"], f"{rule.__name__} (moments in {width}, residual, gradient, slots)",
-            self._settings.max_ram_gb, self.ram.allocated_bytes, 0 if self.disk is None else self.disk.cached_bytes,
+            self._settings.max_ram_gb, self.ram.allocated_bytes, 0 if self.disk is None else self.disk.transit_bytes,
         )  # fmt: skip
 
 
 def staged_bytes(slabs: Sequence[Slab], updates: Updates, rule: type[Rule], width: str) -> dict[str, int]:
     """Tier → bytes of slots and staging buffers for updates of the slabs."""
     states = {slab.index: in_pages(slab.state_sizes(rule.moments, width).values()) for slab in slabs}
-    on_disk = updates.disk.rings.nbytes(lambda slab: update_bytes(slab, states.get(slab.index, 0)))
+    rings = updates.disk.rings.values()
+    on_disk = sum(ring.nbytes(lambda slab: update_bytes(slab, states.get(slab.index, 0))) for ring in rings)
     return {
         "vram": updates.states.rings.nbytes(lambda slab: states.get(slab.index, 0)),
         "ram": on_disk + updates.gradients.rings.nbytes(gradient_bytes),

@@ -94,9 +94,8 @@ class _OnDisk:
                 freed += states + weight + (slab.gradients if gradient else 0)
                 if weight:
                     staged[0].append((slab.weights, weight))
-                if block.name in self.states:
-                    # Rings count frozen slabs, which are not updated.
-                    staged[1].append((slab.weights, (states + weight) * slab.trains))
+                if block.name in self.states and slab.trains:
+                    staged[1].append((slab.weights, states + weight))
                 if gradient:
                     staged[2].append((gradient, gradient))
         # Weights, and so gradients, are whole pages.

@@ -170,10 +170,10 @@ def available_ram() -> int:
     return free if headroom is None else min(free, headroom)
 
 
-def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0, cached: int = 0) -> None:
-    """Raise `NotEnoughMemory` if an allocation cannot fit in RAM. `cached`: page cache in use beside it, which counts
-    toward the limits of the machine and the container, and not toward `max_ram_gb`."""
-    free, most_spare = max(0, available_ram() - cached), CRITICAL[0]
+def require_ram(nbytes: int, what: str, max_ram_gb: float | None = None, held: int = 0, transit: int = 0) -> None:
+    """Raise `NotEnoughMemory` if an allocation cannot fit in RAM. `transit`: what transfers to and from disk take
+    beside it, which counts toward the limits of the machine and the container, and not toward `max_ram_gb`."""
+    free, most_spare = max(0, available_ram() - transit), CRITICAL[0]
     # The limit is read only if it matters: this runs at every allocation.
     if nbytes > free - most_spare and nbytes > free - (spare := level(CRITICAL, cgroups.usable_ram())):
         raise NotEnoughMemory(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +85,23 @@ class Disk:
     """Bytes per second of large direct writes."""
     direct: bool = True
     """Whether transfers bypass the page cache (O_DIRECT)."""
+    file_system: str = ""
+    """Directories with the same one share its space and speed; empty: it is not shared."""
 
     def __post_init__(self) -> None:
         _check_types(self)
         require(self.path != "" and "\0" not in self.path, "path", "must be the path of a directory")
         for name in ("read", "write"):
             require(getattr(self, name) > 0, name, "must be above 0")
+
+
+def striped(disks: Sequence[Disk], field: str) -> float:
+    """The free bytes or the rate (`field`) of directories that get equal shares of all data: the file system with the
+    least for its share bounds all of them."""
+    names = [disk.file_system or str(number) for number, disk in enumerate(disks)]
+    shares = Counter(names)
+    least = (getattr(disk, field) / shares[name] for name, disk in zip(names, disks, strict=True))
+    return len(disks) * min(least, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

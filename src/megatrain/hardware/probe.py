@@ -87,7 +87,10 @@ def probe(
     return replace(
         machine,
         ram_bytes=usable_ram(),
-        disks=tuple(replace(disks[_key(folder)], free_bytes=shutil.disk_usage(folder).free) for folder in directories),
+        disks=tuple(
+            replace(disks[_key(folder)], free_bytes=shutil.disk_usage(folder).free, file_system=_number(folder))
+            for folder in directories
+        ),
     )
 
 
@@ -186,9 +189,33 @@ def _measure_disk(folder: Path, seconds: float) -> Disk:
     return Disk(path=str(folder), free_bytes=free, read=read, write=write, direct=direct)
 
 
+def _number(folder: Path) -> str:
+    """The number of a directory's file system. It may have another one after a restart."""
+    device = folder.stat().st_dev
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
 def _key(folder: Path) -> str:
-    """A directory and its device: another drive may be mounted there next time."""
-    return f"{folder}@{folder.stat().st_dev}"
+    """A directory and its drive: another one may be mounted there next time."""
+    return f"{folder}@{_drive(Path('/sys/dev/block') / _number(folder)) or _mounted(folder)}"
+
+
+def _drive(block: Path) -> str:
+    """What names a block device on every start: the serial number of its drive, or the identifier of a volume. Empty if
+    the system does not say."""
+    block = Path(os.path.realpath(block))
+    whole = block.parent if (block / "partition").exists() else block
+    names = (words(whole / name) for name in ("wwid", "device/wwid", "dm/uuid", "md/uuid", "serial", "device/serial"))
+    return " ".join(next(filter(None, names), []))
+
+
+def _mounted(folder: Path) -> str:
+    """The type and source of the file system that is mounted at a directory or above it."""
+    mounts = map(str.split, Path("/proc/self/mountinfo").read_text().splitlines())
+    found = {mount[4]: " ".join(mount[mount.index("-") + 1 :][:2]) for mount in mounts}
+    # Spaces in paths are written as octal numbers.
+    places = (str(place).replace(" ", "\\040") for place in (folder, *folder.parents))
+    return next((found[place] for place in places if place in found), "")
 
 
 def cpu_model() -> str:

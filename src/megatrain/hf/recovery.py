@@ -96,8 +96,8 @@ def _free(engine: Engine) -> None:
 
 
 def _check_room(engine: Engine, args: Any, state: Any) -> None:
-    """Warn if states on disk leave no room for the checkpoints that the run adds."""
-    if not engine.drive.per_step:
+    """Warn if what is on disk leaves no room for the checkpoints that the run adds."""
+    if (held := engine.drive.held) is None:
         return
     each = 0
     for slab in engine.slabs:
@@ -107,8 +107,8 @@ def _check_room(engine: Engine, args: Any, state: Any) -> None:
     if free < count * each:
         warn(
             f"a checkpoint takes about {each / 1e9:.3g} GB, and the run adds up to {count} before it deletes one, but "
-            f"{free / 1e9:.3g} GB are free in {args.output_dir}, beside the {engine.drive.per_step / 1e9:.3g} GB of "
-            "states on disk: saving will fail unless there is more by then; save_total_limit keeps fewer"
+            f"{free / 1e9:.3g} GB are free in {args.output_dir}, beside the {held / 1e9:.3g} GB of state "
+            "on disk: saving will fail unless there is more by then; save_total_limit keeps fewer"
         )
 
 

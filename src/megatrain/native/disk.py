@@ -11,7 +11,6 @@ import math
 import os
 import threading
 import time
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatrain.native import library
@@ -116,9 +115,9 @@ class Stalled(Exception):
 class Transfer:
     """A submitted read or write."""
 
-    def __init__(self, pool: Pool, keep: object) -> None:
-        self._pool = pool
-        # Ctrl-C may come between the end of a call and the next line. These are set inside the calls.
+    def __init__(self, keep: object) -> None:
+        # Ctrl-C may come between the end of a call and the next line. These are set inside the calls. (Calls that use
+        # a file together with others are made where it does not come: store/disk.py.)
         self.handle = ctypes.c_void_p()
         self._outcome = _Outcome(code=_RUNNING)
         self._keep = keep
@@ -133,24 +132,14 @@ class Transfer:
         this many seconds. Returns the bytes read or written: fewer than those of the pieces if some are coded or were
         never written."""
         deadline, outcome = time.monotonic() + seconds, self._outcome
-        try:
-            while self._running:
-                library.load().mt_disk_wait(self.handle, POLL_MS, ctypes.byref(outcome))
-                if self._running and time.monotonic() > deadline:
-                    raise Stalled
-        except KeyboardInterrupt:
-            self.abandon()
-            raise
+        while self._running:
+            library.load().mt_disk_wait(self.handle, POLL_MS, ctypes.byref(outcome))
+            if self._running and time.monotonic() > deadline:
+                raise Stalled
         self._keep = None
         if outcome.code > 0:
             raise TransferFailed(outcome.code, outcome.file, outcome.offset)
         return int(outcome.moved)
-
-    def abandon(self) -> None:
-        """Nobody will wait for it, after Ctrl-C. What is submitted next waits for it, as it may use the same memory or
-        pieces."""
-        if self._running:
-            self._pool.abandoned.append(self)
 
     def __del__(self) -> None:
         # The threads may still use the memory.
@@ -164,31 +153,19 @@ class Pool:
     def __init__(self, depth: int, backend: str = "threads") -> None:
         self._lock = threading.Lock()
         """Of the handle: another thread may submit while the pool is stopped."""
-        self.abandoned: list[Transfer] = []
-        self._finishing = threading.Lock()
         self._handle: Any = ctypes.c_void_p()
         code = library.load().mt_disk_start(depth, BACKENDS.index(backend), ctypes.byref(self._handle))
         library.check(code, f"starting disk I/O by {backend}, {depth} pieces at once")
 
     def submit(self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object) -> Transfer:
         """Transfer `count` pieces from number `first` of an array, from or to consecutive memory."""
-        transfer = Transfer(self, (pieces, keep))
+        transfer = Transfer((pieces, keep))
         start = ctypes.addressof(pieces) + first * ctypes.sizeof(Piece)
         code = errno.ECANCELED
-        with self._finishing:
-            while self.abandoned:
-                # Others are appended meanwhile.
-                with suppress(TransferFailed):
-                    self.abandoned[0].wait()
-                self.abandoned.pop(0)
-        try:
-            with self._lock:
-                if self._handle is not None:
-                    handle = ctypes.byref(transfer.handle)
-                    code = library.load().mt_disk_submit(self._handle, start, count, address, write, handle)
-        except KeyboardInterrupt:
-            transfer.abandon()
-            raise
+        with self._lock:
+            if self._handle is not None:
+                handle = ctypes.byref(transfer.handle)
+                code = library.load().mt_disk_submit(self._handle, start, count, address, write, handle)
         library.check(code, f"submitting {count} pieces")
         return transfer
 

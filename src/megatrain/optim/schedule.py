@@ -8,7 +8,7 @@ updated as soon as its gradient is complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -176,7 +176,7 @@ class Updates:
                     slab.grad.clear()
             warn(
                 f"a step was abandoned after the updates of {len(early.started)} of {len(self.slabs)} parts of the "
-                f"model had started ({_listed(early.started.values())}): these are updated, the others are not"
+                f"model had started ({_listed([*early.started.values()])}): these are updated, the others are not"
             )
 
     # ---- a step
@@ -226,7 +226,7 @@ class Updates:
             if slab.index in gradients:
                 self.sums_out.allocate(slab, gradients[slab.index])
                 self.states.allocate(slab)
-                self.disk.rings.allocate(slab)
+                self.disk.rings_of(slab).allocate(slab)
                 self.gradients.rings.allocate(slab)
         early = self._take_early(rules, owner)
         if not early.started:
@@ -341,6 +341,8 @@ class Updates:
                 update_slab(state, gradient, rules, factor, self.kernels[tier])
                 state.changed = True
                 progress.updated.append(slab.name)
+            elif isinstance(staged, DiskStates):
+                self.disk.skip(staged)
 
         ticket = self.lanes.submit(
             TIERS[tier].update_lane, "update", work, reads=[gradient.order], writes=state.writes, after=after,
@@ -394,6 +396,5 @@ def _scaled_square_sum(gradient: Snapshot) -> float:
     return snapshot_square_sum(gradient) * gradient.scale**2
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {names[-1]}"

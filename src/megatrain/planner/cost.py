@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatrain.geometry import fuses_loss, group_by_size
-from megatrain.hardware.machine import TOUCHED, Disk, Machine
+from megatrain.hardware.machine import TOUCHED, Disk, Machine, striped
 from megatrain.model.shapes import BlockShape, ModelShape
 from megatrain.planner.activations import first_identical, fuses_head, head_chunk, input_bytes, uses_mask, writes_scores
 from megatrain.planner.arrays import Floats, Ints
@@ -169,7 +169,7 @@ class Costs:
         """The share of the rate of host memory that updates take."""
         self.relative = touched / TOUCHED[run.moment_width]
         """Bytes that an update touches, relative to the update that the machine's rates were measured with."""
-        self.disk = sum(disk.read for disk in disks), sum(disk.write for disk in disks)
+        self.disk = striped(disks, "read"), striped(disks, "write")
         alike = first_identical(shape)
         made = {index: Piece(self, shape.blocks[index]) for index in {*alike}}
         self.pieces = [made[index] for index in alike]

@@ -75,10 +75,10 @@ class DiskLedger:
         heads: Sequence[int],
         *,
         accumulation: int,
-        cached: int = 0,
+        transit: int = 0,
     ) -> None:
-        """`accumulation`: micro-batches of a step. `cached`: bytes of page cache while anything is on disk."""
-        self._layers, self._others, self._accumulation, self._cached = layers, others, accumulation, cached
+        """`accumulation`: micro-batches of a step. `transit`: RAM that transfers take while anything is on disk."""
+        self._layers, self._others, self._accumulation, self._transit = layers, others, accumulation, transit
         self._blocks = blocks
         self._states = [
             DiskSums(role, layers, others)
@@ -100,6 +100,9 @@ class DiskLedger:
         self._alike = sorted({slab for block in blocks for slab in block.slabs}, key=lambda slab: -slab.weights)
         """Distinct slabs. Layers are mostly alike, so these are few."""
         self._counts = [self._sums(lambda _, slab, one=one: slab == one) for one in self._alike]
+        self._state_counts = [
+            self._sums(lambda _, slab, one=one: slab == one and slab.kind != FROZEN) for one in self._alike
+        ]
         self._gradient_counts = [
             self._sums(lambda i, slab, one=one: slab == one and slab.kind != FROZEN and blocks[i].gradients > 0)
             for one in self._alike
@@ -174,7 +177,7 @@ class DiskLedger:
 
     def accounts(self, chosen: Decisions) -> tuple[Ints, Ints]:
         """Bytes on disk: weights, residuals, moments and gradients. Bytes of RAM that they take: staging buffers for
-        weights, states and gradients, and page cache."""
+        weights, states and gradients, and what is in transit."""
         on_disk, in_ram = np.zeros((4, len(chosen)), np.int64), np.zeros((4, len(chosen)), np.int64)
         used = np.flatnonzero((chosen.disk_blocks > 0) | (chosen.disk_frozen > 0) | (chosen.disk_weights > 0))
         if len(used):
@@ -184,9 +187,9 @@ class DiskLedger:
             on_disk[:, used] = [self.weights(some), residuals, moments, self._gradients.of(gradients)]
             weights = [self.taken(some, count) for count in weight_counts(some)]
             counts = [count.of(weights[slab.kind]) for slab, count in zip(self._alike, self._counts, strict=True)]
-            counts += [count.of(states) for count in self._counts]
+            counts += [count.of(states) for count in self._state_counts]
             counts += [count.of(gradients) for count in self._gradient_counts]
-            in_ram[:, used] = [*self._staged(counts), np.full(len(used), self._cached)]
+            in_ram[:, used] = [*self._staged(counts), np.full(len(used), self._transit)]
         return on_disk, in_ram
 
     def written(self, decision: Decision) -> int:
@@ -212,11 +215,9 @@ class DiskLedger:
     def _staging_bytes(self, counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The buffers that stream/disk_weights.py, stream/disk.py and stream/disk_gradients.py allocate."""
         weights = [slab.weights for slab in self._alike]
-        # A weight on disk is staged for the update too, with the states. Frozen slabs are not updated, but count as
-        # members of a ring.
+        # A weight on disk is staged for the update too, with the states.
         with_weights = [
-            slab.states + slab.weights * (count > 0 and slab.kind != FROZEN)
-            for slab, count in zip(self._alike, counts[0], strict=True)
+            slab.states + slab.weights * (count > 0) for slab, count in zip(self._alike, counts[0], strict=True)
         ]
         return tuple(
             staging_bytes(

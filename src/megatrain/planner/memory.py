@@ -143,9 +143,9 @@ def _slabs(shape: ModelShape, itemsize: int, trained: bool) -> tuple[list[Slabs]
 class Ledger:
     """Prefix sums over a model's blocks, from which the bytes of many decisions take a few additions."""
 
-    def __init__(self, shape: ModelShape, run: Run, gpu: bool = True, cached: int = 0) -> None:
-        """`cached`: bytes of page cache that a disk takes."""
-        self.shape, self.run, self.gpu, self.cached = shape, run, gpu, cached
+    def __init__(self, shape: ModelShape, run: Run, gpu: bool = True, transit: int = 0) -> None:
+        """`transit`: bytes of RAM that transfers to and from disk take."""
+        self.shape, self.run, self.gpu, self.transit = shape, run, gpu, transit
         attention = run.attention or shape.attention
         self.states = [State(block, run) for block in shape.blocks]
         self.layers = [i for i, block in enumerate(shape.blocks) if block.kind == "layer"]
@@ -181,7 +181,7 @@ class Ledger:
             self.other_blocks,
             heads=[i for i, block in enumerate(shape.blocks) if block.kind == "head"],
             accumulation=run.accumulation,
-            cached=cached,
+            transit=transit,
         )
 
     def placed(self, decision: Decision) -> dict[str, list[int]]:
@@ -225,12 +225,12 @@ class Ledger:
         kinds = [sums.after(held_sums, streamed) for sums in self._gradients]
         in_ram = np.choose(windows.several * 1 + windows.single, kinds) + sums_out + staging * windows.single
         on_device, work, offloaded = self._activations(chosen)
-        on_disk, (staged_weights, staged_states, staged_gradients, cached) = self.disk.accounts(chosen)
+        on_disk, (staged_weights, staged_states, staged_gradients, transit) = self.disk.accounts(chosen)
         zero = np.zeros_like(layers)
         near = np.array([*host, in_ram]) - on_disk
         near[0] += staged_weights
         near[3] += staged_gradients
-        ram = np.array([*near, offloaded, PROCESS_BYTES + staged_states + cached])
+        ram = np.array([*near, offloaded, PROCESS_BYTES + staged_states + transit])
         vram = np.array([weights, device[1], device[2], in_vram + slots, on_device, work])
         vram[2] += look_up(self._state_slot_bytes, self._state_slots, chosen.resident_layers, chosen.gpu_updates)[0]
         pinned = pinned_bytes(ram, chosen.streams_states) if self.gpu else zero

@@ -16,8 +16,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import GIB, MAX_WINDOW, cached_bytes, update_threads, window_sizes
-from megatrain.hardware.machine import AvailableMemory, Disk, Machine
+from megatrain.geometry import GIB, MAX_WINDOW, cached_bytes, transit_bytes, update_threads, window_sizes
+from megatrain.hardware.machine import AvailableMemory, Disk, Machine, striped
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
 from megatrain.planner.arrays import Bools, Ints, most_layers
@@ -68,11 +68,13 @@ class Search:
         self.capacity = {
             "vram": _capacity("max_vram_gb", machine.vram_bytes, limits.get("max_vram_gb"), free.vram, free.held),
             "ram": _capacity("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), free.ram),
-            "disk": min(sum(disk.free_bytes for disk in self.disks), UNKNOWN_DISK_BYTES),
+            "disk": min(int(striped(self.disks, "free_bytes")), UNKNOWN_DISK_BYTES),
         }
-        cached = cached_bytes([disk.direct for disk in self.disks])
-        same = known_ledger is not None and known_ledger.cached == cached
-        self.ledger = known_ledger if known_ledger and same else Ledger(shape, run, self.gpu, cached)
+        # Whether coding pays is measured when training begins.
+        coded = run.optimizer_compression == "lossless"
+        transit = transit_bytes([disk.direct for disk in self.disks], coded)
+        same = known_ledger is not None and known_ledger.transit == transit
+        self.ledger = known_ledger if known_ledger and same else Ledger(shape, run, self.gpu, transit)
         self._simulator: Simulator | None = None
 
     def changed(self, **options: Any) -> Search:
@@ -362,7 +364,8 @@ def _notes(search: Search, decision: Decision) -> Iterator[str]:
         )
     if decision.disk_blocks + decision.disk_frozen and ASSUMED_DISK in search.disks:
         yield "the speed of the disk is assumed, and its free space not known"
-    if decision.disk_blocks + decision.disk_frozen and search.ledger.cached:
-        yield f"without direct I/O, {search.ledger.cached / GIB:.2g} GiB of RAM are page cache"
+    cached = cached_bytes([disk.direct for disk in search.disks])
+    if decision.disk_blocks + decision.disk_frozen and cached:
+        yield f"without direct I/O, {cached / GIB:.2g} GiB of RAM are page cache"
     if not search.gpu:
         yield "there is no GPU: compute is the CPU's, and nothing overlaps"

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatrain.errors import DiskFailed, EngineClosed, MegaTrainError
-from megatrain.geometry import ALIGN_BYTES, DISK_PIECE_BYTES, DISK_THREADS, cached_bytes, disk_threads, round_up
+from megatrain.geometry import ALIGN_BYTES, DISK_PIECE_BYTES, DISK_THREADS, disk_threads, round_up, transit_bytes
 from megatrain.native import disk as native
 from megatrain.store import forks
 from megatrain.store.memory import Buffer
 from megatrain.store.scratch import ScratchFile, open_scratch
+from megatrain.store.uninterrupted import uninterrupted
 
 PIECE_BYTES, THREADS = DISK_PIECE_BYTES, DISK_THREADS
 STALLED_SECONDS = 1500.0
@@ -54,6 +55,7 @@ class Access:
     """
 
     def __init__(self) -> None:
+        """Ctrl-C must not reach who holds it: see `uninterrupted`."""
         self._changed = threading.Condition()
         self._active = 0
         """The number of reads; -1 during a write."""
@@ -62,20 +64,13 @@ class Access:
 
     @contextmanager
     def __call__(self, *, write: bool) -> Iterator[None]:
-        entered = 0
+        entered = -1 if write else 1
+        with self._changed:
+            self._writers += write
+            self._changed.wait_for(lambda: not self._active if write else self._active >= 0 and not self._writers)
+            self._writers -= write
+            self._active += entered
         try:
-            with self._changed:
-                self._writers += write
-                try:
-                    self._changed.wait_for(
-                        lambda: not self._active if write else self._active >= 0 and not self._writers
-                    )
-                finally:
-                    self._writers -= write
-                    self._changed.notify_all()
-                # A Ctrl-C comes before both lines or after them.
-                entered = -1 if write else 1
-                self._active += entered
             yield
         finally:
             with self._changed:
@@ -93,6 +88,7 @@ class DiskBuffer(Buffer):
         self.access = Access()
         self._changes = threading.RLock()
         """Held from the read to the write of a change: ranges that are changed at once may share a piece."""
+        self._constant = False
 
     @property
     def coded(self) -> bool:
@@ -108,9 +104,17 @@ class DiskBuffer(Buffer):
         count = -(-(self.nbytes if nbytes is None else nbytes) // PIECE_BYTES)
         return self._memory.submit(self._pieces, 0, count, address, write=write, keep=keep)
 
+    def commit(self, sign: int) -> None:
+        """Count a write of the whole buffer before it begins; -1: it will not take place."""
+        self._memory.commit(sign * round_up(self.nbytes, ALIGN_BYTES))
+
     def wait(self, transfer: native.Transfer, *, write: bool) -> int:
         """Wait for a transfer by `transfer`; raise `DiskFailed` if it failed. Returns the bytes that moved."""
         return self._memory.wait(transfer, round_up(self.nbytes, ALIGN_BYTES) if write and not self.inputs else 0)
+
+    def set_constant(self, constant: bool) -> None:
+        self._memory.constant_bytes += round_up(self.nbytes, ALIGN_BYTES) * (constant - self._constant)
+        self._constant = constant
 
     def holds_fp32(self) -> None:
         """Code the bytes from now on, if this memory does."""
@@ -154,9 +158,13 @@ class DiskBuffer(Buffer):
         return first, count, first * PIECE_BYTES, aligned(nbytes)
 
     def _move(self, first: int, count: int, held: torch.Tensor, *, write: bool) -> None:
-        with self.access(write=write):
-            transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
-            self._memory.wait(transfer, held.nbytes if write else 0)
+        def work() -> None:
+            with self.access(write=write):
+                transfer = self._memory.submit(self._pieces, first, count, held.data_ptr(), write=write, keep=held)
+                self._memory.commit(held.nbytes if write else 0)
+                self._memory.wait(transfer, held.nbytes if write else 0)
+
+        uninterrupted(work)
 
 
 class DiskMemory:
@@ -176,12 +184,14 @@ class DiskMemory:
         """Bytes written since the start; what wears the drive."""
         self.covered_bytes = 0
         """Bytes of states that these writes hold: more than were written if some are coded."""
+        self._committed_bytes = 0
+        """The same of all writes that were submitted."""
         self.ratio = ratio
         """Expected size of coded FP32 numbers, as a share; None: they are not coded."""
         self.coded_bytes = 0
         """What of `padded_bytes` is coded."""
         self.constant_bytes = 0
-        """What of `padded_bytes` no step writes: frozen weights."""
+        """What of `padded_bytes` no step writes: frozen weights and their residuals."""
         self.input_bytes = 0
         """What of `written_bytes` was for inputs of blocks."""
         self.owner = forks.Owner()
@@ -198,9 +208,9 @@ class DiskMemory:
             forks.close_in_child(self.files[-1])
 
     @property
-    def cached_bytes(self) -> int:
-        """The most that transfers keep in the page cache: nothing with direct I/O."""
-        return cached_bytes([file.direct for file in self.files])
+    def transit_bytes(self) -> int:
+        """The most RAM that transfers take: page cache, which direct I/O does not use, and memory for coded pieces."""
+        return transit_bytes([file.direct for file in self.files], coded=self.ratio is not None)
 
     def require_owner(self) -> None:
         """Raise in a forked child. There, locks may be held by threads that do not exist."""
@@ -237,6 +247,7 @@ class DiskMemory:
     def free(self, buffer: DiskBuffer) -> None:
         """Give the space to later buffers. The files keep it until they are closed."""
         padded = round_up(buffer.nbytes, ALIGN_BYTES)
+        buffer.set_constant(False)
         with self._lock:
             self.allocated_bytes -= buffer.nbytes
             self.padded_bytes -= 0 if buffer.inputs else padded
@@ -278,6 +289,18 @@ class DiskMemory:
         with self._lock:
             self.written_bytes += nbytes
             self.input_bytes += nbytes
+
+    def commit(self, nbytes: int) -> None:
+        """Count a write of states when it is submitted; less than 0: one that will not take place."""
+        with self._lock:
+            self._committed_bytes += nbytes
+
+    @property
+    def settled_bytes(self) -> int:
+        """`written_bytes` once all submitted writes are complete; estimated if states are coded."""
+        with self._lock:
+            missing = self._committed_bytes - self.covered_bytes
+            return self.written_bytes + missing * self.step_bytes // max(1, self.changing_bytes)
 
     def submit(
         self, pieces: Any, first: int, count: int, address: int, *, write: bool, keep: object

@@ -37,6 +37,9 @@ class Buffer:
     def zero(self, start: int, end: int) -> None:
         self.bytes[start:end].zero_()
 
+    def set_constant(self, constant: bool) -> None:
+        """Say whether updates leave it as it is. A tier may count what a step writes; this one does not."""
+
     def holds_fp32(self) -> None:
         """Say that all bytes are FP32 numbers. A tier may code them losslessly; this one does not."""
 

@@ -49,6 +49,7 @@ class Slab:
         self.owned = layout if owned is None else layout.slice(*owned)
         """The slice whose states and gradient sum this process owns and updates; by default all of it."""
         self._weight_buffer = homes.weight.allocate(layout.nbytes, transferred=True)
+        self._weight_buffer.set_constant(not trains)
         self.weight = self._weight_buffer.view(layout.dtype)
         """On the meta device if it is on disk."""
         self.weight_on_disk = homes.weight.tier == "disk"
@@ -80,6 +81,7 @@ class Slab:
 
     def _allocate_residual(self) -> None:
         self._residual_buffer = self.homes.states.allocate(self.owned.numel * 2, transferred=self.homes.streams_states)
+        self._residual_buffer.set_constant(not self.trains)
         self.residual = self._residual_buffer.view(torch.int16)
 
     def allocate_states(self, moments: Mapping[str, bool], width: str) -> None:
@@ -91,6 +93,8 @@ class Slab:
         for role, signed in moments.items():
             if role not in self.moments:
                 self.moments[role] = Moment(self.owned, width, signed, self.homes.states, self.homes.streams_states)
+        for buffer in (self._weight_buffer, *self.state_buffers()):
+            buffer.set_constant(False)
 
     def state_buffers(self) -> list[Buffer]:
         """Buffers of the residual, if there is one, and of every moment."""

@@ -52,21 +52,33 @@ class DiskStream:
         """Slabs in the order of their updates in this step."""
         self._unwritten: dict[int, list[DiskStates]] = {}
         """By slab: updates whose write was submitted and is not complete."""
-        on_disk = [slab for slab in slabs if slab.homes.states.tier == "disk"]
-        self.rings = StagingRings(
-            "staged states", on_disk, lambda slab: update_bytes(slab, staged_state_bytes(slab)), ram, transferred=False
-        )
+        # Frozen slabs have separate rings without memory until one is unfrozen; the plan counts the others.
+        self.rings = {
+            trains: StagingRings(
+                "staged states",
+                [slab for slab in slabs if slab.trains == trains and slab.homes.states.tier == "disk"],
+                lambda slab: update_bytes(slab, staged_state_bytes(slab)),
+                ram,
+                transferred=False,
+            )
+            for trains in (True, False)
+        }
+
+    def rings_of(self, slab: Slab) -> StagingRings:
+        """The rings that the slab is in."""
+        return self.rings[slab.trains]
 
     def stage(self, slab: Slab) -> DiskStates | None:
         """The states of a slab in RAM once its order allows it; None if they are not on disk."""
-        if not self.rings.of(slab):
+        rings = self.rings_of(slab)
+        if not rings.of(slab):
             return None
         slab.require_owner()
         self._submitted.append(slab)
-        staging = self.rings.holding(slab)
+        staging = rings.holding(slab)
         if staging is None:
-            return self._read(slab, self.rings.next(slab))
-        self.rings.use(slab, staging)
+            return self._read(slab, rings.next(slab))
+        rings.use(slab, staging)
         return DiskStates(slab, staging, self.transfers.progress)
 
     def send_back(self, staged: DiskStates) -> None:
@@ -80,26 +92,31 @@ class DiskStream:
             self._unwritten[slab.index].remove(staged)
 
         self._unwritten.setdefault(slab.index, []).append(staged)
+        self.transfers.commit(staged.moved)
         on_disk = slab.open(writes=staged.roles)
         self._lanes.submit(
             "disk_out", "write states", work, reads=[staging.order], writes=on_disk.writes, label=slab.name
         )
         staging.content = slab.index, slab.version
 
+    def skip(self, staged: DiskStates) -> None:
+        """Its update changes nothing, so nothing will be written."""
+        self.transfers.commit(staged.moved, -1)
+
     def read_ahead(self) -> None:
         """Submit reads for the next step, as far as staging buffers suffice, in the order of this step's updates."""
         order, self._submitted = dict.fromkeys(self._submitted), []
         wanted: dict[int, list[Slab]] = {}
         for slab in order:
-            ring = self.rings.of(slab)
+            ring = self.rings_of(slab).of(slab)
             first = wanted.setdefault(id(ring), [])
             if len(first) < len(ring):
                 first.append(slab)
         for first in wanted.values():
             kept = {(slab.index, slab.version) for slab in first}
             for slab in first:
-                if self.rings.holding(slab) is None:
-                    self._read(slab, next(s for s in self.rings.of(slab) if s.content not in kept))
+                if self.rings_of(slab).holding(slab) is None:
+                    self._read(slab, next(s for s in self.rings_of(slab).of(slab) if s.content not in kept))
 
     def unwritten(self, slab: Slab) -> DiskStates | None:
         """The update that changed the slab and did not reach the disk, after a failure. All lanes must be idle.

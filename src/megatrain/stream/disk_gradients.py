@@ -34,7 +34,9 @@ class DiskGradients:
 
     def write(self, slab: Slab, part: Part, staging: Staging) -> None:
         """Submit the write of a gradient that was copied to `staging`."""
-        self._submit("disk_out", "write gradient", slab, staging, part.move_to_disk(), [staging.order], [part.order])
+        buffer = part.move_to_disk()
+        self._transfers.commit([(staging.whole().bytes, buffer)])
+        self._submit("disk_out", "write gradient", slab, staging, buffer, [staging.order], [part.order])
 
     def fetch(self, slab: Slab, gradient: Snapshot) -> Snapshot:
         """The gradient in RAM; submits the read if it is on disk."""

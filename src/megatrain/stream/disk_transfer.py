@@ -11,6 +11,7 @@ from megatrain.errors import DiskFailed
 from megatrain.native.disk import Transfer
 from megatrain.store.disk import DiskBuffer
 from megatrain.store.memory import Buffer
+from megatrain.store.uninterrupted import uninterrupted
 from megatrain.telemetry.counters import Counters
 
 
@@ -24,6 +25,12 @@ class DiskTransfers:
         self.failed: DiskFailed | None = None
         """The first failure. Some parts of the model may have taken a step that others have not."""
 
+    def commit(self, copies: Sequence[tuple[torch.Tensor, Buffer]], sign: int = 1) -> None:
+        """Count writes when they are submitted; -1: they will not take place."""
+        for _, buffer in copies:
+            assert isinstance(buffer, DiskBuffer)
+            buffer.commit(sign)
+
     def move(
         self, lane: str, job: str, name: str, copies: Sequence[tuple[torch.Tensor, Buffer]], progress: object = None
     ) -> None:
@@ -32,7 +39,7 @@ class DiskTransfers:
         this belongs to; None: it moves no state, so a failure leaves the model as it is."""
         verb, what = job.split()
         try:
-            moved = _transfer(copies, write=verb == "write")
+            moved = uninterrupted(lambda: _transfer(copies, write=verb == "write"))
         except DiskFailed as error:
             done = {"read": "read", "write": "written"}[verb]
             unchanged = "No weight or state was changed by this." if progress is None else progress
@@ -48,26 +55,18 @@ class DiskTransfers:
 
 def _transfer(copies: Sequence[tuple[torch.Tensor, Buffer]], *, write: bool) -> int:
     """Returns the bytes that moved, which are fewer if some are coded."""
-    failed: DiskFailed | None = None
     moved = 0
+
+    def finish(buffer: DiskBuffer, transfer: Transfer) -> None:
+        nonlocal moved
+        moved += buffer.wait(transfer, write=write)
+
+    # Its end waits for all that were submitted, also if one fails: they use the memory until they are done.
     with ExitStack() as held:
-        transfers: list[tuple[DiskBuffer, Transfer]] = []
-        try:
-            for memory, buffer in copies:
-                assert isinstance(buffer, DiskBuffer)
-                held.enter_context(buffer.access(write=write))
-                nbytes = min(memory.nbytes, buffer.nbytes)
-                transfers.append((buffer, buffer.transfer(memory.data_ptr(), write=write, keep=memory, nbytes=nbytes)))
-            for buffer, transfer in transfers:
-                # The others use the memory until they are done.
-                try:
-                    moved += buffer.wait(transfer, write=write)
-                except DiskFailed as error:
-                    failed = failed or error
-        except KeyboardInterrupt:
-            for _, transfer in transfers:
-                transfer.abandon()
-            raise
-    if failed is not None:
-        raise failed
+        for memory, buffer in copies:
+            assert isinstance(buffer, DiskBuffer)
+            held.enter_context(buffer.access(write=write))
+            nbytes = min(memory.nbytes, buffer.nbytes)
+            transfer = buffer.transfer(memory.data_ptr(), write=write, keep=memory, nbytes=nbytes)
+            held.callback(finish, buffer, transfer)
     return moved

@@ -186,6 +186,30 @@ def test_a_checkpoint_that_will_not_fit_beside_the_states_is_announced(
     assert any("saving will fail" in message for message in announced.messages)
 
 
+def test_checkpoints_need_room_beside_frozen_weights_on_disk(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step writes nothing there."""
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise InterruptedError
+
+    frozen: dict[str, Any] = {"weights_on_disk": ["model.layers.*"], "debug": mt.Debug(allow_tmpfs=True)}
+    mt.init(device="cpu", offload_dir=tmp_path / "scratch", **frozen)
+    model = small.llama()
+    model.model.layers.requires_grad_(False)
+    args = small.arguments(tmp_path / "out", max_steps=1, save_strategy="steps", save_steps=1)
+    monkeypatch.setattr("megatrain.files.free_bytes", lambda path: 1000)
+    trainer = mt.Trainer(model=model, args=args, train_dataset=small.rows(), callbacks=[Stop()])
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    assert trainer.engine.drive.per_step == 0
+    held = sum(slab.layout.nbytes for slab in trainer.engine.slabs if slab.weight_on_disk)
+    assert held > 0
+    assert any(f"beside the {held / 1e9:.3g} GB of state on disk" in message for message in announced.messages)
+
+
 @pytest.mark.parametrize(
     ("changes", "there", "count"),
     [
@@ -242,3 +266,44 @@ def test_the_rating_follows_what_the_drive_reports(
     assert DriveLife(disk, 5.0, None).rating == 5e12, "the user's own figure counts"
     assert [line for line in announced.messages if "30 TB written in its life and 10% of it used" in line]
     disk.close()
+
+
+@pytest.mark.parametrize("gradients", [(), ("*",)], ids=["", "gradients too"])
+@pytest.mark.parametrize("lanes", ["sync", "threads"])
+def test_steps_that_write_less_count_as_much_as_they_write(
+    tmp_path: Path, lanes: str, gradients: tuple[str, ...]
+) -> None:
+    """Updates in the backward, skipped steps, blocks without a gradient, writes by users."""
+    model = Stack()
+    on_disk: dict[str, Any] = {"offload_dir": tmp_path, "on_disk": ["*"], "gradients_on_disk": gradients}
+    engine = engine_of(model, lanes=lanes, allow_tmpfs=True, **on_disk)
+    optimizer = engine.optimizer(lr=0.1)
+    engine.synchronize()
+    # Two moments and the gradient of five slabs, a page each. The gradient of `gain` comes from no block: it is in RAM.
+    whole = (10 + 4 * len(gradients)) * 4096
+    assert engine.drive.settled == engine.drive.written == 0
+    assert engine.drive.per_step == whole + len(gradients) * 4096
+
+    def step(expected: int, factor: float = 1.0, max_norm: float | None = None, **options: Any) -> None:
+        before = engine.drive.settled
+        optimizer.max_grad_norm = max_norm
+        with optimizer.final_backward():
+            (model(inputs(0), **options).square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not optimizer.step_was_skipped:
+            assert engine.drive.settled == before + expected
+        engine.synchronize()
+        assert engine.drive.settled == engine.drive.written == before + expected
+
+    for _ in range(3):
+        step(whole)
+    step(whole, max_norm=1.0)
+    for _ in range(2):
+        step(whole - 10 * 4096, factor=float("inf"), max_norm=1.0)
+    step(whole - (2 + len(gradients)) * 4096, skip=(1,))
+    before = engine.drive.settled
+    engine.slabs[0].moments["exp_avg"].buffer.zero(0, 4)
+    assert engine.drive.settled == engine.drive.written == before + 4096
+    step(whole)
+    engine.close()

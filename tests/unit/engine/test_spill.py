@@ -195,20 +195,26 @@ def test_weights_of_the_user_are_kept(tmp_path: Path) -> None:
     assert engine.settings.on_disk == ()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_page_cache_counts_toward_free_ram_and_not_toward_the_cap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+@pytest.mark.parametrize(("direct", "coded"), [(True, False), (False, False), (True, True)])
+def test_what_is_in_transit_counts_toward_free_ram_and_not_toward_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, coded: bool
 ) -> None:
-    """Without direct I/O, 64 MiB are in transit. 48 MiB are free here, and 32 allowed."""
+    """Without direct I/O, or with coding, 64 MiB are in transit. 48 MiB are free here, and 32 allowed."""
     monkeypatch.setattr(scratch, "_direct", lambda file: file if direct else file.close())
     free = inventory.level(inventory.CRITICAL, cgroups.usable_ram()) + (48 << 20)
     options: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "on_disk": ["model.layers.*"]}
+    if coded:
+        options |= {"optimizer_compression": "lossless", "disk_coding": "always"}
     model = small.llama(**SIZES)
     engine = engine_of(model, max_ram_gb=32 / 1024, **options)
-    if engine._placement.disk is None or engine._placement.disk.cached_bytes != (0 if direct else 64 << 20):
+    expected = 64 << 20 if coded or not direct else 0
+    disk = engine._placement.disk
+    assert disk is not None
+    if disk.files[0].direct != direct:
         pytest.skip("no direct I/O here")
+    assert disk.transit_bytes == expected
     monkeypatch.setattr(inventory, "available_ram", lambda: free)
-    if direct:
+    if not expected:
         engine.optimizer(lr=1e-2)
         return
     with pytest.raises(NotEnoughMemory, match="are available, of which"):

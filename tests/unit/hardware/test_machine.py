@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from megatrain.errors import SettingsError
-from megatrain.hardware.machine import TOUCHED, Disk, Machine
+from megatrain.hardware.machine import TOUCHED, Disk, Machine, striped
 
 GB, GIB = 1e9, 1 << 30
 
@@ -22,7 +22,7 @@ def described(**changes):
         "vram_bytes": 80 * GIB,
         "ram_bytes": 500 * GIB,
         "cores": 32,
-        "disks": [{"path": "/mnt/a", "free_bytes": 10, "read": 4e9, "write": 2e9, "direct": True}],
+        "disks": [{"path": "/mnt/a", "free_bytes": 10, "read": 4e9, "write": 2e9, "direct": True, "file_system": ""}],
         "h2d": 25e9,
         "d2h": 25e9,
         "duplex": 45e9,
@@ -211,3 +211,21 @@ def test_shipped_machines_are_consistent_with_each_other():
     assert max(Machine.shipped(), key=lambda name: Machine.load(name).h2d) == "gh200"
     ours, same = Machine.load("h200-128gb"), Machine.load("h200-1.5tb")
     assert (ours.gpu, ours.vram_bytes, ours.matmul, ours.h2d) == (same.gpu, same.vram_bytes, same.matmul, same.h2d)
+
+
+def test_the_slowest_and_the_fullest_of_several_directories_bounds_all() -> None:
+    """They get equal shares of everything."""
+
+    def disk(free: int, read: float, file_system: str = "") -> Disk:
+        return Disk(path="/d", free_bytes=free, read=read, write=1.0, file_system=file_system)
+
+    assert striped([], "free_bytes") == 0
+    assert striped([disk(100, 6.0)], "free_bytes") == 100
+    unequal = [disk(100, 6.0), disk(30, 8.0), disk(70, 2.0)]
+    assert striped(unequal, "free_bytes") == 90
+    assert striped(unequal, "read") == 6.0
+    # Two directories share what one has, and a third one has its own.
+    shared = [disk(100, 6.0, "8:1"), disk(100, 6.0, "8:1"), disk(45, 4.0, "8:2")]
+    assert striped(shared[:2], "free_bytes") == 100
+    assert striped(shared, "free_bytes") == 135
+    assert striped(shared, "read") == 9.0

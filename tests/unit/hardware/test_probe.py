@@ -11,7 +11,7 @@ import torch
 
 from megatrain.errors import DeviceUnavailable, NotEnoughMemory, SettingsError
 from megatrain.hardware import cgroups, measure, probe
-from megatrain.hardware.machine import TOUCHED, Disk, Machine
+from megatrain.hardware.machine import TOUCHED, Disk, Machine, striped
 
 GIB = 1 << 30
 
@@ -255,6 +255,36 @@ def test_disks_are_measured_once_each(counted, tmp_path):
     assert probe.probe(device="cpu", offload_dir=second).disks[0].path == str(second)
     assert probe.probe(device="cpu").disks == ()
     assert counted.taken() == []
+
+
+def test_directories_on_one_file_system_are_known_to_share_it(counted, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b", Path("/dev/shm")]
+    for folder in folders[:2]:
+        folder.mkdir()
+    first, second, other = probe.probe(device="cpu", offload_dir=folders).disks
+    assert first.file_system == second.file_system != other.file_system
+    assert striped([first, second], "read") == 3e9
+
+
+@pytest.mark.parametrize("partition", [False, True])
+@pytest.mark.parametrize("name", ["wwid", "device/wwid", "dm/uuid", "serial"])
+def test_a_drive_has_the_same_name_after_a_restart(tmp_path, name, partition):
+    """Its number and the name of its device may change."""
+    names = []
+    for device in ("nvme0n1", "nvme1n1"):
+        (tmp_path / device / name).parent.mkdir(parents=True)
+        (tmp_path / device / name).write_text("eui.0025385b11b2c3d4 \n")
+        (tmp_path / device / f"{device}p1").mkdir()
+        (tmp_path / device / f"{device}p1" / "partition").write_text("1\n")
+        names.append(probe._drive(tmp_path / device / (f"{device}p1" if partition else "")))
+    assert names == ["eui.0025385b11b2c3d4"] * 2
+    assert probe._drive(tmp_path / "missing") == ""
+
+
+def test_without_a_serial_number_a_directory_is_known_by_what_is_mounted(tmp_path):
+    assert probe._mounted(Path("/proc/self")).startswith("proc ")
+    (tmp_path / "a directory").mkdir()
+    assert probe._mounted(tmp_path / "a directory") == probe._mounted(tmp_path) != ""
 
 
 def test_many_disks_share_the_time_of_a_few(counted, tmp_path, monkeypatch):

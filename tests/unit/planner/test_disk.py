@@ -124,7 +124,7 @@ def test_planned_bytes_are_those_of_an_engine(
     in_ram = staged_gradients + sum(buffer.nbytes for part in summed for buffer in part.buffers.values())
     exact = decision.other_blocks != HELD and not decision.held_gradients and not any(s.tied for s in ledger.states)
     assert account_of["ram"]["gradients"] == in_ram if exact else account_of["ram"]["gradients"] >= in_ram
-    assert allocated(engine._step.updates.disk.rings) == staged_states
+    assert allocated(engine._step.updates.disk.rings[True]) == staged_states
     trained = [slab for slab in engine.slabs if slab.trains]
     required = staged_bytes(trained, engine._step.updates, AdamW, engine.settings.moment_width)
     assert required == {"vram": 0, "ram": staged_states + staged_gradients}
@@ -218,7 +218,7 @@ def test_as_much_goes_to_disk_as_ram_requires(
 
 def test_page_cache_counts_once_anything_is_on_disk() -> None:
     shape = describe(trained())
-    direct, cached = (Ledger(shape, Run(), cached=nbytes) for nbytes in (0, 1 << 26))
+    direct, cached = (Ledger(shape, Run(), transit=nbytes) for nbytes in (0, 1 << 26))
     for decision in (Decision(), Decision(disk_blocks=2), Decision(disk_blocks=9, disk_gradients=9, disk_weights=9)):
         found = cached.account(decision)["ram"]["workspace"] - direct.account(decision)["ram"]["workspace"]
         assert found == (1 << 26) * (decision.disk_blocks > 0)

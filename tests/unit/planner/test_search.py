@@ -198,8 +198,37 @@ def test_page_cache_counts_without_direct_io():
     search = Search(dense_shape(8, 8), dataclasses.replace(machine, disks=(dataclasses.replace(drive, direct=False),)),
                     Run(), offload_dir="/mnt/nvme")  # fmt: skip
     assert search.plan().memory == in_ram.memory, "nothing is on disk"
-    assert search.changed(offload_dir=None).ledger.cached == 0
-    assert search.changed(offload_dir=["/mnt/nvme", "/other"]).ledger.cached == 2 * 8 * 8 << 20
+    assert search.changed(offload_dir=None).ledger.transit == 0
+    assert search.changed(offload_dir=["/mnt/nvme", "/other"]).ledger.transit == 2 * 8 * 8 << 20
+
+
+def test_several_directories_are_as_large_and_fast_as_the_least_of_them_allows():
+    """State is striped equally. One file system is no larger or faster for having two directories."""
+    drive = Disk(path="/a", free_bytes=100 * GB, read=3e9, write=2e9, file_system="8:1")
+    slow = dataclasses.replace(drive, path="/b", free_bytes=30 * GB, read=1e9, file_system="8:2")
+    same = dataclasses.replace(drive, path="/c")
+
+    def search(*disks):
+        machine = dataclasses.replace(Machine.load("h100-512gb"), disks=disks)
+        return Search(dense_shape(8, 8), machine, Run(), offload_dir=[disk.path for disk in disks])
+
+    for disks, free, read in (((drive,), 100, 3e9), ((drive, slow), 60, 2e9), ((drive, same), 100, 3e9)):
+        found = search(*disks)
+        assert found.capacity["disk"] == free * GB
+        assert found.simulator.costs.disk[0] == read
+
+
+def test_memory_of_coded_pieces_counts():
+    machine = Machine.load("h100-512gb")
+    drive = Disk(path="/mnt/nvme", free_bytes=4000 * GB, read=3e9, write=2e9)
+    machine = dataclasses.replace(machine, disks=(drive,))
+    plain, coded = (
+        Search(dense_shape(64, 64), machine, Run(optimizer_compression=each), offload_dir="/mnt/nvme").ledger
+        for each in (False, "lossless")
+    )
+    decision = Decision(disk_blocks=4)
+    assert coded.account(decision)["ram"]["workspace"] - plain.account(decision)["ram"]["workspace"] == 8 * 8 << 20
+    assert coded.account(Decision()) == plain.account(Decision())
 
 
 def frozen_but_vectors(shape, blocks):

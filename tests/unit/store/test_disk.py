@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
+import linecache
 import mmap
 import os
+import sys
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import _base as futures
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,8 +21,8 @@ from tests import forked
 from tests.unit.native.test_library import resident_pages
 
 from megatrain.errors import DiskFailed, DiskFull, EngineClosed, SettingsError
-from megatrain.store import disk, scratch
-from megatrain.store.disk import PIECE_BYTES, Access, DiskMemory
+from megatrain.store import disk, scratch, uninterrupted
+from megatrain.store.disk import PIECE_BYTES, DiskMemory
 
 
 @pytest.fixture
@@ -86,19 +90,63 @@ def test_threads_may_read_and_change_one_piece(memory: DiskMemory) -> None:
     assert (buffer.read(0, PIECE_BYTES) == rounds).all()
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_ctrl_c_leaves_no_transfer_behind_that_others_wait_for(write: bool) -> None:
-    class Interrupted(threading.Condition):
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            access._changed = changed
-            raise KeyboardInterrupt
+class Interrupter:
+    """Raises KeyboardInterrupt at one of the points of some work in Python: before a line, or before a return."""
 
-    access = Access()
-    changed, access._changed = access._changed, Interrupted()
-    with pytest.raises(KeyboardInterrupt), access(write=write):
-        raise AssertionError
-    assert access._active == 0
+    FILES = frozenset({disk.__file__, uninterrupted.__file__, contextlib.__file__, futures.__file__})
+
+    def __init__(self, point: int) -> None:
+        self._point, self.points = point, 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        # The end of a `with` is its first line again, where a signal could not arrive before its lock is released.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "return" or (event == "line" and not line.startswith("with ")):
+            self.points += 1
+            if self.points == self._point:
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, work: Callable[[], object]) -> BaseException | None:
+        sys.settrace(self)
+        try:
+            work()
+        except KeyboardInterrupt as interrupt:
+            # Its traceback keeps frames alive, as `sys.last_traceback` does in a notebook.
+            return interrupt
+        finally:
+            sys.settrace(None)
+        return None
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+def test_ctrl_c_at_any_point_leaves_a_buffer_that_others_can_use(memory: DiskMemory, write: bool) -> None:
+    buffer = memory.allocate(20_000, transferred=False)
+    filled(buffer)
+
+    def change() -> None:
+        with buffer.changing(0, 10_000) as part:
+            part.add_(1)
+
+    def transfer() -> None:
+        """As lanes do."""
+        for direction in (True, False):
+            with buffer.access(write=direction):
+                buffer.wait(buffer.transfer(held.data_ptr(), write=direction, keep=held), write=direction)
+
+    held = disk.aligned(20_480)
+    work = change if write else lambda: buffer.read(0, 20_000)
+    whole = Interrupter(0)
+    whole.run(work)
+    assert whole.points > 20
+    with ThreadPoolExecutor(1) as lane:
+        for point in range(1, whole.points + 1):
+            interrupt = Interrupter(point).run(work)
+            lane.submit(transfer).result(timeout=5)
+            change()
+            del interrupt
 
 
 def test_pieces_are_striped_over_the_directories(memory: DiskMemory) -> None:
@@ -270,7 +318,7 @@ def test_without_direct_io_nothing_stays_in_the_page_cache(tmp_path: Path, backe
     memory = DiskMemory([tmp_path], allow_tmpfs=True, backend=backend)
     if memory.files[0].kind.magic in scratch.MEMORY_SYSTEMS:
         pytest.skip(f"{tmp_path} is in RAM")
-    assert memory.cached_bytes == disk.THREADS * PIECE_BYTES
+    assert memory.transit_bytes == disk.THREADS * PIECE_BYTES
     buffer: Any = memory.allocate(3 * PIECE_BYTES, transferred=False)
     held = disk.aligned(buffer.nbytes)
     mapping = mmap.mmap(memory.files[0].descriptor, buffer.nbytes)
@@ -284,7 +332,7 @@ def test_without_direct_io_nothing_stays_in_the_page_cache(tmp_path: Path, backe
 def test_direct_io_uses_no_page_cache(memory: DiskMemory) -> None:
     if not all(file.direct for file in memory.files):
         pytest.skip("no direct I/O here")
-    assert memory.cached_bytes == 0
+    assert memory.transit_bytes == 0
 
 
 @pytest.mark.usefixtures("without_direct_io")
