@@ -72,7 +72,6 @@ class TwoBit(Format):
         scales.copy_(scale)
 
 
-FORMATS["2bit"] = (FORMATS["4bit"][0], TwoBit("2bit", 8, 128))
 PLAIN = {"plain": False, "plain bf16": True}
 """Runs of plain PyTorch: whether autocast is on."""
 RUNS: dict[str, dict[str, Any]] = {
@@ -131,11 +130,12 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
             optimizer = torch.optim.AdamW(model.to(device).parameters(), **adamw)
         else:
             engine = stack.enter_context(mt.Engine(model, device=options.device, **RUNS[name]))
-            optimizer = (
-                Optimizer(list(model.parameters()), engine._step, moment_width="2bit", max_grad_norm=CLIP, **adamw)
-                if name == "2bit"
-                else engine.optimizer(max_grad_norm=CLIP, **adamw)
-            )
+            if name == "2bit":
+                FORMATS["2bit"] = (FORMATS["4bit"][0], TwoBit("2bit", 8, 128))
+                parameters = list(model.parameters())
+                optimizer = Optimizer(parameters, engine._step, moment_width=name, max_grad_norm=CLIP, **adamw)
+            else:
+                optimizer = engine.optimizer(max_grad_norm=CLIP, **adamw)
 
         def loss_of(source: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
             ids = windows(source, options.length, options.batch, draws).to(device)
