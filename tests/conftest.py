@@ -49,6 +49,16 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays until the end; tests that collect garbage need not visit it."""
+    freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        freeze()
+
+
+def freeze() -> None:
+    """Leave what is imported, or cached, out of later collections: every engine that is attached collects garbage."""
     gc.collect()
     gc.freeze()
