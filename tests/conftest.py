@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -48,17 +49,15 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def pytest_collection_finish() -> None:
-    freeze()
+_file: Path | None = None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is not None and nextitem.path != item.path:
-        freeze()
-
-
-def freeze() -> None:
-    """Leave what is imported, or cached, out of later collections: every engine that is attached collects garbage."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave what lives long out of the next file's collections: every engine that is attached collects garbage."""
+    global _file
+    if item.path != _file:
+        _file = item.path
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,14 @@ from numpy.random import mtrand
 
 _WORDS = struct.Struct("625I")
 """A packed Mersenne twister state. A tuple of integers takes ten times the memory, and every block keeps one."""
+
+_lock = threading.Lock()
+"""One thread at a time reads or writes the state of PyTorch's generators.
+
+`torch.get_rng_state` locks the generator and then allocates its result. If that starts a garbage collection, a
+finalizer may release the GIL, and another thread's `get_rng_state` takes the GIL and waits for the generator: PyTorch
+deadlocks.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +42,10 @@ class Generators:
 
     @classmethod
     def capture(cls, device: torch.device) -> Generators:
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(device, torch.get_rng_state(), cuda, _python(), _numpy())
+        with _lock:
+            cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            cpu = torch.get_rng_state()
+        return cls(device, cpu, cuda, _python(), _numpy())
 
     @property
     def device_state(self) -> torch.Tensor:
@@ -52,9 +63,10 @@ class Generators:
 
     def restore(self) -> None:
         """Restore all generators."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+        with _lock:
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
         if _python() != self.python:
             version, words, gauss = self.python
             random.setstate((version, _WORDS.unpack(words), gauss))
@@ -73,7 +85,8 @@ def preserved(device: torch.device) -> Iterator[None]:
 
 def seed(number: int) -> None:
     """Seed all generators with one 62-bit number."""
-    torch.manual_seed(number)
+    with _lock:
+        torch.manual_seed(number)
     random.seed(number)
     # `numpy.random.seed` works only with the default bit generator, which users may have replaced.
     fresh = type(mtrand.get_bit_generator())(number).state

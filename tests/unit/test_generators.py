@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,3 +110,33 @@ def test_other_bit_generators_of_numpy(make: Any) -> None:
         generators.seed(number)
         seen.append([numpy.random.randn() for _ in range(3)])
     assert seen[0] == seen[1] != seen[2]
+
+
+WITH_GARBAGE = """
+import gc, threading, time
+import torch
+from megatrain.generators import Generators
+
+class Slow:
+    def __init__(self):
+        self.me = self  # only a collection finds it
+
+    def __del__(self):
+        time.sleep(1e-4)  # another thread runs
+
+def capture():
+    for number in range(3000):
+        gc.set_threshold(number % 10 + 1, 1000, 1000)  # some collection starts inside of PyTorch's function
+        Slow()
+        Generators.capture(cpu)
+
+cpu = torch.device("cpu")
+threads = [threading.Thread(target=capture) for _ in range(2)]
+for thread in threads:
+    thread.start()
+"""
+
+
+def test_two_threads_capture_while_garbage_is_collected() -> None:
+    """PyTorch's own functions deadlock here, and hold the GIL."""
+    subprocess.run([sys.executable, "-c", WITH_GARBAGE], check=True, timeout=120)
