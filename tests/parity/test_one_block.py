@@ -274,7 +274,7 @@ def test_no_parameters():
 
 
 def test_residents_are_checked_by_name():
-    with pytest.raises(mt.errors.SettingsError, match="blocks are Linear"):
+    with pytest.raises(mt.errors.SettingsError, match="matches no block; the nearest names are Linear"):
         mt.Engine(nn.Linear(2, 2), device="cpu", resident=["layers.*"])
 
 
