@@ -1,5 +1,6 @@
 """On the GPU: `mt.Trainer` trains like the stock one and saves, and a resumed run equals the uninterrupted one."""
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -71,12 +72,20 @@ def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(tmp_path, changes):
         train_dataset=small.rows(32),
         callbacks=[WarnsOfWaits()],
     )
-    with warnings.catch_warnings(record=True) as caught:
+    waits = []
+
+    def show(message, category, filename, lineno, *_):
+        # The thread of a lane may wait, as an early update does for the norm of its gradient: compute goes on.
+        of_lane = threading.current_thread().name.endswith("-issue")
+        if "synchronizing CUDA operation" in str(message) and not of_lane:
+            waits.append(f"{Path(filename).name}:{lineno}")
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = show
         try:
             trainer.train()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert trainer.state.global_step == 8
-    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
-    assert [f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits] == []
+    assert waits == []

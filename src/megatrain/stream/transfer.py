@@ -34,7 +34,7 @@ class Transfer:
             event.synchronize()
             size = end - start
             native.copy(chunk.data_ptr(), source.data_ptr() + start, size, self._threads)
-            target.view(torch.uint8)[start:end].copy_(chunk[:size], non_blocking=True)
+            target.view(-1).view(torch.uint8)[start:end].copy_(chunk[:size], non_blocking=True)
             event.record()
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor, pinned: bool) -> None:
@@ -44,7 +44,7 @@ class Transfer:
             return
         for chunk, event, start, end in self._pieces(source):
             size = end - start
-            chunk[:size].copy_(source.view(torch.uint8)[start:end], non_blocking=True)
+            chunk[:size].copy_(source.view(-1).view(torch.uint8)[start:end], non_blocking=True)
             event.record()
             # The chunk must have arrived before this thread copies it.
             event.synchronize()
