@@ -82,7 +82,6 @@ def test_one_that_skipped_a_layer_waits_for_earlier_ones():
     assert seen == [0, 1, 2, 3]
 
 
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("full_step_window", [True, False])
 def test_dropout_matches_sequential_micro_batches(full_step_window, precision, lanes):
