@@ -53,7 +53,8 @@ class _Baton:
     def __init__(self, micro_batches: int, device: torch.device) -> None:
         self._condition = threading.Condition()
         self.positions = dict.fromkeys(range(micro_batches), (-1, 0))
-        """Micro-batch → its position in the step and the number of blocks it has reached; removed when it ends."""
+        """Micro-batch → its position in the step and the number of blocks it has reached there, more than one if layers
+        are shared; removed when it ends."""
         self.finished: set[int] = set()
         """Micro-batches whose task has returned; one of them may still hold the baton."""
         self._turn = 0
@@ -66,7 +67,7 @@ class _Baton:
         """Pass the baton and wait until it returns."""
         with self._condition:
             furthest, blocks = self.positions[number]
-            self.positions[number] = (max(furthest, position), blocks + 1)
+            self.positions[number] = (position, 1) if position > furthest else (furthest, blocks + 1)
             self._choose_next()
             # Capture inside the lock: no other thread draws random numbers yet.
             state = Generators.capture(self._device) if self._turn != number else None
@@ -185,12 +186,14 @@ class WindowThreads:
                     for number, (_, jobs) in enumerate(self._workers[: len(tasks)]):
                         jobs.put(partial(contextvars.copy_context().run, body, number))
                     started = True
+                ended = baton.join()
             except BaseException as interrupt:
                 if not started:
                     raise
                 # The tasks run already and must end before this returns.
                 baton.abort(interrupt)
-            if not baton.join():
+                ended = baton.join()
+            if not ended:
                 # Leave the stuck thread behind. It stops if it ever gets the baton again.
                 self._workers = []
         self._baton = None

@@ -63,7 +63,7 @@ class Adoption:
         """(slab, segment) → the parameter's dtype before attaching, restored if attaching fails."""
         self._lazy_originals: dict[tuple[int, int], torch.nn.Parameter] = {}
         """(slab, segment) → the parameter itself if its values are in a file. It is put back if attaching fails."""
-        self._dtypes = Dtypes(self.model)
+        self._dtypes = Dtypes(self.model, self.saved_dtypes)
 
     def adopt(self, specs: list[BlockSpec], add_gradient: GradientSink, run: RunBlock, undo: Undo) -> None:
         """Move weights into slabs and route the blocks' forwards through `run`."""

@@ -16,6 +16,7 @@ from megatrain.hardware import inventory
 from megatrain.hardware.validation import folders
 from megatrain.model import transformers_api
 from megatrain.model.blocks import BlockSpec, find_blocks
+from megatrain.model.dtypes import Dtypes
 from megatrain.model.transformers_api import TransformersApi
 from megatrain.settings import Settings
 from megatrain.store.parameter import StoreTensor
@@ -60,7 +61,7 @@ def decide(settings: Settings, device: torch.device, model: torch.nn.Module, kin
     announce_unavailable(settings, device)
     check_patterns(settings, specs)
     precision = precision_of(model, settings.precision)
-    settings = with_states_on_disk(settings, device, model, specs, precision, kind)
+    settings = with_states_on_disk(settings, device, Dtypes(model, saved_dtypes), model, specs, precision, kind)
     saved = saved_precision(model, precision, saved_dtypes)
     return Decided(settings, specs, api, precision, saved, saved_dtypes, compile_chosen)
 

@@ -115,6 +115,7 @@ class _OnDisk:
 def with_states_on_disk(
     settings: Settings,
     device: torch.device,
+    dtypes: Dtypes,
     model: torch.nn.Module,
     specs: Sequence[BlockSpec],
     precision: str,
@@ -130,7 +131,7 @@ def with_states_on_disk(
         raise SettingsError(f"{' and '.join(named)} name blocks; name a directory for them with offload_dir.")
     if not directories or settings.plan is not None or "on_disk" in settings.given:
         return settings
-    stored = [block for block in _blocks(settings, model, specs, precision, kind) if block.slabs]
+    stored = [block for block in _blocks(settings, dtypes, specs, precision, kind) if block.slabs]
     blocks = [block for block in stored if not any(fnmatch(block.name, each) for each in settings.resident)]
     loaded = sum(map(ram_bytes, model.parameters()))
     limit = max(0, inventory.available_ram() + loaded - inventory.level(inventory.LOW, cgroups.usable_ram()))
@@ -249,17 +250,18 @@ def _slot_bytes(blocks: Sequence[_Block], settings: Settings) -> int:
     return total
 
 
-def _blocks(
-    settings: Settings, model: torch.nn.Module, specs: Sequence[BlockSpec], precision: str, kind: str
-) -> list[_Block]:
-    dtypes, seen, blocks = Dtypes(model), dict[int, _Slab](), []
+def _blocks(settings: Settings, dtypes: Dtypes, specs: Sequence[BlockSpec], precision: str, kind: str) -> list[_Block]:
+    seen, blocks = dict[int, _Slab](), []
     for spec in specs:
         slabs: dict[tuple[torch.dtype, bool], _Slab] = {}
         for name, parameter in spec.parameters():
             if id(parameter) in seen:
                 seen[id(parameter)].shared = True
                 continue
-            numel, dtype = padded(parameter.numel()), dtypes.stored(f"{spec.name}.{name}", parameter, precision)
+            numel, dtype = (
+                padded(parameter.numel()),
+                dtypes.stored(f"{spec.name}.{name}".lstrip("."), parameter, precision),
+            )
             slab = slabs.setdefault((dtype, parameter.requires_grad), _Slab(parameter.requires_grad))
             seen[id(parameter)] = slab
             slab.weights += numel * dtype.itemsize

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -19,12 +21,14 @@ def natural_precision(loaded: torch.dtype) -> str:
 class Dtypes:
     """The dtypes of a model's parameters, as loaded and as stored."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, saved: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
+        """`saved`: parameter name → the dtype in which a closed engine saved it. That engine returned its masters as
+        FP32, whatever the model had been loaded in."""
+        self._model, self._saved = model, saved
         self._counts: Counter[torch.dtype] = Counter()
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
-                self._counts[parameter.dtype] += parameter.numel()
+                self._counts[saved.get(name, parameter.dtype)] += parameter.numel()
         not_fp32 = self._counts.total() - self._counts[torch.float32]
         self._mixed = not_fp32 * 2 > self._counts.total()
         """Whether most parameters are in 16 bits: FP32 ones are then in FP32 on purpose."""
@@ -43,7 +47,8 @@ class Dtypes:
         # Modules that transformers keeps in FP32 when it loads the model in BF16.
         patterns = getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()
         keeps_fp32 = any(pattern in name for pattern in patterns) or (self._mixed and not on_meta)
-        return torch.float32 if keeps_fp32 and (on_meta or parameter.dtype == torch.float32) else None
+        loaded = self._saved.get(name, parameter.dtype)
+        return torch.float32 if keeps_fp32 and (on_meta or loaded == torch.float32) else None
 
     def stored(self, name: str, parameter: torch.Tensor, precision: str) -> torch.dtype:
         return self.fixed(name, parameter) or store_dtype(precision)

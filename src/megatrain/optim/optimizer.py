@@ -193,13 +193,15 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in parameters:
             # A pending update increments the step count.
             parameter.slab.settle()
-            if steps := parameter.slab.steps[parameter.segment]:
+            steps = parameter.slab.steps[parameter.segment]
+            # Before its first step a parameter has no moments, but its master may have low bits.
+            if steps or any(residual.any() for residual in states_of(parameter, ()).values()):
                 states = states_of(parameter, self.rule.moments)
                 state[numbers[id(parameter)]] = {"step": torch.tensor(float(steps)), **states}
         return {"state": state, "param_groups": groups}
 
     def moment_bytes(self) -> int:
-        """Bytes of moments and step counts in a state dict. Nothing is read for them."""
+        """Bytes of moments and step counts of parameters that have taken a step. Nothing is read for them."""
         stepped = [p for group in self.param_groups for p in group["params"] if p.slab.steps[p.segment]]
         states = (states_of(parameter, self.rule.moments, values=False) for parameter in stepped)
         moments = sum(view.nbytes for each in states for role, view in each.items() if role != "residual")

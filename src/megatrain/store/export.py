@@ -39,7 +39,7 @@ class ExportTensor(StoreTensor):
 
     materialise = host
 
-    def require_writable(self) -> None:
+    def prepare_write(self) -> None:
         raise MegaTrainError("this state dict was made for saving and is read-only; write into the parameter itself.")
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -93,8 +93,12 @@ class StoreTensor(torch.Tensor):
     def materialise(self) -> torch.Tensor:
         return self.stored().to(dtype=self.dtype, device=self.device)
 
-    def require_writable(self) -> None:
-        self.slab.require_owner()
+    def prepare_write(self) -> None:
+        """Raise if the values must not change. A submitted update may still read a gradient: wait for it."""
+        if self.role == "weight":
+            self.slab.require_owner()
+        else:
+            self.slab.grad.writable_part()
 
     def write(self, values: torch.Tensor) -> None:
         """Replace the values; a split master then equals the BF16 values exactly."""
@@ -248,8 +252,8 @@ class StoreTensor(torch.Tensor):
             if id(leaf) in read
         ]
         for target, _ in written:
-            # On the CPU the operator writes to the store directly.
-            target.require_writable()
+            # The operator may write to the store directly.
+            target.prepare_write()
         result = func(*plain_args, **plain_kwargs)
         for target, values in written:
             target.write(values)

@@ -72,6 +72,16 @@ def test_micro_batches_run_one_at_a_time_block_by_block():
     assert len({thread for _, thread in seen}) == 3
 
 
+def test_one_that_skipped_a_layer_waits_for_earlier_ones():
+    """A buffer that a layer changes is changed in the order of the micro-batches."""
+    model = Stack()
+    seen = []
+    model.layers[1].register_forward_hook(lambda *_: seen.append(int(threading.current_thread().name[-1])))
+    with engine_of(model) as engine:
+        engine.window([lambda skip=skip: model(inputs(0), skip=skip).sum() for skip in ((), (), (0,), ())])
+    assert seen == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("full_step_window", [True, False])
 def test_dropout_matches_sequential_micro_batches(full_step_window, precision, lanes):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.tiny import Stack, engine_of, gradients, inputs
 
+from megatrain.compute.window import _Baton
 from megatrain.stream.lanes import ThreadLanes
 
 
@@ -80,3 +81,35 @@ def test_an_abandoned_micro_batch_stops() -> None:
 
     plain, after = run(False), run(True)
     assert all(torch.equal(plain[name], after[name]) for name in plain)
+
+
+def test_ctrl_c_before_the_wait_for_micro_batches_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would go on and add their gradients to the next step."""
+    join, joined, running, proceed = _Baton.join, threading.Event(), threading.Event(), threading.Event()
+    model, ended = Stack(), []
+
+    def interrupted(baton: _Baton) -> bool:
+        if not joined.is_set():
+            joined.set()
+            assert running.wait(60)
+            raise KeyboardInterrupt
+        proceed.set()
+        return join(baton)
+
+    def task() -> None:
+        running.set()
+        try:
+            assert proceed.wait(60)
+            model(inputs(0)).square().mean().backward()
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(_Baton, "join", interrupted)
+    with engine_of(model) as engine:
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                engine.window([task])
+            assert ended
+            assert not any(gradient is not None for gradient in gradients(model).values())
+        finally:
+            proceed.set()

@@ -86,6 +86,22 @@ def test_marks_use_the_stream_of_the_engines_device(monkeypatch: Any) -> None:
     assert all(stream is not None and stream.device is not None for _, stream in events), events
 
 
+def test_a_model_that_is_mostly_frozen_keeps_its_dtypes_in_a_second_engine() -> None:
+    """A closed engine returns masters as FP32. Among BF16 weights these must not look like FP32 on purpose."""
+    model = Stack().bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "layers.1.scale")
+    dtypes = []
+    for _ in range(2):
+        engine = engine_of(model)
+        optimizer = engine.optimizer(lr=0.1)
+        model(inputs(0)).square().mean().backward()
+        optimizer.step()
+        engine.close()
+        dtypes.append({slab.layout.dtype for slab in engine.slabs})
+    assert dtypes == [{torch.bfloat16}] * 2
+
+
 def test_a_second_optimizer_drops_the_state_of_the_first() -> None:
     """Otherwise the first optimizer's moments would take memory and be saved in each checkpoint."""
     model = Stack()

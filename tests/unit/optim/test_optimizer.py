@@ -380,6 +380,23 @@ def test_state_dict_into_a_fresh_engine(precision, lanes):
     engine.close()
 
 
+def test_state_dict_has_the_low_bits_of_parameters_without_a_step():
+    """Otherwise an FP32 master would be rounded to BF16 when weights and state are put back."""
+    model = Stack()
+    engine = engine_of(model, precision="bf16")
+    optimizer = engine.optimizer(lr=0.1)
+    before = roles(engine)
+    weights = {name: value + 0 for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    model(inputs(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert differences(roles(engine), before) == []
+    engine.close()
+
+
 def test_state_dict_right_after_a_step_is_complete():
     """On slow lanes: step counts and moments are those of the last step."""
     counts = []

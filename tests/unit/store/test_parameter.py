@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tests.tiny import Stack, engine_of, inputs
+from tests.tiny import Stack, differences, engine_of, inputs, roles
 from torch import nn
 
 from megatrain.errors import MegaTrainError
@@ -297,6 +297,22 @@ def test_a_changed_gradient_is_what_the_optimizer_uses(change):
             assert (number in state) == (theirs.grad is not None)
             if theirs.grad is not None:
                 assert torch.equal(state[number]["exp_avg"], theirs.grad)
+
+
+@pytest.mark.parametrize("tier", ["ram", "held_gradients", "resident"])
+def test_a_gradient_that_is_changed_after_a_step_is_not_what_the_step_uses(tier):
+    """The update may still be pending."""
+    results = []
+    for lanes in ("sync", ThreadLanes(seed=0, max_delay=5e-3)):
+        model = Stack()
+        with engine_of(model, lanes=lanes, **({} if tier == "ram" else {tier: ("*",)})) as engine:
+            optimizer = engine.optimizer(lr=0.1)
+            model(inputs(0)).sum().backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+            results.append(roles(engine))
+    assert differences(*results) == []
 
 
 def test_clip_grad_norm(pair):
