@@ -191,8 +191,10 @@ class WindowThreads:
                 # The tasks run already and must end before this returns.
                 baton.abort(interrupt)
             if not baton.join():
-                # Leave the stuck thread behind. It stops if it ever gets the baton again.
-                self._workers = []
+                # Leave the stuck thread behind. Its task stops if it ever gets the baton again, and then it ends.
+                left, self._workers = self._workers, []
+                for _, jobs in left:
+                    jobs.put(None)
         self._baton = None
         if baton.error is not None:
             # The error's frames hold the tensors of the window, so only the caller may keep a reference to it.
