@@ -99,7 +99,7 @@ torch.manual_seed(0)
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
     vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=7, num_attention_heads=8,
     num_key_value_heads=8, max_position_embeddings=256, bos_token_id=None, eos_token_id=None))
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 8192, (64, 128))]
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 8192, (64, 32))]
 limit = inventory.own_ram() + int(float(room) * sum(p.numel() for p in model.parameters()))
 for name in ("memory.limit_in_bytes", "memory.max"):
     path = os.path.join(group, name)

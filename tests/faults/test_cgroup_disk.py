@@ -48,7 +48,7 @@ try:
                        offload_dir=scratch if scratch != "none" else None)
     optimizer = engine.optimizer(lr=1e-3)
     losses = []
-    ids = torch.randint(1, 8192, (2, 64), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 8192, (2, 16), generator=torch.Generator().manual_seed(0))
     for step in range(3):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
