@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError, UnsupportedCall
+from megatrain.lazy import without_storage, written
 from megatrain.store.slab import PIECE, Slab
 from megatrain.store.split import join
 
@@ -39,15 +40,7 @@ class StoreTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, slab: Slab, segment: int, role: str, device: torch.device, geometry: torch.Tensor) -> StoreTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            geometry.size(),
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=device,
-            requires_grad=False,
-        )
+        tensor = without_storage(cls, geometry, device)
         tensor.slab, tensor.segment, tensor.role, tensor.geometry = slab, segment, role, geometry
         return tensor
 
@@ -238,22 +231,14 @@ class StoreTensor(torch.Tensor):
             return values
 
         plain_args, plain_kwargs = pytree.tree_map_only(StoreTensor, materialise, (args, kwargs))
-        specs = func._schema.arguments
-        named = dict(zip((spec.name for spec in specs), plain_args, strict=False)) | plain_kwargs
-        written = [
-            read[id(leaf)]
-            for spec in specs
-            if spec.alias_info is not None and spec.alias_info.is_write
-            for leaf in pytree.tree_leaves(named.get(spec.name))
-            if id(leaf) in read
-        ]
-        for target, _ in written:
+        changed = [read[id(leaf)] for leaf in written(func, plain_args, plain_kwargs) if id(leaf) in read]
+        for target, _ in changed:
             # On the CPU the operator writes to the store directly.
             target.require_writable()
         result = func(*plain_args, **plain_kwargs)
-        for target, values in written:
+        for target, values in changed:
             target.write(values)
-        originals = {id(values): target for target, values in written}
+        originals = {id(values): target for target, values in changed}
         return pytree.tree_map_only(torch.Tensor, lambda out: originals.get(id(out), out), result)
 
 
