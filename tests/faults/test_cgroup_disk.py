@@ -73,7 +73,7 @@ def run(
         arguments = [str(group), str(scratch or "none"), str(room), str(layers), str(hidden), precision, str(weights)]
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])
     found: dict[str, Any] = json.loads(done.stdout.partition("found: ")[2])
