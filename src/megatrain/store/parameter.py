@@ -26,6 +26,11 @@ _plain_grad: Any = torch.Tensor.grad
 GRAD_FIELD_TIMEOUT_S = 10.0
 """A thread waits this long for another thread's backward to empty a parameter's field, then proceeds."""
 
+NO_DEEP_COPY = (
+    "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; copy it before "
+    "attaching the engine, or load the copy from a saved directory."
+)
+
 
 class StoreTensor(torch.Tensor):
     """A view of one role (`weight` or `grad`) of a slab."""
@@ -198,10 +203,7 @@ class StoreTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if not getattr(self, "_is_param", False):
             return self.materialise().clone()
-        raise MegaTrainError(
-            "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; "
-            "copy it before attaching the engine, or load the copy from a saved directory."
-        )
+        raise MegaTrainError(NO_DEEP_COPY)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.host().detach().to(self.dtype).clone()
