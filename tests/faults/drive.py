@@ -116,8 +116,12 @@ def parts_with_data(sparse: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 def waiting_threads(process: int | str = "self") -> int:
     """How many threads of a process wait in the kernel for a drive."""
-    stats = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat")]
-    return sum(stat.rpartition(")")[2].split()[0] == "D" for stat in stats)
+    waiting = 0
+    for path in Path(f"/proc/{process}/task").glob("*/stat"):
+        # Threads may end meanwhile.
+        with contextlib.suppress(OSError):
+            waiting += path.read_text().rpartition(")")[2].split()[0] == "D"
+    return waiting
 
 
 @contextlib.contextmanager

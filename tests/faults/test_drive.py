@@ -424,6 +424,7 @@ def test_a_stalled_drive_can_be_interrupted(drive: Drive, tmp_path: Path, number
         child.stdin.write("\n")
         child.stdin.flush()
         while not waiting_threads(child.pid):
+            assert child.poll() is None
             time.sleep(0.05)
         time.sleep(1)  # until the main thread waits too
         child.send_signal(number)
