@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST = 60
-"""A child that runs longer than this many seconds is killed, so that the test fails instead of hanging."""
+LONGEST = 300
+"""A child that runs longer than this many seconds is killed, so that the test fails instead of hanging. Generous,
+for machines that do other work too."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ Checkpoints, caches and traces are written through this module. Files that anoth
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megatrain.native import library as native
 from megatrain.telemetry.notices import warn
@@ -259,10 +261,12 @@ def regular_files(directory: AnyPath) -> list[Path]:
     return sorted(path for path in paths if stat.S_ISREG(path.lstat().st_mode))
 
 
-def cache_directory() -> Path | None:
-    """Where measurements are kept; None if there is neither XDG_CACHE_HOME nor a home directory."""
+def cache_file(kind: str, facts: dict[str, Any]) -> Path | None:
+    """Where measurements that hold for these facts are kept; None if there is neither XDG_CACHE_HOME nor a home
+    directory."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return None if base == "~/.cache" else Path(base) / "megatrain"
+    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return None if base == "~/.cache" else Path(base) / "megatrain" / f"{kind}-{fingerprint}.json"
 
 
 def free_bytes(path: AnyPath) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from typing import TypeVar
 
@@ -33,6 +34,11 @@ PLANNED_SETTINGS = (*PLACEMENT_SETTINGS, "policy", "window")
 """Settings that a plan decides unless the user sets them."""
 PLANNED_DEBUG_SETTINGS = ("slots", "grad_slots")
 """Fields of `Settings.debug` that a plan decides."""
+
+
+def matches(block: str, patterns: Iterable[str]) -> bool:
+    """Whether one of a setting's patterns names a block."""
+    return any(fnmatchcase(block, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)

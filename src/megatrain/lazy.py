@@ -9,11 +9,12 @@ first, where they stay.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
+Kind = TypeVar("Kind", bound=torch.Tensor)
 aten: Any = torch.ops.aten
 RECORDED = {
     aten._to_copy.default,
@@ -25,6 +26,19 @@ RECORDED = {
     aten.stack.default,
 }
 """Operators, beside views, that are recorded while a model is loaded: they only move or convert values."""
+
+
+def without_storage(kind: type[Kind], geometry: torch.Tensor, device: torch.device) -> Kind:
+    """A tensor of a subclass, with the dtype and strides of `geometry`, whose operators reach `__torch_dispatch__`."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind,
+        geometry.size(),
+        strides=geometry.stride(),
+        storage_offset=geometry.storage_offset(),
+        dtype=geometry.dtype,
+        device=device,
+        requires_grad=False,
+    )
 
 
 class Load:
@@ -105,16 +119,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: _Values) -> LazyTensor:
-        geometry = values.geometry
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            geometry.size(),
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=torch.device("cpu"),
-            requires_grad=False,
-        )
+        tensor = without_storage(cls, values.geometry, torch.device("cpu"))
         tensor.source = values
         return tensor
 
@@ -189,24 +194,24 @@ class LazyTensor(torch.Tensor):
         on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         if func in RECORDED and len(loads) == 1 and lazy[0].source.load.recording and on_cpu:
             return _recorded(func, args, kwargs, loads.pop())
-        written = {id(tensor.source.keep()): tensor for tensor in _written(func, args, kwargs)}
+        targets = (tensor for tensor in written(func, args, kwargs) if isinstance(tensor, LazyTensor))
+        originals = {id(tensor.source.keep()): tensor for tensor in targets}
         args, kwargs = _read(args, kwargs)
-        return pytree.tree_map_only(torch.Tensor, lambda out: written.get(id(out), out), func(*args, **kwargs))
+        return pytree.tree_map_only(torch.Tensor, lambda out: originals.get(id(out), out), func(*args, **kwargs))
 
 
 def _read(args: Any, kwargs: Any) -> Any:
     return pytree.tree_map_only(LazyTensor, lambda tensor: tensor.source.read(), (args, kwargs))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[LazyTensor]:
-    """The lazy tensors that an operator writes to."""
+def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
     named = dict(zip((spec.name for spec in func._schema.arguments), args, strict=False)) | kwargs
     return [
         leaf
         for spec in func._schema.arguments
         if spec.alias_info is not None and spec.alias_info.is_write
         for leaf in pytree.tree_leaves(named.get(spec.name))
-        if isinstance(leaf, LazyTensor)
     ]
 
 

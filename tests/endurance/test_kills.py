@@ -31,7 +31,7 @@ from megatrain.hf.checkpoint_list import last_complete
 from megatrain.store.parameter import states_of
 
 KILLS = [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
-PATIENCE = 120.0
+PATIENCE = 300.0
 """A worker without file operations for this many seconds counts as hanging."""
 
 

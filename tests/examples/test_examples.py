@@ -41,7 +41,7 @@ def test_example(example: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary)}
     command = [sys.executable, str(EXAMPLES / f"{example}.py")]
-    done = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for pattern in PRINTS[example]:
         assert re.search(pattern, done.stdout), f"{pattern!r} is not in\n{done.stdout[-4000:]}"

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -26,7 +27,7 @@ def command(*words: str | Path, skip: bool = False) -> str:
     """Run a command and return what it prints. `skip`: if it is missing or fails, the test is skipped."""
     if shutil.which(str(words[0])) is None:
         pytest.skip(f"there is no {words[0]} here")
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
     if done.returncode and skip:
         pytest.skip(f"{' '.join(map(str, words))}: {done.stderr.strip()}")
     assert done.returncode == 0, (words, done.stderr)
@@ -78,8 +79,9 @@ class Drive:
     def flip_bit(self, content: bytes) -> None:
         """Change one bit of these bytes where they are on the device."""
         with open(self.image, "r+b") as image:
-            at = image.read().find(content)
-            assert at >= 0, "the bytes are not on the device"
+            found = (start + data.find(content) for start, data in parts_with_data(image) if content in data)
+            at = next(found, None)
+            assert at is not None, "the bytes are not on the device"
             image.seek(at + len(content) // 2)
             byte = image.read(1)[0]
             image.seek(at + len(content) // 2)
@@ -99,6 +101,27 @@ class Drive:
 
     def mount(self, *options: str) -> None:
         command("mount", "-o", ",".join(("loop", *options)), self.image, self.path, skip=True)
+
+
+def parts_with_data(sparse: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """What a file holds between its holes, and where."""
+    end = 0
+    # The search for data after the last of it fails.
+    with contextlib.suppress(OSError):
+        while True:
+            start = os.lseek(sparse.fileno(), end, os.SEEK_DATA)
+            end = os.lseek(sparse.fileno(), start, os.SEEK_HOLE)
+            yield start, os.pread(sparse.fileno(), end - start, start)
+
+
+def waiting_threads(process: int | str = "self") -> int:
+    """How many threads of a process wait in the kernel for a drive."""
+    waiting = 0
+    for path in Path(f"/proc/{process}/task").glob("*/stat"):
+        # Threads may end meanwhile.
+        with contextlib.suppress(OSError):
+            waiting += path.read_text().rpartition(")")[2].split()[0] == "D"
+    return waiting
 
 
 @contextlib.contextmanager

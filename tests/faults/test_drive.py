@@ -24,7 +24,7 @@ import pytest
 import torch
 import transformers
 from tests import small
-from tests.faults.drive import MIB, Drive, mounted
+from tests.faults.drive import MIB, Drive, mounted, waiting_threads
 from tests.tiny import Stack, backward, differences, engine_of, inputs, roles
 from transformers import TrainerCallback
 
@@ -64,11 +64,10 @@ def unreadable(drive: Drive, memory: Any) -> None:
 def flipped_bit(drive: Drive, memory: Any) -> None:
     """In every piece that was written, on the device: nothing but reading it again can notice."""
     for file in memory.files:
-        for at in range(0, os.fstat(file.descriptor).st_size, 4096):
-            with open(f"/proc/self/fd/{file.descriptor}", "rb") as scratch:
-                content = os.pread(scratch.fileno(), 4096, at)
-            if any(content):
-                drive.flip_bit(content)
+        with open(f"/proc/self/fd/{file.descriptor}", "rb") as scratch:
+            while content := scratch.read(4096):
+                if content.strip(b"\0"):
+                    drive.flip_bit(content)
 
 
 def size_limit(drive: Drive, memory: Any) -> None:
@@ -407,10 +406,8 @@ finally:
 """
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["Ctrl-C", "SIGTERM"])
-def test_a_stalled_drive_can_be_interrupted(
-    drive: Drive, tmp_path: Path, signals: list[signal.Signals], backend: str
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stalled_drive_can_be_interrupted(drive: Drive, tmp_path: Path, number: signal.Signals, backend: str) -> None:
     """The kernel ends a process only after its system calls, so it is gone when the drive responds again."""
     child = subprocess.Popen(
         [sys.executable, "-c", STALLED, str(drive.path), str(tmp_path / "out"), backend], text=True,
@@ -418,28 +415,36 @@ def test_a_stalled_drive_can_be_interrupted(
     )  # fmt: skip
     assert child.stdout is not None
     assert child.stdin is not None
+    assert child.stderr is not None
+    closed = ""
     try:
         while (line := child.stdout.readline()) != "ready\n":
             assert line, child.communicate()
         drive.freeze()
         child.stdin.write("\n")
         child.stdin.flush()
-        time.sleep(3)
-        for number in signals:
-            child.send_signal(number)
-            time.sleep(1.5)
-        began = time.monotonic()
-        if signals == [signal.SIGINT]:
+        while not waiting_threads(child.pid):
+            assert child.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)  # until the main thread waits too
+        child.send_signal(number)
+        if number == signal.SIGINT:
+            # All of this while the drive does not respond.
             while (line := child.stdout.readline()) != "stopped\n":
                 assert line
-            assert time.monotonic() - began < 10
-            time.sleep(12)
+            while "closed after" not in closed:
+                line = child.stderr.readline()
+                assert line, closed
+                closed += line
+        else:
+            # A second one ends it. Two that come before the handler runs count as one.
+            while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.5)
+                child.send_signal(number)
     finally:
         drive.thaw()
-        said, errors = child.communicate(timeout=60)
+        said, errors = child.communicate()
     assert child.returncode not in (0, None), (said, errors)
-    if signals == [signal.SIGINT]:
-        assert "closed after" in errors, errors[-2000:]
     assert [path.name for path in (tmp_path / "out").glob("rescue-*")] == []
     check_nothing_is_left(drive)
     assert Path(last_complete(str(tmp_path / "out"))).name == "checkpoint-2"
@@ -447,8 +452,9 @@ def test_a_stalled_drive_can_be_interrupted(
 
 @pytest.mark.parametrize("weights", ["in RAM", "on disk"])
 def test_a_stalled_drive_fails_at_last(
-    drive: Drive, tmp_path: Path, backend: str, weights: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    drive: Drive, tmp_path: Path, backend: str, weights: str, expected: dict[str, Any], announced: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With the sentence of other faults; weights are saved if they can be read without waiting for the drive again."""
     assert disk.STALLED_SECONDS < lanes.FAIL_AFTER_SECONDS
     monkeypatch.setattr(disk, "STALLED_SECONDS", 1.0)
@@ -463,12 +469,11 @@ def test_a_stalled_drive_fails_at_last(
     trainer = mt.Trainer(
         model=llama(), args=arguments(out), train_dataset=small.rows(), callbacks=[AfterStep(3, stall)]
     )
-    began = time.monotonic()
     try:
         with pytest.raises((DiskFailed, LaneFailed)) as caught:
             trainer.train()
         check_sentence(caught.value, rf"no answer for 1 s from the scratch file in {drive.path}: check", drive, 9, "")
-        assert time.monotonic() - began < lanes.WARN_AFTER_SECONDS
+        assert not any("makes no progress" in message for message in announced.messages)
         # What was read before can still be in a buffer, so some weights of a stalled drive may be left.
         assert list(out.glob("rescue-*")) or weights == "on disk"
     finally:
@@ -495,6 +500,9 @@ def test_a_pool_with_stalled_writes_stops_when_they_end(
     drive.freeze()
     try:
         transfer = pool.submit(pieces, 0, 12, memory.data_ptr(), write=True, keep=memory)
+        # With io_uring, the kernel may write one after the other.
+        while waiting_threads() < (4 if backend == "threads" else 1):
+            time.sleep(0.05)
         time.sleep(0.5)
         assert not pool.stop()
         assert not pool.stop()

@@ -67,7 +67,6 @@ def tiny(name: str, inputs: dict[str, torch.Tensor], auto: Any) -> Any:
         pytest.skip(f"{name} {str(reason).splitlines()[0][:80]}")
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal(name: str):
     inputs = inputs_of("causal")
@@ -82,7 +81,6 @@ def test_most_causal_models_were_compared():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table, (_, names) in OTHERS.items() for name in names])
 def test_other_tables(table: str, name: str):
     """Encoder-decoders, encoders, and vision-language models on text only."""

@@ -42,11 +42,11 @@ def in_another_thread(work: Callable[[], Any]) -> Iterator[list[Any]]:
     thread = threading.Thread(target=body)
     thread.start()
     try:
-        started.wait(60)
+        started.wait(300)
         yield results
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
     if errors:
         raise errors[0]

@@ -209,13 +209,13 @@ def test_calls_that_overlap_leave_no_limits_behind(per_thread: bool, monkeypatch
     def other() -> None:
         with process.compile_settings(50):
             entered.set()
-            ended.wait(5)
+            ended.wait(300)
         found.append(process._read_dynamo())
 
     thread = threading.Thread(target=other)
     with process.compile_settings(40):
         thread.start()
-        entered.wait(5)
+        entered.wait(300)
         assert process._read_dynamo()["recompile_limit"] == (40 if per_thread else 50)
     ended.set()
     thread.join()

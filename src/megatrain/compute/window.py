@@ -194,8 +194,10 @@ class WindowThreads:
                 baton.abort(interrupt)
                 ended = baton.join()
             if not ended:
-                # Leave the stuck thread behind. It stops if it ever gets the baton again.
-                self._workers = []
+                # Leave the stuck thread behind. Its task stops if it ever gets the baton again, and then it ends.
+                left, self._workers = self._workers, []
+                for _, jobs in left:
+                    jobs.put(None)
         self._baton = None
         if baton.error is not None:
             # The error's frames hold the tensors of the window, so only the caller may keep a reference to it.

@@ -20,11 +20,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 @contextmanager
-def filled(model: torch.nn.Module, weights: str | os.PathLike[str] | None) -> Iterator[None]:
+def filled(model: torch.nn.Module, weights: str | os.PathLike[str]) -> Iterator[None]:
     """Give the model lazy weights from a directory or file. If the body fails, it is on the meta device again."""
-    if weights is None:
-        yield
-        return
     _require_meta(model)
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     try:

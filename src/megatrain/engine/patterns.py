@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import PATTERN_SETTINGS, PLACEMENT_SETTINGS
+from megatrain.geometry import PATTERN_SETTINGS, PLACEMENT_SETTINGS, matches
 from megatrain.model.blocks import BlockSpec
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import warn
@@ -72,4 +72,4 @@ def _warn_of_shadowed(policies: Mapping[str, str], blocks: Sequence[str]) -> Non
 
 
 def _matched(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if matches(name, patterns)]

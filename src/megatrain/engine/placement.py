@@ -10,11 +10,7 @@ import torch
 from megatrain.engine.drive import DriveLife
 from megatrain.engine.memory_limit import Policies
 from megatrain.errors import SettingsError
-from megatrain.geometry import (
-    DISK_SETTINGS,
-    TIERS,
-    in_pages,
-)
+from megatrain.geometry import DISK_SETTINGS, TIERS, in_pages, matches
 from megatrain.hardware import inventory
 from megatrain.hardware.ram_monitor import RamMonitor
 from megatrain.hardware.validation import folders
@@ -60,25 +56,25 @@ class Placement:
 
     def homes(self, block: str, trains: bool = True) -> Homes:
         """The tiers of a block's weights that train, or of those that do not, of their states and gradient sums."""
-        if _matches(block, self._settings.resident):
+        if matches(block, self._settings.resident):
             return Homes.all_in(self.vram)
-        held, summed = _matches(block, self._settings.held_weights), _matches(block, self._settings.held_gradients)
-        streams_states = _matches(block, self._settings.streamed_states)
+        held, summed = matches(block, self._settings.held_weights), matches(block, self._settings.held_gradients)
+        streams_states = matches(block, self._settings.streamed_states)
         if streams_states and not (summed and held) and self._settings.plan is None:
             raise SettingsError(
                 f"streamed_states matches {block}, whose {'gradients are' if held else 'weights are'} not held: its "
                 "states are updated on the GPU, so name it in held_weights and held_gradients too."
             )
-        on_disk = self.disk is not None and _matches(block, self._settings.on_disk)
+        on_disk = self.disk is not None and matches(block, self._settings.on_disk)
         if on_disk and streams_states:
             raise SettingsError(f"{block} is named in on_disk and in streamed_states; name it in one of them.")
         sums = self.vram if summed else self.ram
         # Reading a weight for its update costs as much as reading its states, so these go first.
-        far = _matches(block, self._settings.weights_on_disk) and (on_disk or not trains)
+        far = matches(block, self._settings.weights_on_disk) and (on_disk or not trains)
         weight = self.disk if self.disk is not None and far else self.ram
         # A frozen weight may be unfrozen later.
         states = self.disk if self.disk is not None and (on_disk or far) else self.ram
-        waits = trains and on_disk and not summed and _matches(block, self._settings.gradients_on_disk)
+        waits = trains and on_disk and not summed and matches(block, self._settings.gradients_on_disk)
         gradients = self.disk if waits else None
         return Homes(
             weight, states, sums, holds_weight=held, streams_states=streams_states, ram=self.ram, gradients=gradients
@@ -145,7 +141,3 @@ def staged_bytes(slabs: Sequence[Slab], updates: Updates, rule: type[Rule], widt
         "vram": updates.states.rings.nbytes(lambda slab: states.get(slab.index, 0)),
         "ram": on_disk + updates.gradients.rings.nbytes(gradient_bytes),
     }
-
-
-def _matches(block: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(block, pattern) for pattern in patterns)

@@ -31,7 +31,7 @@ from megatrain.model.loading import keep_in_files
 from megatrain.optim.optimizer import Optimizer, rule_named
 from megatrain.settings import Settings
 from megatrain.store.export import Survivors, exported
-from megatrain.store.parameter import StoreTensor
+from megatrain.store.parameter import NO_DEEP_COPY, StoreTensor
 from megatrain.stream.timeline import StepTimes, Timeline
 from megatrain.telemetry.counters import Counters
 from megatrain.telemetry.notices import announce, warn
@@ -326,10 +326,7 @@ class Engine:
         return self.model
 
     def __deepcopy__(self, memo: Any) -> Engine:
-        raise MegaTrainError(
-            "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; "
-            "copy it before attaching the engine, or load the copy from a saved directory."
-        )
+        raise MegaTrainError(NO_DEEP_COPY)
 
     def __enter__(self) -> Engine:
         return self

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
@@ -30,6 +29,7 @@ from megatrain.geometry import (
     grad_slots,
     group_by_size,
     in_pages,
+    matches,
     padded,
     round_up,
     staging_bytes,
@@ -132,7 +132,7 @@ def with_states_on_disk(
     if not directories or settings.plan is not None or "on_disk" in settings.given:
         return settings
     stored = [block for block in _blocks(settings, dtypes, specs, precision, kind) if block.slabs]
-    blocks = [block for block in stored if not any(fnmatch(block.name, each) for each in settings.resident)]
+    blocks = [block for block in stored if not matches(block.name, settings.resident)]
     loaded = sum(map(ram_bytes, model.parameters()))
     limit = max(0, inventory.available_ram() + loaded - inventory.level(inventory.LOW, cgroups.usable_ram()))
     limit = limit if settings.max_ram_gb is None else min(limit, int(settings.max_ram_gb * GIB))
@@ -141,9 +141,8 @@ def with_states_on_disk(
     if device.type == "cpu":
         total += _slot_bytes(blocks, settings)
     given: dict[str, frozenset[str]] = {
-        name: frozenset(block.name for block in blocks if any(fnmatch(block.name, each) for each in patterns))
+        name: frozenset(block.name for block in blocks if matches(block.name, getattr(settings, name)))
         for name in ("weights_on_disk", "gradients_on_disk")
-        for patterns in [getattr(settings, name)]
         if name in settings.given
     }
     chosen = _choose(blocks, total - limit, given)
@@ -258,10 +257,8 @@ def _blocks(settings: Settings, dtypes: Dtypes, specs: Sequence[BlockSpec], prec
             if id(parameter) in seen:
                 seen[id(parameter)].shared = True
                 continue
-            numel, dtype = (
-                padded(parameter.numel()),
-                dtypes.stored(f"{spec.name}.{name}".lstrip("."), parameter, precision),
-            )
+            numel = padded(parameter.numel())
+            dtype = dtypes.stored(f"{spec.name}.{name}".lstrip("."), parameter, precision)
             slab = slabs.setdefault((dtype, parameter.requires_grad), _Slab(parameter.requires_grad))
             seen[id(parameter)] = slab
             slab.weights += numel * dtype.itemsize

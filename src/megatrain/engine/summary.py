@@ -11,7 +11,7 @@ import torch
 from megatrain.geometry import GIB
 from megatrain.hardware import attention, inventory
 from megatrain.model import fields
-from megatrain.model.dtypes import Dtypes
+from megatrain.model.dtypes import Dtypes, natural_precision
 from megatrain.model.transformers_api import config_of
 from megatrain.optim.rules import RULES
 from megatrain.planner.plan import format_parameters
@@ -136,8 +136,7 @@ def saved_precision(model: torch.nn.Module, precision: str, saved: Mapping[str, 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             sizes[saved.get(name, parameter.dtype)] += parameter.numel()
-    loaded = sizes.most_common(1)[0][0] if sizes else Dtypes(model).loaded
-    return "fp32" if loaded == torch.float32 else "bf16"
+    return natural_precision(sizes.most_common(1)[0][0] if sizes else Dtypes(model).loaded)
 
 
 def _laid_out(engine: Engine, kind: str, blocks: int, more: Mapping[str, str] | None = None) -> str:

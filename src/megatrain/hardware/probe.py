@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import platform
@@ -68,7 +67,7 @@ def probe(
         if not folder.is_dir():
             raise SettingsError(f"offload_dir {folder} is not a directory; create it first.")
     facts = _facts(chosen)
-    file = _cache_file(facts)
+    file = files.cache_file("probe", facts)
     cached: _Cached = (None, {}) if refresh or file is None else _read_cache(file, facts)
     disks = dict(cached[1])
     unknown = [folder for folder in directories if _key(folder) not in disks]
@@ -246,13 +245,6 @@ def _facts(device: torch.device) -> dict[str, Any]:
         with attention.requested_backend(device, attention.AttentionShape(head_dim=128, length=2048)):
             facts["attention"] = attention.sdpa_backend(device, attention.is_deterministic())
     return facts
-
-
-def _cache_file(facts: dict[str, Any]) -> Path | None:
-    """The cache file; None if there is no directory for it."""
-    base = files.cache_directory()
-    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return None if base is None else base / f"probe-{fingerprint}.json"
 
 
 def _read_cache(file: Path, facts: dict[str, Any]) -> _Cached:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatrain.checkpoint import lock, replace, space
 from megatrain.checkpoint.weights import without_aliases
 from megatrain.engine.session import Engine
 from megatrain.errors import DiskFailed, DiskFull
-from megatrain.telemetry.notices import warn
+from megatrain.telemetry.notices import listed, warn
 
 PREFIX = "rescue"
 REPORT = "rescue.json"
@@ -37,7 +36,7 @@ def rescue(trainer: Any, error: BaseException) -> None:
         survivors = trainer.engine.survivors()
         if lost := survivors.lost(trainer.engine.slabs):
             error.add_note(
-                f"megatrain: no weights were saved, since those of {len(lost)} parts of the model ({_listed(lost)}) "
+                f"megatrain: no weights were saved, since those of {len(lost)} parts of the model ({listed(lost)}) "
                 "are on the drive and cannot be read; resume from the last checkpoint."
             )
             return
@@ -49,7 +48,7 @@ def rescue(trainer: Any, error: BaseException) -> None:
     rounded = ""
     if survivors.rounded:
         rounded = (
-            f"; weights of {len(survivors.rounded)} parts ({_listed(survivors.rounded)}) are rounded to BF16, since "
+            f"; weights of {len(survivors.rounded)} parts ({listed(survivors.rounded)}) are rounded to BF16, since "
             "the rest of their FP32 values could not be read"
         )
     warn(
@@ -104,8 +103,4 @@ def _progress(engine: Engine) -> str:
     if not behind:
         return f"all parts of the model have taken step {last}"
     taken = len(steps) - len(behind)
-    return f"{taken} of {len(steps)} parts of the model have taken step {last}, not {_listed(behind)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 6 else [*names[:3], "…", names[-1]])
+    return f"{taken} of {len(steps)} parts of the model have taken step {last}, not {listed(behind)}"

@@ -27,7 +27,7 @@ from megatrain.stream.norm import global_norm, gradient_square_sum, snapshot_squ
 from megatrain.stream.states import StagedStates, StateStream
 from megatrain.stream.sums_out import SumsOut
 from megatrain.telemetry.counters import Counters
-from megatrain.telemetry.notices import warn
+from megatrain.telemetry.notices import listed, warn
 
 RuleTable = Mapping[int, Mapping[int, Rule]]
 """Rules, with their hyperparameters, by slab and segment."""
@@ -72,10 +72,10 @@ class Progress:
 
     def __str__(self) -> str:
         said = f"{len(self.updated)} of {self.parts} parts of the model had taken the step"
-        said += f" ({_listed(self.updated)})" if self.updated else ""
+        said += f" ({listed(self.updated)})" if self.updated else ""
         # Updates of other parts do not wait for a late write.
         if self.next is not None and self.next.updated:
-            said += f", and {len(self.next.updated)} of them the next one ({_listed(self.next.updated)})"
+            said += f", and {len(self.next.updated)} of them the next one ({listed(self.next.updated)})"
         return f"{said}."
 
 
@@ -176,7 +176,7 @@ class Updates:
                     slab.grad.clear()
             warn(
                 f"a step was abandoned after the updates of {len(early.started)} of {len(self.slabs)} parts of the "
-                f"model had started ({_listed([*early.started.values()])}): these are updated, the others are not"
+                f"model had started ({listed([*early.started.values()])}): these are updated, the others are not"
             )
 
     # ---- a step
@@ -371,7 +371,7 @@ class Updates:
         if early.updated:
             self._partial_step = NonFiniteGradients(
                 f"the gradient norm is {outcome.norm}, found after {len(early.updated)} parts of the model had been "
-                f"updated in the backward ({_listed(early.updated)}); the others are unchanged. Resume from the "
+                f"updated in the backward ({listed(early.updated)}); the others are unchanged. Resume from the "
                 "last checkpoint; with max_grad_norm set, such a step is skipped as a whole."
             )
             return
@@ -394,7 +394,3 @@ def _square_sum(gradient: Gradient) -> torch.Tensor:
 
 def _scaled_square_sum(gradient: Snapshot) -> float:
     return snapshot_square_sum(gradient) * gradient.scale**2
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {names[-1]}"

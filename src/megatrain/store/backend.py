@@ -6,7 +6,6 @@ a network file system, whichever is used, because the warning about it has its r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -101,7 +100,7 @@ def _rates_of(folder: Path) -> tuple[dict[str, float], bool]:
     """What `measure` found for this drive, and whether it had been measured before."""
     files.make_directory(folder)
     facts = _facts(folder)
-    cache = _cache_file(facts)
+    cache = files.cache_file("disk-io", facts)
     rates = None if cache is None else _read(cache, facts)
     if rates is not None:
         return rates, True
@@ -192,12 +191,6 @@ def _facts(folder: Path) -> dict[str, Any]:
         "backends": _usable(),
         "megatrain": __version__,
     }
-
-
-def _cache_file(facts: dict[str, Any]) -> Path | None:
-    base = files.cache_directory()
-    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return None if base is None else base / f"disk-io-{fingerprint}.json"
 
 
 def _read(cache: Path, facts: dict[str, Any]) -> dict[str, float] | None:

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import MegaTrainError, UnsupportedCall
+from megatrain.lazy import without_storage, written
 from megatrain.store.slab import PIECE, Slab
 from megatrain.store.split import join
 
@@ -24,6 +25,11 @@ _plain_grad: Any = torch.Tensor.grad
 """The field that autograd writes; `StoreTensor.grad` hides it."""
 GRAD_FIELD_TIMEOUT_S = 10.0
 """A thread waits this long for another thread's backward to empty a parameter's field, then proceeds."""
+
+NO_DEEP_COPY = (
+    "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; copy it before "
+    "attaching the engine, or load the copy from a saved directory."
+)
 
 
 class StoreTensor(torch.Tensor):
@@ -39,15 +45,7 @@ class StoreTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, slab: Slab, segment: int, role: str, device: torch.device, geometry: torch.Tensor) -> StoreTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            geometry.size(),
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=device,
-            requires_grad=False,
-        )
+        tensor = without_storage(cls, geometry, device)
         tensor.slab, tensor.segment, tensor.role, tensor.geometry = slab, segment, role, geometry
         return tensor
 
@@ -209,10 +207,7 @@ class StoreTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if not getattr(self, "_is_param", False):
             return self.materialise().clone()
-        raise MegaTrainError(
-            "a model that belongs to an engine cannot be deep-copied: its weights live in the engine's store; "
-            "copy it before attaching the engine, or load the copy from a saved directory."
-        )
+        raise MegaTrainError(NO_DEEP_COPY)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.host().detach().to(self.dtype).clone()
@@ -242,22 +237,14 @@ class StoreTensor(torch.Tensor):
             return values
 
         plain_args, plain_kwargs = pytree.tree_map_only(StoreTensor, materialise, (args, kwargs))
-        specs = func._schema.arguments
-        named = dict(zip((spec.name for spec in specs), plain_args, strict=False)) | plain_kwargs
-        written = [
-            read[id(leaf)]
-            for spec in specs
-            if spec.alias_info is not None and spec.alias_info.is_write
-            for leaf in pytree.tree_leaves(named.get(spec.name))
-            if id(leaf) in read
-        ]
-        for target, _ in written:
+        changed = [read[id(leaf)] for leaf in written(func, plain_args, plain_kwargs) if id(leaf) in read]
+        for target, _ in changed:
             # The operator may write to the store directly.
             target.prepare_write()
         result = func(*plain_args, **plain_kwargs)
-        for target, values in written:
+        for target, values in changed:
             target.write(values)
-        originals = {id(values): target for target, values in written}
+        originals = {id(values): target for target, values in changed}
         return pytree.tree_map_only(torch.Tensor, lambda out: originals.get(id(out), out), result)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatch
 from functools import cache
 from itertools import islice
 
-from megatrain.geometry import INPUT_STAGING_SLOTS
+from megatrain.geometry import INPUT_STAGING_SLOTS, matches
 from megatrain.store.disk import DiskBuffer, DiskMemory
 from megatrain.store.memory import Buffer, Memory
 from megatrain.store.ticket import DONE, Order, Ticket
@@ -55,7 +54,7 @@ class DiskInputs:
         self._ring = [Staging() for _ in range(INPUT_STAGING_SLOTS)]
         """The one that was not used for longest comes first."""
         self._last: Ticket = DONE
-        self.takes = cache(lambda block: any(fnmatch(block, pattern) for pattern in patterns))
+        self.takes = cache(lambda block: matches(block, patterns))
         """Whether the inputs of a block go to disk."""
 
     def allocate(self, nbytes: int) -> DiskBuffer:

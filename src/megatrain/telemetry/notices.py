@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 logger = logging.getLogger("megatrain")
@@ -35,6 +35,11 @@ def warn(message: str) -> None:
     """Say something the user should act on, at level WARNING."""
     _installed().warning(message)
     _tell("warning", message)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message; of many, the first three and the last."""
+    return ", ".join(names if len(names) <= 6 else [*names[:3], "…", names[-1]])
 
 
 def _tell(kind: str, message: str) -> None:

@@ -207,7 +207,7 @@ mt.Trainer(model=small.llama(), args=args, train_dataset=Slow()).train()
     assert process.stdout is not None
     worker = next(int(line.split()[1]) for line in process.stdout if line.startswith("worker"))
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (tmp_path / lock.FILE).exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         with pytest.raises(DirectoryInUse):

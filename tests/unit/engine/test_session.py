@@ -336,7 +336,7 @@ def test_deleting_model_and_engine_frees_threads_and_memory(closed: bool) -> Non
     del model, engine, optimizer
     gc.collect()
     for thread in set(lane_threads()) - before:
-        thread.join(timeout=5)
+        thread.join(timeout=300)
     assert set(lane_threads()) - before == set()
     gc.collect()  # a job that was still queued at the first collection held its slab
     assert [reference() for reference in references] == [None] * len(references)

@@ -47,7 +47,6 @@ def run_in_child(kernel: Kernel, operands: Operands) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.timeout(60)
 def test_a_forked_child_starts_its_own_pool():
     """Also while the parent's pool is running."""
     count = 200_000
@@ -80,7 +79,6 @@ def usable_cpus() -> int:
     return min(allowed, library.cpu_quota() or allowed)
 
 
-@pytest.mark.timeout(120)
 def test_several_threads_can_call_at_once():
     count, rounds = 600_000, 6
     values = [gradient_of("bf16", count, seed) for seed in range(4)]

@@ -249,7 +249,7 @@ def test_the_parent_continues_after_children_end() -> None:
     """
     done = subprocess.run(
         [sys.executable, "-c", EXITS],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == ["went on"]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from tests import small
+from tests import forked, small
 from tests.tiny import differences, engine_of, roles
 
 import megatrain as mt
@@ -311,32 +309,26 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     assert [line["event"] for line in lines(tmp_path / "run.jsonl")] == ["start", "parent", "end"]
 
 
-KILLED = """
-import os, sys
-import torch
-from tests import small
-import megatrain as mt
-engine = mt.Engine(small.llama(), device="cpu")
-optimizer = engine.optimizer()
-record = engine.record(sys.argv[1])
-while True:
-    loss = engine.model(**small.batch()).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    record.log(loss=loss)
-"""
-
-
 def test_sigkill_leaves_a_readable_file(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
     path = tmp_path / "run.jsonl"
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], env=environment, stderr=subprocess.DEVNULL)
-    while child.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 6):
-        time.sleep(0.02)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+
+    def train() -> None:
+        engine = engine_of(small.llama())
+        optimizer = engine.optimizer()
+        record = engine.record(path)
+        while True:
+            loss = engine.model(**small.batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            record.log(loss=loss)
+
+    child = forked.start(train)
+    while not select.select([child[1]], [], [], 0.02)[0]:
+        if path.exists() and path.read_bytes().count(b"\n") >= 6:
+            os.kill(child[0], signal.SIGKILL)
+            break
+    assert forked.wait(child).signal == signal.SIGKILL
     events = [line for line in read(path) if line["event"] == "step"]
     assert [line["step"] for line in events] == list(range(1, len(events) + 1))
     assert len(events) >= 4
