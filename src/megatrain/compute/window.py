@@ -178,19 +178,22 @@ class WindowThreads:
             thread = threading.Thread(target=_run_jobs, args=(jobs,), name=name, daemon=True)
             thread.start()
             self._workers.append((thread, jobs))
-        started = False
+        started, ended = False, None
         with generators.preserved(self._device):
             try:
                 with DeferInterrupts():
                     for number, (_, jobs) in enumerate(self._workers[: len(tasks)]):
                         jobs.put(partial(contextvars.copy_context().run, body, number))
                     started = True
+                ended = baton.join()
             except BaseException as interrupt:
                 if not started:
                     raise
                 # The tasks run already and must end before this returns.
                 baton.abort(interrupt)
-            if not baton.join():
+            if ended is None:
+                ended = baton.join()
+            if not ended:
                 # Leave the stuck thread behind. It stops if it ever gets the baton again.
                 self._workers = []
         self._baton = None
