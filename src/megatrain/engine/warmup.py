@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from megatrain.engine.session import Engine
 
 
+OWN = {"_parameters", "_buffers", "_modules"}
+"""Attributes of modules that the engine changes."""
+
+
 class _AllCompiled(BaseException):
     """Ends the forward: every structure has been called. No handler of errors in a model catches it."""
 
@@ -22,7 +26,7 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
     """Run a forward of the model in training mode until every structure is compiled, or found not to be.
 
     A structure whose layers are frozen may have calls with and without gradients, so all of them are called. Weights,
-    gradients, buffers, random numbers and modes are as before.
+    gradients, buffers, random numbers and the attributes of modules are as before.
     """
 
     waiting = {block.module: block.compiled for block in engine.blocks if block.compiled is not None}
@@ -33,7 +37,7 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
         waiting.pop(module, None)
 
     model = engine.model
-    modes = [(module, module.training) for module in model.modules()]
+    before = [(vars(module), {**vars(module)}) for module in model.modules()]
     hooks = [block.module.register_forward_pre_hook(stop_if_complete) for block in engine.blocks]
     try:
         with generators.preserved(engine.device), _preserved_buffers(model), torch.enable_grad():
@@ -43,8 +47,11 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-        for module, training in modes:
-            module.training = training
+        # A module may keep what belongs to a buffer in an attribute: the length for which RoPE has its frequencies.
+        for now, attributes in before:
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update((name, value) for name, value in attributes.items() if name not in OWN)
         engine.forget_forward()
 
 
