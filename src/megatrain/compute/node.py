@@ -23,7 +23,7 @@ import torch
 
 from megatrain.compute import rebind
 from megatrain.compute.binding import call_with
-from megatrain.compute.block import Args, Block, Buffers, Capture, Kwargs, Weights, apply_side_effects, capture_outputs
+from megatrain.compute.block import Args, Block, Capture, Kept, Kwargs, Weights, apply_side_effects, capture_outputs
 from megatrain.compute.compiled import EVALUATED, FROZEN, TRAINED, CompiledCall, Shapes
 from megatrain.compute.interrupts import DeferInterrupts
 from megatrain.compute.replay import AmbientState
@@ -102,8 +102,8 @@ class _Call:
     """Policy `offload`: inputs in host memory or on disk, by position."""
     graph: _Graph | None = None
     """Policy `store`: the forward's graph, until the backward uses it."""
-    buffers: Buffers = field(default_factory=dict)
-    """The buffers before the forward, if the forward changed them."""
+    kept: Kept = field(default_factory=Kept)
+    """The buffers and attributes before the forward, if it changed buffers."""
     generators_after: Generators | None = None
     """The random number state after the forward; None if it drew nothing."""
     interleaved: bool = False
@@ -134,8 +134,8 @@ class _Call:
     ) -> tuple[list[torch.Tensor], FlattenSpec]:
         args, kwargs = self.spec.unflatten(inputs)
         with torch.enable_grad():
-            buffers = self.buffers or None
-            call = partial(self.block.call, weights, args, kwargs, buffers, compiled=self.compiled, recompute=recompute)
+            options = {"compiled": self.compiled, "recompute": recompute}
+            call = partial(self.block.call, weights, args, kwargs, self.kept, **options)
             outputs = capture_outputs(call, weights, args, kwargs, self.capture)
         # Autocast would keep the casts of all blocks' weights until it is left.
         torch.clear_autocast_cache()
@@ -248,10 +248,10 @@ class _BlockNode(torch.autograd.Function):
             rebinder = rebind.Rebinder(views, call.block.name) if may_store and moves else None
             forward = partial(call.run_forward, inputs, weights)
             before = [] if call.policy == "store" else [tensor._version for tensor in tensors]
-            keeping: AbstractContextManager[Buffers] = (
-                nullcontext({}) if call.policy == "store" else call.block.keeping_buffers()
+            keeping: AbstractContextManager[Kept] = (
+                nullcontext(Kept()) if call.policy == "store" else call.block.keeping_buffers()
             )
-            with keeping as call.buffers:
+            with keeping as call.kept:
                 made, call.result = forward() if rebinder is None else rebinder.run(forward)
             if call.generators_before is not None:
                 now = Generators.capture(call.runtime.device)

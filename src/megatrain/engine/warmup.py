@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain import generators
+from megatrain.compute import attributes
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
-
-
-OWN = {"_parameters", "_buffers", "_modules"}
-"""Attributes of modules that the engine changes."""
 
 
 class _AllCompiled(BaseException):
@@ -37,7 +34,7 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
         waiting.pop(module, None)
 
     model = engine.model
-    before = [(vars(module), {**vars(module)}) for module in model.modules()]
+    before = attributes.recorded(model)
     hooks = [block.module.register_forward_pre_hook(stop_if_complete) for block in engine.blocks]
     try:
         with generators.preserved(engine.device), _preserved_buffers(model), torch.enable_grad():
@@ -47,11 +44,7 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-        # A module may keep what belongs to a buffer in an attribute: the length for which RoPE has its frequencies.
-        for now, attributes in before:
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update((name, value) for name, value in attributes.items() if name not in OWN)
+        attributes.put_back(before)
         engine.forget_forward()
 
 

@@ -343,6 +343,36 @@ def test_a_buffer_is_replayed_as_the_forward_saw_it(layer):
 # ---- graphs
 
 
+class Table(nn.Module):
+    """Keeps a table for the largest number of rows so far, as RoPE does: a buffer, and its length in an attribute."""
+
+    def __init__(self, grows):
+        super().__init__()
+        self.lin, self.grows, self.rows = nn.Linear(WIDTH, WIDTH), grows, 0
+        self.register_buffer("table", torch.zeros(0 if grows else 8), persistent=False)
+
+    def forward(self, x):
+        if len(x) > self.rows:
+            self.rows = len(x)
+            table = torch.arange(len(x) if self.grows else 8) / len(x)
+            self.register_buffer("table", table, persistent=False)
+        return x + torch.tanh(self.lin(x) * self.table[: len(x), None])
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload", "store"])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_recompute_sees_the_attributes_that_belong_to_buffers(grows, policy):
+    plain = Stack(layer=lambda: Table(grows))
+    model = copy.deepcopy(plain)
+    with engine_of(model, policy=policy):
+        for rows in (2, 5, 3):
+            for each in (plain, model):
+                each(inputs(0, rows)).square().sum().backward()
+        for name, expected in gradients(plain).items():
+            assert same_bits(gradients(model)[name], expected), name
+        assert [layer.rows for layer in model.layers] == [5, 5, 5]
+
+
 def test_backward_twice_through_one_graph():
     plain = Stack()
     model = copy.deepcopy(plain)
