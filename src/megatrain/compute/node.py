@@ -134,8 +134,8 @@ class _Call:
     ) -> tuple[list[torch.Tensor], FlattenSpec]:
         args, kwargs = self.spec.unflatten(inputs)
         with torch.enable_grad():
-            options = {"compiled": self.compiled, "recompute": recompute}
-            call = partial(self.block.call, weights, args, kwargs, self.kept, **options)
+            call = partial(self.block.call, weights, args, kwargs, self.kept)
+            call = partial(call, compiled=self.compiled, recompute=recompute)
             outputs = capture_outputs(call, weights, args, kwargs, self.capture)
         # Autocast would keep the casts of all blocks' weights until it is left.
         torch.clear_autocast_cache()

@@ -191,9 +191,7 @@ class WindowThreads:
                     raise
                 # The tasks run already and must end before this returns.
                 baton.abort(interrupt)
-            if ended is None:
-                ended = baton.join()
-            if not ended:
+            if not (baton.join() if ended is None else ended):
                 # Leave the stuck thread behind. It stops if it ever gets the baton again.
                 self._workers = []
         self._baton = None
