@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatrain.compute import attributes
 from megatrain.compute.binding import Binding, Bound, call_bound, call_with
 from megatrain.compute.compiled import Compiled, CompiledCall, structure_of
 from megatrain.compute.rebind import Addresses
@@ -52,6 +53,18 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Weights = Mapping[tuple[int, int], torch.Tensor]
 Buffers = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a block was before a forward that changed its buffers. Empty if it changed none."""
+
+    buffers: Buffers = field(default_factory=dict)
+    modules: attributes.Recorded = field(default_factory=list)
+    """The attributes of modules that have other ones now."""
+
+
+NOTHING_KEPT = Kept()
 
 
 @dataclass(eq=False)
@@ -126,22 +139,22 @@ class Block:
         weights: Weights,
         args: Any,
         kwargs: Any,
-        buffers: Buffers | None = None,
+        kept: Kept = NOTHING_KEPT,
         *,
         compiled: CompiledCall | None = None,
         recompute: bool = False,
     ) -> Any:
-        """Run the module's original forward on these weights, and on copies of `buffers` if given.
+        """Run the module's original forward on these weights, and on copies of the buffers in `kept`.
 
         With `recompute` only the graph of the call is needed: what it returns may be uninitialized.
         """
         self.check_modules_unchanged()
         binding: Binding = {content: {key: weights[at] for key, at in names} for content, names in self._names}
-        copies = {} if buffers is None else {name: buffer.clone() for name, buffer in buffers.items()}
+        copies = {name: buffer.clone() for name, buffer in kept.buffers.items()}
         for name, buffer in copies.items():
             content, key = self._buffers[name]
             binding.setdefault(id(content), {})[key] = buffer
-        with self._call_lock:
+        with self._call_lock, attributes.replayed(kept.modules) if kept.modules else nullcontext():
             if compiled is not None:
                 call = partial(compiled, self._stateless, self._named_state(weights, copies), args, kwargs, recompute)
                 return self._call_compiled(binding, call, keep_buffers=not copies)
@@ -195,17 +208,19 @@ class Block:
         return [(inner._modules, key, child) for inner in modules for key, child in inner._modules.items()]
 
     @contextmanager
-    def keeping_buffers(self) -> Iterator[Buffers]:
-        """Yield a dict that receives the buffers' previous values if the forward inside changes any.
+    def keeping_buffers(self) -> Iterator[Kept]:
+        """Yield what receives the buffers' previous values, and attributes, if the forward inside changes any buffer.
 
         A recompute must see the same running statistics as the forward, and must not advance them again.
         """
         before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in self.module.named_buffers()}
-        previous: Buffers = {}
-        yield previous
+        had = attributes.recorded(self.module) if before else []
+        kept = Kept()
+        yield kept
         after = dict(self.module.named_buffers())
         if any(after.get(name) is not buffer or buffer._version != v for name, (buffer, v, _) in before.items()):
-            previous |= {name: copy for name, (_, _, copy) in before.items()}
+            kept.buffers.update({name: copy for name, (_, _, copy) in before.items()})
+            kept.modules.extend(attributes.changed(had))
             self._buffers = self._buffers or {
                 f"{path}.{key}".lstrip("."): (_bindable(module, "_buffers"), key)
                 for path, module in self.module.named_modules()

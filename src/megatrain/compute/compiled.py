@@ -249,7 +249,10 @@ class Compiled:
         rows, length = self._planned or (0, 0)
         # A decoder's length may vary while its encoder's does not.
         lengths = {shape[1] for shape in shapes if len(shape) == 3 and shape[0] == rows} - {1}
-        if lengths <= {length} and any(len(shape) > 2 and shape[:2] == self._planned for shape in shapes):
+        # So may the number of packed documents (`cu_seq_lens`), of which each would have a graph of its own.
+        counts = {shape[0] for shape in shapes if len(shape) == 1} - {1, rows, length, rows * length}
+        whole = any(len(shape) > 2 and shape[:2] == self._planned for shape in shapes)
+        if whole and lengths <= {length} and not counts:
             return "planned", f"batches of {rows} × {length}", True
         classes = tuple(
             tuple(size_class(size, rows=dim == 0 and len(shape) > 1) for dim, size in enumerate(shape))

@@ -25,6 +25,7 @@ from megatrain.compute.binding import untraced
 from megatrain.compute.block import Block
 from megatrain.compute.logits import LazyLogits, Pointwise
 from megatrain.compute.loss import LinearLoss, cross_entropy
+from megatrain.compute.rebind import make_anchor
 from megatrain.compute.replay import AmbientState
 from megatrain.errors import UnsupportedCall
 from megatrain.store.gradient import CallId
@@ -132,8 +133,7 @@ class Head:
         call = _ChunkedCall(self, logits.chain, targets, divisor, ignore_index, smoothing)
         if torch.is_grad_enabled() and logits.requires_grad:
             call.call_id = self.runtime.start_call(self.block).call_id
-            anchor = torch.zeros((), requires_grad=True)
-            loss: torch.Tensor = _ChunkedLoss.apply(call, anchor, hidden)  # type: ignore[no-untyped-call]
+            loss: torch.Tensor = _ChunkedLoss.apply(call, make_anchor(), hidden)  # type: ignore[no-untyped-call]
             return loss
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), self.runtime.weights(self.block, "inference") as views:
@@ -250,6 +250,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head.runtime.expect_gradients(head.block, call.call_id)
         with head.runtime.weights(head.block, "forward") as views:
             total, by_weight = call.differentiate(hidden, head.block.bind(views, leaves=True), by_hidden)
+        torch.clear_autocast_cache()
         ctx.head, ctx.call_id, ctx.weights = head, call.call_id, list(by_weight)
         ctx.dtypes = {slab.index: slab.layout.dtype for slab in head.block.slabs}
         ctx.save_for_backward(by_hidden, *by_weight.values())

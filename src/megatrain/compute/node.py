@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
+from megatrain.compute import rebind
 from megatrain.compute.binding import call_with
-from megatrain.compute.block import Args, Block, Buffers, Capture, Kwargs, Weights, apply_side_effects, capture_outputs
+from megatrain.compute.block import Args, Block, Capture, Kept, Kwargs, Weights, apply_side_effects, capture_outputs
 from megatrain.compute.compiled import EVALUATED, FROZEN, TRAINED, CompiledCall, Shapes
 from megatrain.compute.interrupts import DeferInterrupts
-from megatrain.compute.rebind import Addresses, Rebinder, refuse_hidden_gradient
 from megatrain.compute.replay import AmbientState
 from megatrain.compute.trees import FlattenSpec, flatten_tensors
 from megatrain.errors import UnsupportedCall
@@ -76,7 +76,7 @@ class _Graph:
     inputs: list[torch.Tensor]
     weights: Weights
     outputs: list[torch.Tensor]
-    rebinder: Rebinder | None = None
+    rebinder: rebind.Rebinder | None = None
     """Policy `store`: set if the weights may be elsewhere in the backward."""
 
 
@@ -102,8 +102,8 @@ class _Call:
     """Policy `offload`: inputs in host memory or on disk, by position."""
     graph: _Graph | None = None
     """Policy `store`: the forward's graph, until the backward uses it."""
-    buffers: Buffers = field(default_factory=dict)
-    """The buffers before the forward, if the forward changed them."""
+    kept: Kept = field(default_factory=Kept)
+    """The buffers and attributes before the forward, if it changed buffers."""
     generators_after: Generators | None = None
     """The random number state after the forward; None if it drew nothing."""
     interleaved: bool = False
@@ -134,9 +134,12 @@ class _Call:
     ) -> tuple[list[torch.Tensor], FlattenSpec]:
         args, kwargs = self.spec.unflatten(inputs)
         with torch.enable_grad():
-            buffers = self.buffers or None
-            call = partial(self.block.call, weights, args, kwargs, buffers, compiled=self.compiled, recompute=recompute)
-            return capture_outputs(call, weights, args, kwargs, self.capture)
+            call = partial(self.block.call, weights, args, kwargs, self.kept)
+            call = partial(call, compiled=self.compiled, recompute=recompute)
+            outputs = capture_outputs(call, weights, args, kwargs, self.capture)
+        # Autocast would keep the casts of all blocks' weights until it is left.
+        torch.clear_autocast_cache()
+        return outputs
 
     def offload_inputs(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """Apply the policy to the inputs; returns those that autograd saves, and None for the others."""
@@ -221,7 +224,7 @@ class _Call:
         `_differentiate` accumulates nothing into leaves. The hook must not refer to this call, which would never be
         freed: the garbage collector does not see through autograd.
         """
-        refuse = partial(refuse_hidden_gradient, self.block.name)
+        refuse = partial(rebind.refuse_hidden_gradient, self.block.name)
         for leaf in leaves:
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(refuse)
@@ -242,12 +245,13 @@ class _BlockNode(torch.autograd.Function):
             multithreaded = call.info.multithreaded()
             may_store = call.policy == "store" or multithreaded
             moves = any(not slab.stays_on_device for slab in call.block.slabs)
-            rebinder = Rebinder(views, call.block.name) if may_store and moves else None
+            rebinder = rebind.Rebinder(views, call.block.name) if may_store and moves else None
             forward = partial(call.run_forward, inputs, weights)
-            keeping: AbstractContextManager[Buffers] = (
-                nullcontext({}) if call.policy == "store" else call.block.keeping_buffers()
+            before = [] if call.policy == "store" else [tensor._version for tensor in tensors]
+            keeping: AbstractContextManager[Kept] = (
+                nullcontext(Kept()) if call.policy == "store" else call.block.keeping_buffers()
             )
-            with keeping as call.buffers:
+            with keeping as call.kept:
                 made, call.result = forward() if rebinder is None else rebinder.run(forward)
             if call.generators_before is not None:
                 now = Generators.capture(call.runtime.device)
@@ -255,8 +259,12 @@ class _BlockNode(torch.autograd.Function):
                 call.interleaved = not multithreaded and call.info.multithreaded()
                 if may_store and call.generators_after is not None:
                     call.policy = "store"
-            call.refuse_hidden_gradients([*inputs, *weights.values()])
-            if call.policy == "store":
+            leaves = [*inputs, *weights.values()]
+            rebind.refuse_side_inputs(call.block.name, made, leaves, anchor)
+            call.refuse_hidden_gradients(leaves)
+            if call.policy != "store":
+                rebind.refuse_changed_inputs(call.block.name, before, tensors)
+            else:
                 call.graph = _Graph(inputs, weights, made, rebinder)
         ctx.save_for_backward(*call.offload_inputs(tensors))
         outputs = tuple(t.detach() for t in made)
@@ -353,8 +361,7 @@ def run(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs, capture: Cap
     ambient, info, mode = AmbientState.capture(runtime.device), runtime.start_call(block), block.module.training
     generators = None if info.policy == "store" else Generators.capture(runtime.device)
     call = _Call(runtime, block, spec, differentiable, capture, ambient, info, versions, info.policy, mode, generators)
-    anchor = torch.zeros((), requires_grad=True)
-    outputs = _BlockNode.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+    outputs = _BlockNode.apply(call, rebind.make_anchor(), *tensors)  # type: ignore[no-untyped-call]
     result, call.result = call.result, None
     assert result is not None
     return apply_side_effects(result.unflatten(outputs), args, kwargs, capture)
@@ -384,7 +391,7 @@ def _without_gradient(runtime: Runtime, block: Block, args: Args, kwargs: Kwargs
             result = forward(None)
         else:
             result = block.compiled.run(shapes, FROZEN if torch.is_grad_enabled() else EVALUATED, forward)
-        addresses = Addresses(weights)
+        addresses = rebind.Addresses(weights)
         tensors, spec = flatten_tensors(result)
         if all(addresses.find(tensor) is None for tensor in tensors):
             return result

@@ -6,7 +6,8 @@ runs, so a handle stores the view's position in the slab. The backward applies i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
@@ -18,6 +19,7 @@ from megatrain.compute.binding import call_with
 from megatrain.errors import UnsupportedCall
 
 Key = TypeVar("Key")
+_numbers = itertools.count()
 _active: ContextVar[Any] = ContextVar("megatrain_rebinder", default=None)
 
 
@@ -84,6 +86,50 @@ def refuse_hidden_gradient(block: str, _: torch.Tensor | None = None) -> NoRetur
         f"a tensor made inside {block} reached the loss without being returned by its forward (kept as an attribute, "
         "say), so its gradient would be lost; return it from the layer's forward."
     )
+
+
+def make_anchor() -> torch.Tensor:
+    """A tensor that requires grad, so that a node has a backward even if none of its inputs does."""
+    anchor: Any = torch.zeros((), requires_grad=True)
+    anchor.megatrain_number = next(_numbers)
+    return anchor  # type: ignore[no-any-return]
+
+
+def refuse_side_inputs(
+    block: str, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], anchor: Any
+) -> None:
+    """Raise if the graph of a block's outputs reaches a leaf that is neither an input nor a weight of the block.
+
+    `anchor` is the one of this call. Later ones belong to blocks inside it.
+    """
+    known = {id(leaf) for leaf in leaves}
+    reached = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_leaf]
+    seen: set[Any] = set()
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if edges := node.next_functions:
+            pending += [before for before, _ in edges if before is not None]
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            reached.append(leaf)
+    own: int = anchor.megatrain_number
+    if any(id(leaf) not in known and getattr(leaf, "megatrain_number", -1) < own for leaf in reached):
+        raise UnsupportedCall(
+            f"{block} used a tensor that requires grad and was not passed to its forward (an attribute, or a parameter "
+            "of another module), so its gradient would be lost; pass it to the layer's forward, or detach it."
+        )
+
+
+def refuse_changed_inputs(block: str, versions: Sequence[int], inputs: Iterable[torch.Tensor]) -> None:
+    """Raise if inputs of a block that will be recomputed were changed by its forward."""
+    if list(versions) != [tensor._version for tensor in inputs]:
+        raise UnsupportedCall(
+            f"{block} changed an input in place, so a recompute would start from other values; change a copy of it, or "
+            "use policy='store'."
+        )
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:

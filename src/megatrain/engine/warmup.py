@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain import generators
+from megatrain.compute import attributes
 
 if TYPE_CHECKING:
     from megatrain.engine.session import Engine
@@ -22,7 +23,7 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
     """Run a forward of the model in training mode until every structure is compiled, or found not to be.
 
     A structure whose layers are frozen may have calls with and without gradients, so all of them are called. Weights,
-    gradients, buffers, random numbers and modes are as before.
+    gradients, buffers, random numbers and the attributes of modules are as before.
     """
 
     waiting = {block.module: block.compiled for block in engine.blocks if block.compiled is not None}
@@ -33,7 +34,7 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
         waiting.pop(module, None)
 
     model = engine.model
-    modes = [(module, module.training) for module in model.modules()]
+    before = attributes.recorded(model)
     hooks = [block.module.register_forward_pre_hook(stop_if_complete) for block in engine.blocks]
     try:
         with generators.preserved(engine.device), _preserved_buffers(model), torch.enable_grad():
@@ -43,8 +44,7 @@ def compile_layers(engine: Engine, forward: Callable[[], object]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-        for module, training in modes:
-            module.training = training
+        attributes.put_back(before)
         engine.forget_forward()
 
 

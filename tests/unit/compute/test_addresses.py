@@ -9,7 +9,7 @@ import torch
 from tests.tiny import Stack, differences, engine_of, inputs, roles
 from torch import Tensor
 
-from megatrain.compute import node
+from megatrain.compute import rebind
 from megatrain.compute.rebind import Addresses, Rebinder
 from megatrain.stream import rings
 
@@ -85,7 +85,7 @@ def test_weights_that_stay_on_the_device_are_saved_as_they_are(
         return [roles(engine)]
 
     streamed = train({})
-    monkeypatch.setattr(node, "Rebinder", None)
+    monkeypatch.setattr(rebind, "Rebinder", None)
     assert differences(train(settings), streamed) == []
     # A stored graph outlives the slots that its weights were held in.
     assert differences(train(settings, release_held=True), streamed) == []

@@ -528,6 +528,16 @@ def test_a_decoder_whose_length_varies_has_dynamic_sizes():
     assert layer._class_of((torch.Size((2, 512, 16)), encoded, mask))[2]
 
 
+def test_packed_documents_have_dynamic_sizes():
+    """A static graph for every number of documents would be compiled until there are too many."""
+    layer = compiled.Compiled("Layer", torch.device("cpu"), (1, 512), recomputes=True)
+    hidden, positions = torch.Size((1, 512, 16)), torch.Size((512,))
+    found = [layer._class_of((hidden, positions, torch.Size((documents + 1,)))) for documents in (3, 9)]
+    assert [planned for _, _, planned in found] == [False, False]
+    assert found[0] == found[1]
+    assert layer._class_of((hidden, positions, torch.Size(())))[2]
+
+
 def test_evaluation_runs_compiled_and_is_decided_on_its_own(announced):
     model, losses = Sequence().eval(), set()
     x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -49,6 +50,46 @@ def test_a_tensor_kept_as_an_attribute_is_refused(
         with pytest.raises(UnsupportedCall, match=r"without being returned by its forward"):
             (out + hidden if main else hidden).backward()
         engine.optimizer(lr=0.1).zero_grad()
+
+
+class Conditioned(nn.Module):
+    """Reads a tensor that the model has set as an attribute."""
+
+    condition: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lin(x) * self.condition)
+
+
+class Conditioning(Stack):
+    """Sets it to the output of another block, or to a parameter of its own."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__(layer=Conditioned)
+        self.own = own
+
+    def forward(self, x: Tensor, skip: Sequence[int] = ()) -> Tensor:
+        condition = self.gain if self.own else self.entry(x)
+        for layer in self.layers:
+            object.__setattr__(layer, "condition", condition)
+        return super().forward(x, skip)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "store"])
+@pytest.mark.parametrize("own", [True, False], ids=["parameter", "output"])
+def test_a_tensor_that_is_not_an_argument_is_refused(own: bool, policy: str) -> None:
+    model = Conditioning(own)
+    with engine_of(model, policy=policy):
+        with pytest.raises(UnsupportedCall, match=r"layers\.0 used a tensor that requires grad and was not passed"):
+            model(inputs(0))
+        for parameter in (model.gain, *model.entry.parameters()):
+            parameter.requires_grad_(False)
+        model(inputs(0)).square().mean().backward()
+        assert all(parameter.grad is not None for parameter in model.layers.parameters())
 
 
 def test_refusing_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch) -> None:

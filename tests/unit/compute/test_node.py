@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tiny import WIDTH, Layer, Stack, differences, engine_of, gradients, inputs, roles
+from tests.tiny import WIDTH, Layer, Stack, differences, engine_of, gradients, inputs, roles, same_bits
 from torch import nn
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import MegaTrainError, UnsupportedCall
 from megatrain.stream.lanes import ThreadLanes
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
@@ -83,6 +83,30 @@ def test_outputs_changed_in_place_through_a_view():
         return x
 
     compare(Layer, walk)
+
+
+class Doubles(Layer):
+    """Changes its input in place if it needs no gradient; otherwise autograd refuses."""
+
+    def forward(self, x):
+        return super().forward(x if x.requires_grad else x.mul_(2))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload", "store"])
+def test_an_input_changed_in_place_by_the_block_is_refused_unless_its_graph_is_stored(policy):
+    plain = Stack(layer=Doubles)
+    plain.entry.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    with engine_of(model, policy=policy):
+        if policy != "store":
+            with pytest.raises(UnsupportedCall, match=r"layers\.0 changed an input in place"):
+                model(inputs(0))
+            return
+        for each in (plain, model):
+            each(inputs(0)).square().sum().backward()
+        for name, expected in gradients(plain).items():
+            found = gradients(model)[name]
+            assert found is expected is None or same_bits(found, expected), name
 
 
 class Identity(Layer):
@@ -317,6 +341,36 @@ def test_a_buffer_is_replayed_as_the_forward_saw_it(layer):
 
 
 # ---- graphs
+
+
+class Table(nn.Module):
+    """Keeps a table for the largest number of rows so far, as RoPE does: a buffer, and its length in an attribute."""
+
+    def __init__(self, grows):
+        super().__init__()
+        self.lin, self.grows, self.rows = nn.Linear(WIDTH, WIDTH), grows, 0
+        self.register_buffer("table", torch.zeros(0 if grows else 8), persistent=False)
+
+    def forward(self, x):
+        if len(x) > self.rows:
+            self.rows = len(x)
+            table = torch.arange(len(x) if self.grows else 8) / len(x)
+            self.register_buffer("table", table, persistent=False)
+        return x + torch.tanh(self.lin(x) * self.table[: len(x), None])
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload", "store"])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_recompute_sees_the_attributes_that_belong_to_buffers(grows, policy):
+    plain = Stack(layer=lambda: Table(grows))
+    model = copy.deepcopy(plain)
+    with engine_of(model, policy=policy):
+        for rows in (2, 5, 3):
+            for each in (plain, model):
+                each(inputs(0, rows)).square().sum().backward()
+        for name, expected in gradients(plain).items():
+            assert same_bits(gradients(model)[name], expected), name
+        assert [layer.rows for layer in model.layers] == [5, 5, 5]
 
 
 def test_backward_twice_through_one_graph():

@@ -1,13 +1,15 @@
 """A recompute uses the random numbers and autocast state of its forward and leaves the caller's unchanged."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tiny import Layer, Stack, engine_of, gradients, inputs, same_bits
+from tests.tiny import WIDTH, Layer, Stack, engine_of, gradients, inputs, same_bits
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.compute.replay import AmbientState
 from megatrain.generators import Generators
@@ -146,6 +148,28 @@ def test_autocast_does_not_reuse_the_cast_of_another_layer():
         assert torch.equal(model(inputs(0)), plain(inputs(0)))
         with torch.no_grad():
             assert torch.equal(model(inputs(1)), plain(inputs(1)))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_autocast_keeps_no_casts_of_the_weights_of_other_blocks(policy):
+    """It would keep them until it is left: all weights at once, and as often in a window as it has micro-batches."""
+    casts: list[weakref.ref[torch.Tensor]] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten._to_copy.default and result.shape == (WIDTH, WIDTH):
+                casts.append(weakref.ref(result))
+            return result
+
+    model = Stack(layer=Mixing)
+    with engine_of(model, policy=policy), Casts(), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(inputs(0)).float().square().sum()
+        assert len(casts) == 7
+        assert [cast() for cast in casts] == [None] * 7
+        loss.backward()
+        assert len(casts) > 7
+        assert not any(cast() is not None for cast in casts)
 
 
 class Attends(nn.Module):

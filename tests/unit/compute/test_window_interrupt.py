@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import Stack, engine_of, gradients, inputs
+from tests.tiny import Stack, differences, engine_of, gradients, inputs
 
 from megatrain.compute.window import _Baton
 from megatrain.stream.lanes import ThreadLanes
@@ -55,6 +55,30 @@ def test_ctrl_c_is_raised_while_a_lane_is_stuck(window: bool) -> None:
             engine.window([task, task]) if window else [task() for _ in range(3)]
     assert not in_time, "Ctrl-C was raised only after the lane went on"
     raised.set()
+
+
+def test_ctrl_c_just_before_the_wait_for_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run already: what they would add later would belong to no window."""
+    plain, calls = _Baton.join, []
+
+    def join(baton: _Baton) -> bool:
+        calls.append(baton)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return plain(baton)
+
+    monkeypatch.setattr(_Baton, "join", join)
+    model = Stack()
+    with engine_of(model) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.window([lambda k=k: model(inputs(k)).square().mean().backward() for k in range(2)])
+        assert not calls[0].positions, "a micro-batch is still running"
+        assert all(gradient is None for gradient in gradients(model).values())
+        engine.window([lambda: model(inputs(2)).square().mean().backward()])
+        again = gradients(model)
+    with engine_of(fresh := Stack()):
+        fresh(inputs(2)).square().mean().backward()
+        assert differences(again, gradients(fresh)) == []
 
 
 class Slow(torch.autograd.Function):
