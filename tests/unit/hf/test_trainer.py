@@ -550,6 +550,14 @@ def test_fp16_is_refused(tmp_path: Path) -> None:
     run(mt.Trainer, tmp_path, model=model)
 
 
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path)
+    # With a configuration in its constructor, TrainingArguments needs the package.
+    args.deepspeed = {"zero_optimization": {"stage": 3}}
+    with pytest.raises(SettingsError, match=r"deepspeed in TrainingArguments is not supported"):
+        mt.Trainer(model=tiny.llama(), args=args, train_dataset=tiny.rows())
+
+
 @pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_8bit", "galore_adamw"])
 def test_another_optimizer_is_refused(tmp_path: Path, optim: str) -> None:
     with pytest.raises(SettingsError, match=r"not supported.*adamw_torch"):
