@@ -110,8 +110,8 @@ class Settings(_Choices, metaclass=_HadDebug):
     """One or several directories on drives, for state that does not fit in RAM, and for `inputs_on_disk`. If all fits,
     no state is written."""
     drive_tbw: float | None = None
-    """What each drive of `offload_dir` is rated for, in TB written. None: what its health log implies, or 600 TB per TB of
-    its size."""
+    """What each drive of `offload_dir` is rated for, in TB written. None: what its health log implies, or 600 TB per TB
+    of its size."""
     max_drive_tb: float | None = None
     """The most that a run may write to `offload_dir`, in TB; a Trainer then saves a checkpoint and stops."""
     max_vram_gb: float | None = None

@@ -20,12 +20,12 @@ from megatrain.lazy import Load, contents, lazy_slice
 from megatrain.store.parameter import StoreTensor
 from megatrain.telemetry.progress import progress
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def save_model(model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: AnyPath) -> None:
     """Save with `save_pretrained` if the model has it, else as one safetensors file."""
-    path = Path(directory) / "model.safetensors"
+    path = Path(directory) / WHOLE
     files.before("write", path)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
@@ -105,6 +105,9 @@ def lazy_tensors(path: Path, load: Load) -> dict[str, torch.Tensor]:
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
     """The safetensors files of a directory, with the names and shapes of their tensors."""
+    if (directory / WHOLE).is_file():
+        # As transformers does: the index, and shards, may be left from an earlier save.
+        return [(directory / WHOLE, _shapes(directory / WHOLE))]
     files = sorted(path for path in directory.glob("model*.safetensors") if path.is_file())
     if not files:
         if adapters.found_in(directory):
