@@ -550,6 +550,18 @@ def test_fp16_is_refused(tmp_path: Path) -> None:
     run(mt.Trainer, tmp_path, model=model)
 
 
+def test_a_frozen_model_is_refused(tmp_path: Path) -> None:
+    trainer = mt.Trainer(
+        model=tiny.llama().requires_grad_(False),
+        args=tiny.arguments(tmp_path),
+        train_dataset=tiny.rows(),
+        eval_dataset=tiny.rows(),
+    )
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    with pytest.raises(SettingsError, match="no parameter of the model requires grad, so there is nothing to train"):
+        trainer.train()
+
+
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
     args = tiny.arguments(tmp_path)
     # With a configuration in its constructor, TrainingArguments needs the package.
