@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
@@ -110,7 +110,8 @@ class Settings(_Choices, metaclass=_HadDebug):
     """One or several directories on drives, for state that does not fit in RAM, and for `inputs_on_disk`. If all fits,
     no state is written."""
     drive_tbw: float | None = None
-    """What each drive of `offload_dir` is rated for, in TB written. None: 600 TB per TB of its size."""
+    """What each drive of `offload_dir` is rated for, in TB written. None: what its health log implies, or 600 TB per TB
+    of its size."""
     max_drive_tb: float | None = None
     """The most that a run may write to `offload_dir`, in TB; a Trainer then saves a checkpoint and stops."""
     max_vram_gb: float | None = None
@@ -186,10 +187,15 @@ class Settings(_Choices, metaclass=_HadDebug):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise SettingsError(f"{name} must be a list of patterns, such as [{value!r}], not a string.")
-            object.__setattr__(self, name, tuple(value))  # immutable, and comparable with a plan's
-        policies = [self.policy] if isinstance(self.policy, str) else list(self.policy.values())
-        if unknown := [policy for policy in policies if policy not in POLICIES]:
+            patterns = tuple(value) if isinstance(value, Iterable) else (value,)
+            if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+                raise SettingsError(f"{name} must be a list of patterns of block names, not {wrong[0]!r}.")
+            object.__setattr__(self, name, patterns)  # immutable, and comparable with a plan's
+        policies = self.policy if isinstance(self.policy, Mapping) else {"*": self.policy}
+        if unknown := [policy for policy in policies.values() if policy not in POLICIES]:
             raise SettingsError(f"policy must be one of {', '.join(POLICIES)}, not {unknown[0]!r}.")
+        if wrong := [pattern for pattern in policies if not isinstance(pattern, str)]:
+            raise SettingsError(f"policy must have patterns of block names as keys, not {wrong[0]!r}.")
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise SettingsError(f"compile must be 'auto', True or False, not {self.compile!r}.")
         if self.length is not None and not _is_count(self.length):
@@ -199,7 +205,8 @@ class Settings(_Choices, metaclass=_HadDebug):
             raise SettingsError(
                 f"window must be a number of micro-batches, a list of them or None, not {self.window!r}."
             )
-        if self.head_chunk is not None and (not isinstance(self.head_chunk, int) or self.head_chunk < 0):
+        # Not isinstance: True and False are integers too.
+        if self.head_chunk is not None and (type(self.head_chunk) is not int or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
         if not isinstance(self.record, bool):
             raise SettingsError(f"record must be True or False, not {self.record!r}; engine.record(path) names a file.")

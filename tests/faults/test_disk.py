@@ -9,10 +9,11 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -295,6 +296,29 @@ def test_a_rescue_is_exact_where_it_can_be_and_says_where_it_is_not(
         assert len(rounded) == 1
     assert f"weights of {len(rounded)} parts" in said
     assert "are rounded to BF16" in said
+
+
+def test_adapters_are_rescued_if_the_base_model_cannot_be_read(tmp_path: Path) -> None:
+    class Fault(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer.engine.synchronize()
+                faults.enter_context(no_space(trainer.engine._placement.disk.files[0].descriptor))
+
+    model = peft.get_peft_model(small.llama(num_hidden_layers=6), peft.LoraConfig(target_modules=["q_proj"]))
+    mt.init(
+        device="cpu", offload_dir=tmp_path / "scratch", weights_on_disk=["*layers*"], debug=mt.Debug(allow_tmpfs=True)
+    )
+    args = small.arguments(tmp_path / "out", max_steps=5)
+    trainer = mt.Trainer(model=model, args=args, train_dataset=small.rows(), callbacks=[Fault()])
+    with ExitStack() as faults, pytest.raises((DiskFailed, LaneFailed)):
+        trainer.train()
+    (folder,) = (tmp_path / "out").glob("rescue-*")
+    loaded = load_file(folder / "adapter_model.safetensors")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(loaded) == len(trained)
+    for name, p in trained.items():
+        assert torch.equal(loaded[name.replace(".default", "")], p.slab.layout.view(p.slab.weight, p.segment)), name
 
 
 def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:

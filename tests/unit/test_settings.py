@@ -16,6 +16,7 @@ from tests.tiny import Stack, backward, engine_of
 import megatrain as mt
 from megatrain import settings as settings_module
 from megatrain.errors import SettingsError, UnknownSetting
+from megatrain.geometry import PATTERN_SETTINGS
 from megatrain.settings import DEBUG
 
 MACHINE = "h200-128gb"
@@ -63,6 +64,25 @@ def test_window_takes_one_size_or_several() -> None:
     for wrong in (0, True, "2", (), [2, 0], [2, True], (1.5,), {2: 1}):
         with pytest.raises(SettingsError, match="window must be a number of micro-batches, a list of"):
             mt.Settings(window=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PATTERN_SETTINGS)
+def test_patterns_are_strings(name: str) -> None:
+    for wrong in (5, None, [5], ["*", None]):
+        with pytest.raises(SettingsError, match=f"{name} must be a list of patterns of block names, not (5|None)"):
+            mt.Settings(**{name: wrong})
+
+
+def test_policies_and_head_chunks_of_other_types_are_refused() -> None:
+    for policy in (None, 5, [], ["store"], {"*": ["store"]}):
+        with pytest.raises(SettingsError, match="policy must be one of recompute, store, offload, not"):
+            mt.Settings(policy=policy)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="policy must have patterns of block names as keys, not 1"):
+        mt.Settings(policy={1: "store"})  # type: ignore[dict-item]
+    for chunk in (True, False, -1, 1.5, "8"):
+        with pytest.raises(SettingsError, match="head_chunk must be a number of tokens, 0 or None, not"):
+            mt.Settings(head_chunk=chunk)  # type: ignore[arg-type]
+    assert mt.Settings(head_chunk=0).head_chunk == 0
 
 
 def test_init_records_what_was_given() -> None:

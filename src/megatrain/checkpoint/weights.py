@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ from megatrain import files
 from megatrain.checkpoint import adapters
 from megatrain.errors import CheckpointError
 from megatrain.files import AnyPath
-from megatrain.lazy import Load, lazy_slice
+from megatrain.lazy import Load, contents, lazy_slice
 from megatrain.store.parameter import StoreTensor
 from megatrain.telemetry.progress import progress
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def save_model(model: Any, host_state: Callable[[], dict[str, torch.Tensor]], directory: AnyPath) -> None:
     """Save with `save_pretrained` if the model has it, else as one safetensors file."""
-    path = Path(directory) / "model.safetensors"
+    path = Path(directory) / WHOLE
     files.before("write", path)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
@@ -104,6 +105,9 @@ def lazy_tensors(path: Path, load: Load) -> dict[str, torch.Tensor]:
 
 def weight_files(directory: Path) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
     """The safetensors files of a directory, with the names and shapes of their tensors."""
+    if (directory / WHOLE).is_file():
+        # As transformers does: the index, and shards, may be left from an earlier save.
+        return [(directory / WHOLE, _shapes(directory / WHOLE))]
     files = sorted(path for path in directory.glob("model*.safetensors") if path.is_file())
     if not files:
         if adapters.found_in(directory):
@@ -140,13 +144,19 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _load_converted(model: Any, own: dict[str, torch.Tensor], directory: Any, missing: list[str]) -> None:
-    """Load through a temporary model if names on disk differ from the model's (merged experts...)."""
+    """Load through a temporary model if names on disk differ from the model's (merged experts...). Its weights stay in
+    the files until they are put into the store, one by one."""
     if not hasattr(model, "from_pretrained"):
         differs = f"has no {missing[0]}" if missing else "has names that the model does not have"
         raise CheckpointError(
             f"{directory} is a checkpoint of another model: it {differs}; use the model it was saved from."
         )
-    loaded, report = type(model).from_pretrained(directory, dtype="auto", config=model.config, output_loading_info=True)
+    load = Load()
+    tensors = lazy_tensors(Path(directory), load)
+    loaded, report = type(model).from_pretrained(
+        None, state_dict=tensors, dtype=_widest(tensors.values()), config=model.config, output_loading_info=True
+    )
+    load.recording = False
     for kind, differs in (("missing_keys", "it has no"), ("unexpected_keys", "the model has no")):
         if report[kind]:
             raise CheckpointError(
@@ -157,11 +167,17 @@ def _load_converted(model: Any, own: dict[str, torch.Tensor], directory: Any, mi
     for name, parameter in loaded.named_parameters():
         _check_shape(name, own.get(name), tuple(parameter.shape))
     for name, parameter in loaded.named_parameters():
-        _put(own[name], parameter)
+        _put(own[name], contents(parameter))
     persistent = loaded.state_dict().keys()
     for name, buffer in loaded.named_buffers():
         if name in own and name in persistent:
-            _put(own[name], buffer)
+            _put(own[name], contents(buffer))
+
+
+def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The dtype that holds all of them exactly. That of the model's config may be narrower than a saved master."""
+    floats = {t.dtype for t in tensors if t.is_floating_point() and t.dtype.itemsize > 1}
+    return reduce(torch.promote_types, floats, torch.bfloat16)
 
 
 def _check_shape(name: str, target: torch.Tensor | None, shape: tuple[int, ...]) -> None:

@@ -114,6 +114,10 @@ class Optimizing(Part):
         if groups is None:
             decayed = set(self.get_decay_parameter_names(self.model))
             named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            if not named:
+                raise SettingsError(
+                    "no parameter of the model requires grad, so there is nothing to train; set requires_grad on some."
+                )
             groups = [
                 {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
                 {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},

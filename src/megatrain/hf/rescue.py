@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from megatrain import files
-from megatrain.checkpoint import lock, replace, space
+from megatrain.checkpoint import adapters, lock, replace, space
 from megatrain.checkpoint.weights import without_aliases
 from megatrain.engine.session import Engine
 from megatrain.errors import DiskFailed, DiskFull
@@ -34,7 +35,7 @@ def rescue(trainer: Any, error: BaseException) -> None:
     folder = os.path.join(trainer._get_output_dir(trial=trainer._trial), f"{PREFIX}-{step}")
     try:
         survivors = trainer.engine.survivors()
-        if lost := survivors.lost(trainer.engine.slabs):
+        if lost := survivors.lost(_written(trainer)):
             error.add_note(
                 f"megatrain: no weights were saved, since those of {len(lost)} parts of the model ({listed(lost)}) "
                 "are on the drive and cannot be read; resume from the last checkpoint."
@@ -56,6 +57,13 @@ def rescue(trainer: Any, error: BaseException) -> None:
         f"{rounded}; {REPORT} in it has the details, from_pretrained loads it, and resume_from_checkpoint=True uses "
         "the last checkpoint"
     )
+
+
+def _written(trainer: Any) -> Iterable[Any]:
+    """The slabs that are saved: of a model with adapters, those of the adapters alone."""
+    if not getattr(trainer.model, "peft_config", None):
+        return list(trainer.engine.slabs)
+    return {target.slab.index: target.slab for target in adapters.targets(trainer.model)}.values()
 
 
 def _save(trainer: Any, folder: str, survivors: Any, error: BaseException) -> None:

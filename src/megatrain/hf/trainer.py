@@ -74,6 +74,11 @@ class MegaMixin(MicroBatches, Checkpoints):
         args = self.args
         if args.fp16:
             raise SettingsError("fp16=True is not supported: use bf16=True, which keeps an exact FP32 master.")
+        if args.deepspeed:
+            raise SettingsError(
+                "deepspeed in TrainingArguments is not supported: the engine itself keeps the model's state in RAM or, "
+                "with megatrain.init(offload_dir=...), on disk; leave it out."
+            )
         _ = args.device  # settles the number of GPUs, which is then overridden
         args._n_gpu = min(args._n_gpu, 1)
         defaults = settings_module.current()

@@ -16,6 +16,7 @@ from tests import small
 import megatrain as mt
 from megatrain import files
 from megatrain.checkpoint import states
+from megatrain.lazy import is_lazy
 from megatrain.native import library as native
 from megatrain.store.parameter import states_of
 
@@ -64,6 +65,29 @@ def test_a_model_loaded_in_fp32_is_saved_in_fp32(tmp_path: Path, name: str) -> N
         other, fresh, another = attached(BUILDERS[name], seed=1)
         fresh.load(tmp_path / "engine", another if with_optimizer else None)
         assert small.same(masters(other), expected)
+
+
+@pytest.mark.parametrize("build", [small.mixtral, small.qwen3_moe], ids=["mixtral", "qwen3_moe"])
+def test_merged_experts_are_read_one_by_one_and_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]
+) -> None:
+    """RAM may not hold the model a second time. The config of a model made from another one's may say BF16."""
+    model, engine, optimizer = attached(build)
+    step(model, optimizer)
+    engine.save(tmp_path, optimizer)
+    other, fresh, another = attached(build, seed=1)
+    other.config.dtype = torch.bfloat16
+    load, loaded = type(other).from_pretrained, list[Any]()
+
+    def from_pretrained(*args: Any, **options: Any) -> Any:
+        result = load(*args, **options)
+        loaded.append(result[0])
+        return result
+
+    monkeypatch.setattr(type(other), "from_pretrained", from_pretrained)
+    fresh.load(tmp_path, another)
+    assert all(is_lazy(parameter) for parameter in loaded[0].parameters())
+    assert small.same(masters(other), masters(model))
 
 
 def test_residuals_are_not_zero(tmp_path: Path) -> None:

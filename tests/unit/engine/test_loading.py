@@ -59,6 +59,16 @@ def test_weights_fill_a_model_on_meta(tmp_path: Path, make: Any, dtype: torch.dt
         require_same(engine.release(), plain)
 
 
+def test_one_file_of_weights_comes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers, which leaves the index of an earlier save in shards."""
+    path = saved(tmp_path, small.llama)
+    small.llama(1).bfloat16().save_pretrained(path)
+    assert (path / "model.safetensors.index.json").exists()
+    model, plain = on_meta(path, torch.bfloat16), AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    with mt.Engine(model, weights=path, device="cpu"):
+        require_same(model, plain)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MODELS)
 def test_from_pretrained_after_init_stays_in_files(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:

@@ -550,6 +550,26 @@ def test_fp16_is_refused(tmp_path: Path) -> None:
     run(mt.Trainer, tmp_path, model=model)
 
 
+def test_a_frozen_model_is_refused(tmp_path: Path) -> None:
+    trainer = mt.Trainer(
+        model=tiny.llama().requires_grad_(False),
+        args=tiny.arguments(tmp_path),
+        train_dataset=tiny.rows(),
+        eval_dataset=tiny.rows(),
+    )
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    with pytest.raises(SettingsError, match="no parameter of the model requires grad, so there is nothing to train"):
+        trainer.train()
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path)
+    # With a configuration in its constructor, TrainingArguments needs the package.
+    args.deepspeed = {"zero_optimization": {"stage": 3}}
+    with pytest.raises(SettingsError, match=r"deepspeed in TrainingArguments is not supported"):
+        mt.Trainer(model=tiny.llama(), args=args, train_dataset=tiny.rows())
+
+
 @pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_8bit", "galore_adamw"])
 def test_another_optimizer_is_refused(tmp_path: Path, optim: str) -> None:
     with pytest.raises(SettingsError, match=r"not supported.*adamw_torch"):
