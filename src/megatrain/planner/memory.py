@@ -31,7 +31,7 @@ from megatrain.geometry import (
     weight_slots,
 )
 from megatrain.geometry import TIERS as ENGINE_TIERS
-from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
+from megatrain.hardware.machine import PINNED_PER_BYTE, PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner import activations
 from megatrain.planner.arrays import Bools, Ints, Sums, Table, look_up, most_layers
@@ -210,6 +210,12 @@ class Ledger:
     def totals(self, chosen: Decisions) -> dict[str, Ints]:
         """Tier → bytes of each decision."""
         return dict(zip(TIERS, self.accounts(chosen).sum(axis=1), strict=True))
+
+    def least_vram(self, chosen: Decisions) -> Ints:
+        """Bytes of VRAM of each decision, without those for its pinned RAM: what goes to disk needs none."""
+        vram, ram, _ = self.accounts(chosen)
+        needed: Ints = vram.sum(axis=0) - self.gpu * (pinned_bytes(ram, chosen.streams_states) // PINNED_PER_BYTE)
+        return needed
 
     def accounts(self, chosen: Decisions) -> Ints:
         """Bytes at the peak: tiers × roles × decisions."""

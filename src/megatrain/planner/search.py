@@ -221,7 +221,7 @@ class Search:
             return self.ledger.totals(self._on_disk(least.replace(resident_layers=layers)))
 
         def fit(layers: Ints) -> Bools:
-            return self.ledger.totals(least.replace(resident_layers=layers))["vram"] <= self.capacity["vram"]
+            return needs(layers)["vram"] <= self.capacity["vram"]
 
         every, none_resident = len(self.ledger.layers), needs(0)
         yield none_resident
@@ -237,7 +237,7 @@ class Search:
     def _groups(self) -> tuple[Decisions, Any]:
         """The groups with a member that fits, and a lower bound for the members of each."""
         chosen = self._choices(range(len(self.ledger.layers) + 1), self._levels(WEIGHT_LEVELS))
-        filled = self._filled(chosen.take(self.ledger.totals(chosen)["vram"] <= self.capacity["vram"]))
+        filled = self._filled(chosen.take(self.ledger.least_vram(chosen) <= self.capacity["vram"]))
         # Members have no more slots and no more stored graphs than this, and more of either is never slower.
         return filled, self.simulator.bounds(filled.replace(slots=SLOTS[0]))
 

@@ -13,7 +13,7 @@ from tests.unit.planner.made_up import GB, any_machines, cpu_only, machines, moe
 
 from megatrain.errors import NotEnoughMemory, SettingsError
 from megatrain.geometry import GIB
-from megatrain.hardware.machine import AvailableMemory, Disk, Machine
+from megatrain.hardware.machine import PINNED_PER_BYTE, AvailableMemory, Disk, Machine
 from megatrain.model.shapes import SlabShape
 from megatrain.planner import plan
 from megatrain.planner.api import dense_shape
@@ -181,6 +181,16 @@ def test_gradients_go_to_disk_instead_of_states_if_that_is_faster(accumulation, 
     assert 0 < len(chosen.gradients_on_disk) <= len(chosen.on_disk)
     assert chosen.windows == states_first.windows == (accumulation,)
     assert chosen.total("ram") <= chosen.capacity["ram"]
+
+
+def test_what_is_on_disk_needs_no_gpu_memory_for_its_pages():
+    """530 GB of weights would, if pinned, leave too little of 24 GB."""
+    search = Search(dense_shape(80, 197), Machine.load("rtx4090-64gb"), Run(), offload_dir="/disk")
+    assert search.fits()
+    found = search.plan()
+    assert len(found.weights_on_disk) == found.blocks
+    pinned = found.memory["disk"]["weights"] + found.memory["disk"]["gradients"]
+    assert found.total("vram") + pinned // PINNED_PER_BYTE > found.capacity["vram"]
 
 
 def test_page_cache_counts_without_direct_io():
