@@ -71,6 +71,8 @@ class State:
 
     def __init__(self, block: BlockShape, run: Run) -> None:
         self.tied, self.weights, self.residuals, self.moments = block.tied, 0, 0, 0
+        self.frozen_residuals = 0
+        """Of weights that do not train: nothing reads or writes them in a step."""
         self.elements16 = self.elements32 = 0
         """Elements, with padding, whose gradients have 2 and 4 bytes."""
         self.slabs: list[SlabBytes] = []
@@ -78,13 +80,14 @@ class State:
         for slab in block.slabs:
             nbytes, elements = slab_bytes(slab, run.itemsize)
             self.weights += nbytes
+            split = (slab.itemsize or run.itemsize) == 2 and run.precision == "bf16"
+            residual = elements * 2 if split else 0
             if not slab.trains:
                 self.slabs.append(SlabBytes(nbytes, 0, FROZEN))
+                self.frozen_residuals += residual if slab.low_bits else 0
                 continue
-            residual = 0
             if (slab.itemsize or run.itemsize) == 2:
                 self.elements16 += elements
-                residual = elements * 2 if run.precision == "bf16" else 0
             else:
                 self.elements32 += elements
             per_moment = int(slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes)
@@ -163,7 +166,7 @@ class Ledger:
         self._work = np.array([min(MAX_LAYER_BYTES, peak) for peak in peaks])
         """Number of layers with stored graphs → the highest workspace of any block."""
         self._weights = self._sums([state.weights for state in self.states])
-        self._residuals = self._sums([state.residuals for state in self.states])
+        self._residuals = self._sums([state.residuals + state.frozen_residuals for state in self.states])
         self._moments = self._sums([state.moments for state in self.states])
         kinds = ((1, False), (2, False), (2, True))
         self._gradients = [self._sums([state.gradient(*kind) for state in self.states]) for kind in kinds]
@@ -176,7 +179,7 @@ class Ledger:
         self._state_slot_bytes: Table = {}
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self.disk = DiskLedger(
-            [BlockBytes(s.slabs, s.residuals, s.moments, s.unshared_gradient) for s in self.states],
+            [BlockBytes(s.slabs, s.residuals, s.moments, s.unshared_gradient, s.frozen_residuals) for s in self.states],
             self.layers,
             self.other_blocks,
             heads=[i for i, block in enumerate(shape.blocks) if block.kind == "head"],

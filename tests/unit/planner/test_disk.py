@@ -53,7 +53,12 @@ def tied() -> torch.nn.Module:
     return small.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True)
 
 
-MODELS = [trained, partly_frozen, some_blocks_frozen, experts, tied]
+def frozen_in_fp32() -> torch.nn.Module:
+    """Frozen weights that were loaded in FP32 keep their low bits."""
+    return partly_frozen()
+
+
+MODELS = [trained, partly_frozen, some_blocks_frozen, experts, tied, frozen_in_fp32]
 DECISIONS = [
     Decision(disk_blocks=LAYERS),
     Decision(disk_blocks=LAYERS, disk_gradients=2, held_gradients=1),
@@ -99,7 +104,7 @@ def allocated(rings: Any) -> int:
 def test_planned_bytes_are_those_of_an_engine(
     tmp_path: Path, make: Callable[[], torch.nn.Module], decision: Decision
 ) -> None:
-    model = make().to(torch.bfloat16)
+    model = make().to(torch.float32 if make is frozen_in_fp32 else torch.bfloat16)
     ledger = Ledger(describe(model), Run(micro_batch=2, length=small.LENGTH, precision="bf16"))
     account_of = ledger.account(decision)
     (weights, _, _, gradients), (staged_weights, staged_states, staged_gradients, cached) = account(ledger, decision)
@@ -111,6 +116,10 @@ def test_planned_bytes_are_those_of_an_engine(
     engine = train(model, precision="bf16", offload_dir=tmp_path, **lists)
     disk = engine._placement.disk
     assert disk is not None
+    residuals = dict.fromkeys(account_of, 0)
+    for slab in engine.slabs:
+        residuals[slab.homes.states.tier] += 0 if slab.residual is None else slab.residual.nbytes
+    assert residuals == {tier: roles["residuals"] for tier, roles in account_of.items()}
     on_disk = [slab for slab in engine.slabs if slab.weight_on_disk]
     assert weights == sum(slab.layout.nbytes for slab in on_disk)
     assert abs(engine.drive.per_step - ledger.disk.written(decision)) <= ALIGN_BYTES * len(engine.slabs) * 3
