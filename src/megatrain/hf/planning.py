@@ -82,7 +82,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     try:
         if trainer._subclass.looks_at_logits and not whole and model.logits == "chunked":
             with suppress(NotEnoughMemory):
-                return known(head_chunk=0)
+                return _with_disk(partial(known, head_chunk=0), settings)
             announce(
                 "the plan assumes that this Trainer's loss does not read logits: computed whole, they would not fit"
             )

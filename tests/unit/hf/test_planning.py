@@ -144,6 +144,22 @@ def test_losses_that_read_logits_are_planned(tmp_path: Path, announced: pytest.L
     assert any("does not read logits" in line for line in announced.messages)
 
 
+def test_losses_that_read_logits_are_planned_with_a_disk_if_ram_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: pytest.LogCaptureFixture
+) -> None:
+    def short_of_ram(*given: Any, **options: Any) -> Any:
+        if "offload_dir" not in options:
+            raise NotEnoughMemory("short of RAM")
+        return make(*given, **options)
+
+    make = planning.plan_for_trainer
+    monkeypatch.setattr(planning, "plan_for_trainer", short_of_ram)
+    settings = {"machine": MACHINE, "offload_dir": tmp_path / "scratch"}
+    trainer = new_trainer(tmp_path, settings=settings, compute_loss_func=lambda outputs, labels, **_: outputs.loss)
+    assert trainer.engine.settings.plan.run.head_chunk == 0
+    assert not [line for line in announced.messages if "does not read logits" in line]
+
+
 def test_a_sample_of_a_large_dataset_is_read(tmp_path: Path) -> None:
     class Counting(torch.utils.data.Dataset):  # type: ignore[misc]
         def __init__(self) -> None:
