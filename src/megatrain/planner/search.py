@@ -16,7 +16,15 @@ from typing import Any, Unpack
 import numpy as np
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import GIB, MAX_WINDOW, cached_bytes, transit_bytes, update_threads, window_sizes
+from megatrain.geometry import (
+    GIB,
+    MAX_WINDOW,
+    cached_bytes,
+    transit_bytes,
+    unused_disk_bytes,
+    update_threads,
+    window_sizes,
+)
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine, striped
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
@@ -68,7 +76,9 @@ class Search:
         self.capacity = {
             "vram": _capacity("max_vram_gb", machine.vram_bytes, limits.get("max_vram_gb"), free.vram, free.held),
             "ram": _capacity("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), free.ram),
-            "disk": min(int(striped(self.disks, "free_bytes")), UNKNOWN_DISK_BYTES),
+            "disk": min(
+                max(0, int(striped(self.disks, "free_bytes")) - unused_disk_bytes(len(self.disks))), UNKNOWN_DISK_BYTES
+            ),
         }
         # Whether coding pays is measured when training begins.
         coded = run.optimizer_compression == "lossless"

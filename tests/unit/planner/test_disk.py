@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from tests.tiny import engine_of
 import megatrain as mt
 from megatrain.engine.placement import staged_bytes
 from megatrain.geometry import ALIGN_BYTES, STAGING_SLOTS
+from megatrain.hardware.machine import Disk, Machine
 from megatrain.model.shapes import describe
 from megatrain.optim.rules import AdamW
 from megatrain.planner.decision import HELD, RESIDENT, Decision, Decisions
 from megatrain.planner.disk import ON_DISK
 from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
+from megatrain.planner.search import Search
+from megatrain.store.disk import DiskMemory
 
 LAYERS = 6
 
@@ -223,6 +227,24 @@ def test_as_much_goes_to_disk_as_ram_requires(
     for over, decision in zip(wanted, in_order(ledger, wanted, **placement), strict=True):
         first = int(np.argmax(possible >= over)) if over <= possible.max() else int(np.argmax(possible))
         assert tuple(getattr(decision, name) for name in ON_DISK) == stages[first]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_engine_accepts_a_plan_that_fills_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    folders = [tmp_path / str(number) for number in range(count)]
+    free = (1 << 30) + 4096
+    disks = tuple(Disk(path=str(folder), free_bytes=free, read=3e9, write=2e9, file_system="8:1") for folder in folders)
+    machine = replace(Machine.load("h100-512gb"), disks=disks)
+    usable = Search(describe(trained()), machine, Run(), offload_dir=folders).capacity["disk"]
+    assert usable > 0.7 * free
+    memory = DiskMemory(folders, allow_tmpfs=True)
+    fields = [*os.statvfs("/")]
+    # Bytes per block, and free blocks.
+    fields[1], fields[4] = 1, free
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(fields))
+    memory.require(usable)
 
 
 def test_page_cache_counts_once_anything_is_on_disk() -> None:
