@@ -79,7 +79,8 @@ class DiskLedger:
         accumulation: int,
         transit: int = 0,
     ) -> None:
-        """`accumulation`: micro-batches of a step. `transit`: RAM that transfers take while anything is on disk."""
+        """`accumulation`: micro-batches of a step, or more than a window can have if no gradient may go to disk.
+        `transit`: RAM that transfers take while anything is on disk."""
         self._layers, self._others, self._accumulation, self._transit = layers, others, accumulation, transit
         self._blocks = blocks
         self._states = [

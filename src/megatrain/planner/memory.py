@@ -18,6 +18,7 @@ import numpy as np
 
 from megatrain.geometry import (
     GIB,
+    MAX_WINDOW,
     MOMENT_ALIGN_BYTES,
     STAGING_SLOTS,
     WIDTHS,
@@ -176,6 +177,8 @@ class Ledger:
         none: Counter[SlabBytes] = Counter()
         self._trained_after = [*accumulate(reversed(trained), operator.add, initial=none)][::-1]
         """For each layer, the slabs that train of it and all later ones."""
+        self._sums_in_turn = run.tried_in_turn and run.accumulation > 1
+        """Whether gradient sums take as much memory as in windows of one micro-batch."""
         self._state_slot_bytes: Table = {}
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self.disk = DiskLedger(
@@ -183,7 +186,7 @@ class Ledger:
             self.layers,
             self.other_blocks,
             heads=[i for i, block in enumerate(shape.blocks) if block.kind == "head"],
-            accumulation=run.accumulation,
+            accumulation=MAX_WINDOW + 1 if self._sums_in_turn else run.accumulation,
             transit=transit,
         )
 
@@ -222,7 +225,8 @@ class Ledger:
 
     def accounts(self, chosen: Decisions) -> Ints:
         """Bytes at the peak: tiers × roles × decisions."""
-        windows = Windows(chosen, self.run.accumulation)
+        alone = chosen.replace(first_window=1, window=1) if self._sums_in_turn else chosen
+        windows = Windows(alone, self.run.accumulation)
         layers, held_sums = chosen.resident_layers, chosen.held_gradients
         resident, streamed = chosen.other_blocks == RESIDENT, chosen.other_blocks == STREAMED
         roles = (self._weights, self._residuals, self._moments)
