@@ -140,9 +140,18 @@ MAX_DISK_THREADS = 64
 """The same in all directories together."""
 
 
+DISK_KEPT_FREE = 64 << 20
+"""Bytes that stay free on a file system."""
+
+
 def disk_threads(directories: int) -> int:
     """Transfers in flight."""
     return min(DISK_THREADS * directories, MAX_DISK_THREADS)
+
+
+def unused_disk_bytes(directories: int) -> int:
+    """The most of the free space of directories that is not used: what stays free, and an incomplete piece in each."""
+    return directories * (DISK_KEPT_FREE + DISK_PIECE_BYTES)
 
 
 def cached_bytes(direct: Sequence[bool]) -> int:

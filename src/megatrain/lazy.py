@@ -273,6 +273,11 @@ def ram_bytes(tensor: torch.Tensor) -> int:
     return 0 if is_lazy(tensor) or tensor.device.type != "cpu" else tensor.numel() * tensor.element_size()
 
 
+def narrowest_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The narrowest dtype that is known to have a tensor's values exactly."""
+    return tensor.source.narrowest().geometry.dtype if isinstance(tensor, LazyTensor) else tensor.dtype
+
+
 def temporary_bytes(tensor: torch.Tensor) -> int:
     """Bytes of RAM that `contents` takes until its result is freed."""
     return tensor.source.narrowest().temporary if isinstance(tensor, LazyTensor) else 0

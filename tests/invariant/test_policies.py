@@ -368,6 +368,18 @@ def test_memory_with_varying_lengths_is_that_of_the_longest(policy: str):
         assert engine._memory.allocated_bytes == held
 
 
+def test_losses_that_are_kept_keep_no_inputs():
+    """After its backward, a loss that users still refer to takes no RAM for offloaded inputs."""
+    model = zoo.build("llama")
+    with engine_of(model, policy="offload") as engine:
+        kept, held = [], []
+        for number in range(3):
+            kept.append(model(**zoo.batch("llama", number, length=40)).loss)
+            kept[-1].backward()
+            held.append(engine._memory.allocated_bytes)
+        assert held[2] == held[1]
+
+
 @pytest.mark.parametrize("policy", OTHERS)
 def test_double_backward_is_refused(policy: str):
     model = zoo.build("llama")

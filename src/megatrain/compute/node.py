@@ -99,7 +99,9 @@ class _Call:
     generators_before: Generators | None
     """The random number state before the forward; None if it is not recomputed."""
     offloaded: dict[int, OffloadedTensor] = field(default_factory=dict)
-    """Policy `offload`: inputs in host memory or on disk, by position."""
+    """Policy `offload`: inputs in host memory or on disk, by position, until the backward has taken them."""
+    restored: bool = False
+    """Whether it has."""
     graph: _Graph | None = None
     """Policy `store`: the forward's graph, until the backward uses it."""
     kept: Kept = field(default_factory=Kept)
@@ -155,7 +157,7 @@ class _Call:
         return tuple(None if i in self.offloaded else t for i, t in enumerate(tensors))
 
     def restore_inputs(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        if any(offloaded.restored for offloaded in self.offloaded.values()):
+        if self.restored or any(offloaded.restored for offloaded in self.offloaded.values()):
             raise UnsupportedCall(
                 f"the backward of {self.block.name} ran twice, and policy 'offload' keeps its input for one; use "
                 "'recompute'."
@@ -163,7 +165,10 @@ class _Call:
         activations = self.runtime.activations
         with DeferInterrupts():
             activations.start([*self.offloaded.values()])
-        return tuple(activations.take(self.offloaded[i]) if i in self.offloaded else t for i, t in enumerate(saved))
+        taken = {i: activations.take(offloaded) for i, offloaded in self.offloaded.items()}
+        # The call lives as long as the loss, which users may keep; its inputs must not take memory for so long.
+        self.offloaded, self.restored = {}, bool(taken)
+        return tuple(taken.get(i, t) for i, t in enumerate(saved))
 
     def take_stored_graph(self, views: dict[int, torch.Tensor]) -> _Graph:
         graph, self.graph = self.graph, None

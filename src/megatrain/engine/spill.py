@@ -39,7 +39,7 @@ from megatrain.hardware import cgroups, inventory
 from megatrain.hardware.validation import folders
 from megatrain.lazy import ram_bytes
 from megatrain.model.blocks import BlockSpec
-from megatrain.model.dtypes import Dtypes
+from megatrain.model.dtypes import Dtypes, has_low_bits
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
 
@@ -55,6 +55,8 @@ class _Slab:
     states: int = 0
     shared: bool = False
     """Whether its gradient is a sum of several calls, which stays in RAM."""
+    low_bits: bool = False
+    """Whether it is frozen and has a residual, which has as many bytes as its BF16 weights."""
 
 
 @dataclass
@@ -109,7 +111,7 @@ class _OnDisk:
         weight = slab.weights if block.name in self.weights and (states or not slab.trains) else 0
         goes = states and slab.trains and not slab.shared and block.name in self.gradients
         # A gradient has the weight's dtype.
-        return slab.states * states, weight, slab.weights * goes
+        return slab.states * (states or weight > 0), weight, slab.weights * goes
 
 
 def with_states_on_disk(
@@ -262,12 +264,15 @@ def _blocks(settings: Settings, dtypes: Dtypes, specs: Sequence[BlockSpec], prec
             slab = slabs.setdefault((dtype, parameter.requires_grad), _Slab(parameter.requires_grad))
             seen[id(parameter)] = slab
             slab.weights += numel * dtype.itemsize
-            if parameter.requires_grad:
+            split = dtype == torch.bfloat16 and precision != "bf16-sr"
+            if not parameter.requires_grad:
+                slab.low_bits = slab.low_bits or (split and has_low_bits(parameter))
+            else:
                 width = WIDTHS[settings.moment_width if compresses_moments(parameter.shape) else "fp32"]
-                residual = 2 if dtype == torch.bfloat16 and precision != "bf16-sr" else 0
-                slab.states += int(numel * (residual + OPTIMIZER_MOMENTS[kind] * width.nbytes))
+                slab.states += int(numel * (2 * split + OPTIMIZER_MOMENTS[kind] * width.nbytes))
                 slab.gradients += numel * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
         for slab in slabs.values():
             slab.weights = round_up(slab.weights, ALIGN_BYTES)
+            slab.states += slab.weights * slab.low_bits
         blocks.append(_Block(spec.label, [*slabs.values()]))
     return blocks

@@ -68,6 +68,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
         length=length,
         accumulation=args.gradient_accumulation_steps,
         together=args.gradient_accumulation_steps == 1 or trainer._subclass.why_in_turn is None,
+        tried_in_turn=bool(trainer._subclass.declared),
         optimizer=kind,
         clipping=bool(args.max_grad_norm),
         evaluation=args.per_device_eval_batch_size * length if evaluates else 0,
@@ -82,7 +83,7 @@ def plan_of(trainer: Any, settings: Settings, kind: str, device: torch.device) -
     try:
         if trainer._subclass.looks_at_logits and not whole and model.logits == "chunked":
             with suppress(NotEnoughMemory):
-                return known(head_chunk=0)
+                return _with_disk(partial(known, head_chunk=0), settings)
             announce(
                 "the plan assumes that this Trainer's loss does not read logits: computed whole, they would not fit"
             )

@@ -8,6 +8,11 @@ from types import MappingProxyType
 
 import torch
 
+from megatrain.lazy import is_lazy, narrowest_dtype
+
+SAMPLE = 4096
+"""Values of a parameter that are read to find out whether BF16 has them."""
+
 
 def store_dtype(precision: str) -> torch.dtype:
     return torch.float32 if precision == "fp32" else torch.bfloat16
@@ -16,6 +21,18 @@ def store_dtype(precision: str) -> torch.dtype:
 def natural_precision(loaded: torch.dtype) -> str:
     """The default precision for a model that was loaded in this dtype."""
     return "fp32" if loaded == torch.float32 else "bf16"
+
+
+def has_low_bits(parameter: torch.Tensor) -> bool:
+    """Whether BF16 does not have all values of a parameter, so that its master has low halves. A sample of evenly
+    spaced values decides; if they are not in RAM, the dtype."""
+    if narrowest_dtype(parameter) not in (torch.float32, torch.float16):
+        return False
+    if parameter.is_meta or is_lazy(parameter) or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    flat = parameter.detach().reshape(-1)
+    sample = flat[:: max(1, len(flat) // SAMPLE)].float()
+    return not torch.equal(sample.bfloat16().float(), sample)
 
 
 class Dtypes:

@@ -1,7 +1,7 @@
 """Describes a model as plain numbers for the planner, from a live model or from a config alone.
 
-Only shapes, dtypes and `requires_grad` of parameters are read, so they may be on the meta device or in an engine's
-store.
+Shapes, dtypes and `requires_grad` of parameters are read, and a few values of frozen ones that are in RAM. They may be
+on the meta device or in an engine's store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatrain.errors import NothingToStream, SettingsError
 from megatrain.geometry import compresses_moments, padded
 from megatrain.model import fields, transformers_api
 from megatrain.model.blocks import BlockSpec, layered_blocks
-from megatrain.model.dtypes import Dtypes, natural_precision
+from megatrain.model.dtypes import Dtypes, has_low_bits, natural_precision
 from megatrain.model.trace import TracedLayer, trace
 from megatrain.model.transformers_api import config_of
 
@@ -42,6 +42,8 @@ class SlabShape:
     """False: frozen, so only weights are stored."""
     itemsize: int | None
     """Bytes per element if fixed (kept in FP32, or not a float); None: depends on the precision of the run."""
+    low_bits: bool = False
+    """Whether frozen weights were loaded with bits that BF16 does not have. In BF16 they have a residual then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +364,7 @@ class _ShapeReader:
                 vectors=sum(padded(p.numel()) for p in members if not compresses_moments(p.shape)),
                 trains=trains,
                 itemsize=None if fixed is None else fixed.itemsize,
+                low_bits=not trains and any(map(has_low_bits, members)),
             )
             for (fixed, trains), members in groups.items()
         )

@@ -50,6 +50,8 @@ class BlockBytes:
     residuals: int
     moments: int
     gradients: int
+    frozen_residuals: int = 0
+    """Of frozen weights: on disk if these are, or the states of the block."""
 
 
 class DiskSums:
@@ -77,13 +79,15 @@ class DiskLedger:
         accumulation: int,
         transit: int = 0,
     ) -> None:
-        """`accumulation`: micro-batches of a step. `transit`: RAM that transfers take while anything is on disk."""
+        """`accumulation`: micro-batches of a step, or more than a window can have if no gradient may go to disk.
+        `transit`: RAM that transfers take while anything is on disk."""
         self._layers, self._others, self._accumulation, self._transit = layers, others, accumulation, transit
         self._blocks = blocks
         self._states = [
             DiskSums(role, layers, others)
             for role in ([block.residuals for block in blocks], [block.moments for block in blocks])
         ]
+        self._frozen_residuals = DiskSums([block.frozen_residuals for block in blocks], layers, others)
         self._gradients = DiskSums([block.gradients for block in blocks], layers, others)
         self.has_frozen = any(slab.kind == FROZEN for block in blocks for slab in block.slabs)
         self._weights, self._weights_backward = (
@@ -175,6 +179,12 @@ class DiskLedger:
         """Bytes of gradients on disk."""
         return self._gradients.of(self._gradients_taken(chosen))
 
+    def frozen_residuals(self, chosen: Decisions) -> Ints:
+        """Bytes of residuals of frozen weights on disk."""
+        count = np.maximum(chosen.disk_blocks, weight_counts(chosen)[FROZEN])
+        nbytes: Ints = self._frozen_residuals.of(self.taken(chosen, count))
+        return nbytes
+
     def accounts(self, chosen: Decisions) -> tuple[Ints, Ints]:
         """Bytes on disk: weights, residuals, moments and gradients. Bytes of RAM that they take: staging buffers for
         weights, states and gradients, and what is in transit."""
@@ -184,6 +194,7 @@ class DiskLedger:
             some = chosen.take(used)
             states, gradients = self.taken(some, some.disk_blocks), self._gradients_taken(some)
             residuals, moments = (role.of(states) for role in self._states)
+            residuals = residuals + self.frozen_residuals(some)
             on_disk[:, used] = [self.weights(some), residuals, moments, self._gradients.of(gradients)]
             weights = [self.taken(some, count) for count in weight_counts(some)]
             counts = [count.of(weights[slab.kind]) for slab, count in zip(self._alike, self._counts, strict=True)]
@@ -193,9 +204,10 @@ class DiskLedger:
         return on_disk, in_ram
 
     def written(self, decision: Decision) -> int:
-        """Bytes that a step writes: what is on disk, less frozen weights."""
+        """Bytes that a step writes: what is on disk, less frozen weights and their residuals."""
         chosen = Decisions.of([decision])
-        return int((self.accounts(chosen)[0].sum(axis=0) - self.weights(chosen, (FROZEN,)))[0])
+        frozen = self.weights(chosen, (FROZEN,)) + self.frozen_residuals(chosen)
+        return int((self.accounts(chosen)[0].sum(axis=0) - frozen)[0])
 
     def _staged(self, counts: Sequence[Ints]) -> Ints:
         """Staging buffers, `STAGED` × decisions, by how many of each distinct slab have weights, states and gradients

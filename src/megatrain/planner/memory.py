@@ -18,6 +18,7 @@ import numpy as np
 
 from megatrain.geometry import (
     GIB,
+    MAX_WINDOW,
     MOMENT_ALIGN_BYTES,
     STAGING_SLOTS,
     WIDTHS,
@@ -31,7 +32,7 @@ from megatrain.geometry import (
     weight_slots,
 )
 from megatrain.geometry import TIERS as ENGINE_TIERS
-from megatrain.hardware.machine import PROCESS_BYTES, cuda_bytes, kernel_bytes
+from megatrain.hardware.machine import PINNED_PER_BYTE, PROCESS_BYTES, cuda_bytes, kernel_bytes
 from megatrain.model.shapes import BlockShape, ModelShape, SlabShape
 from megatrain.planner import activations
 from megatrain.planner.arrays import Bools, Ints, Sums, Table, look_up, most_layers
@@ -71,6 +72,8 @@ class State:
 
     def __init__(self, block: BlockShape, run: Run) -> None:
         self.tied, self.weights, self.residuals, self.moments = block.tied, 0, 0, 0
+        self.frozen_residuals = 0
+        """Of weights that do not train: nothing reads or writes them in a step."""
         self.elements16 = self.elements32 = 0
         """Elements, with padding, whose gradients have 2 and 4 bytes."""
         self.slabs: list[SlabBytes] = []
@@ -78,13 +81,14 @@ class State:
         for slab in block.slabs:
             nbytes, elements = slab_bytes(slab, run.itemsize)
             self.weights += nbytes
+            split = (slab.itemsize or run.itemsize) == 2 and run.precision == "bf16"
+            residual = elements * 2 if split else 0
             if not slab.trains:
                 self.slabs.append(SlabBytes(nbytes, 0, FROZEN))
+                self.frozen_residuals += residual if slab.low_bits else 0
                 continue
-            residual = 0
             if (slab.itemsize or run.itemsize) == 2:
                 self.elements16 += elements
-                residual = elements * 2 if run.precision == "bf16" else 0
             else:
                 self.elements32 += elements
             per_moment = int(slab.vectors * 4 + (slab.numel - slab.vectors) * WIDTHS[run.moment_width].nbytes)
@@ -163,7 +167,7 @@ class Ledger:
         self._work = np.array([min(MAX_LAYER_BYTES, peak) for peak in peaks])
         """Number of layers with stored graphs → the highest workspace of any block."""
         self._weights = self._sums([state.weights for state in self.states])
-        self._residuals = self._sums([state.residuals for state in self.states])
+        self._residuals = self._sums([state.residuals + state.frozen_residuals for state in self.states])
         self._moments = self._sums([state.moments for state in self.states])
         kinds = ((1, False), (2, False), (2, True))
         self._gradients = [self._sums([state.gradient(*kind) for state in self.states]) for kind in kinds]
@@ -173,14 +177,16 @@ class Ledger:
         none: Counter[SlabBytes] = Counter()
         self._trained_after = [*accumulate(reversed(trained), operator.add, initial=none)][::-1]
         """For each layer, the slabs that train of it and all later ones."""
+        self._sums_in_turn = run.tried_in_turn and run.accumulation > 1
+        """Whether gradient sums take as much memory as in windows of one micro-batch."""
         self._state_slot_bytes: Table = {}
         self._slot_bytes, self._ring_bytes = _shared_tables(shape, run.itemsize, run.accumulation > 1)
         self.disk = DiskLedger(
-            [BlockBytes(s.slabs, s.residuals, s.moments, s.unshared_gradient) for s in self.states],
+            [BlockBytes(s.slabs, s.residuals, s.moments, s.unshared_gradient, s.frozen_residuals) for s in self.states],
             self.layers,
             self.other_blocks,
             heads=[i for i, block in enumerate(shape.blocks) if block.kind == "head"],
-            accumulation=run.accumulation,
+            accumulation=MAX_WINDOW + 1 if self._sums_in_turn else run.accumulation,
             transit=transit,
         )
 
@@ -211,9 +217,16 @@ class Ledger:
         """Tier → bytes of each decision."""
         return dict(zip(TIERS, self.accounts(chosen).sum(axis=1), strict=True))
 
+    def least_vram(self, chosen: Decisions) -> Ints:
+        """Bytes of VRAM of each decision, without those for its pinned RAM: what goes to disk needs none."""
+        vram, ram, _ = self.accounts(chosen)
+        needed: Ints = vram.sum(axis=0) - self.gpu * (pinned_bytes(ram, chosen.streams_states) // PINNED_PER_BYTE)
+        return needed
+
     def accounts(self, chosen: Decisions) -> Ints:
         """Bytes at the peak: tiers × roles × decisions."""
-        windows = Windows(chosen, self.run.accumulation)
+        alone = chosen.replace(first_window=1, window=1) if self._sums_in_turn else chosen
+        windows = Windows(alone, self.run.accumulation)
         layers, held_sums = chosen.resident_layers, chosen.held_gradients
         resident, streamed = chosen.other_blocks == RESIDENT, chosen.other_blocks == STREAMED
         roles = (self._weights, self._residuals, self._moments)

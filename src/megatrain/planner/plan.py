@@ -27,7 +27,7 @@ from megatrain.planner.run import Run
 from megatrain.planner.simulate import StepEstimate
 from megatrain.settings import Debug
 
-FORMAT = 2
+FORMAT = 3
 POLICY_WORDS = {"recompute": "recompute", "store": "store activations", "offload": "offload inputs and recompute"}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import NotEnoughMemory
-from megatrain.geometry import GIB, WIDTHS
+from megatrain.geometry import GIB, WIDTHS, unused_disk_bytes
 from megatrain.hardware.validation import Frozen
 from megatrain.planner.plan import format_parameters
 from megatrain.planner.search import USABLE_SHARE, Search
@@ -91,7 +91,8 @@ def _with_a_disk(search: Search) -> str:
     return (
         ""
         if nbytes is None
-        else (f"set offload_dir to a directory on an NVMe drive with {_round_up(nbytes / GIB)} GiB free")
+        else "set offload_dir to a directory on an NVMe drive with "
+        f"{_round_up((nbytes + unused_disk_bytes(1)) / GIB)} GiB free"
     )
 
 
@@ -106,10 +107,10 @@ def _larger_machine(search: Search) -> str:
             for tier, need in _grow_until_it_fits(beside).items()
         ]
         return f"no setting makes it fit while other programs use the machine: {' and '.join(more)} must be free"
-    # A plan may take its share of a machine's memory, and all free space of a disk.
-    shares = {"vram": USABLE_SHARE, "ram": USABLE_SHARE, "disk": 1}
     needed = [
-        f"{_round_up(need / shares[tier] / GIB)} GiB of {tier}" for tier, need in _grow_until_it_fits(alone).items()
+        f"{_round_up((need + unused_disk_bytes(len(alone.disks)) if tier == 'disk' else need / USABLE_SHARE) / GIB)} "
+        f"GiB of {tier}"
+        for tier, need in _grow_until_it_fits(alone).items()
     ]
     return f"no setting makes it fit: it needs a machine with {' and '.join(needed)}"
 

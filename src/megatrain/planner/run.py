@@ -31,8 +31,8 @@ class Limits(TypedDict, total=False):
 
 LIMITS = tuple(Limits.__annotations__)
 OPTIONS = (
-    "batch", "length", "accumulation", "together", "optimizer", "clipping", "evaluation", "predictions", "head_chunk",
-    "trainer", "padded", "optimizer_compression", "precision", "compile", *LIMITS,
+    "batch", "length", "accumulation", "together", "tried_in_turn", "optimizer", "clipping", "evaluation",
+    "predictions", "head_chunk", "trainer", "padded", "optimizer_compression", "precision", "compile", *LIMITS,
 )  # fmt: skip
 """What `plan` and `largest_*` take beside a model and a machine: fields of a run, and limits."""
 
@@ -58,6 +58,9 @@ class Run(metaclass=_Aliased):
     """Micro-batches in a step."""
     together: bool = True
     """Whether micro-batches may share a window. False: they run one after the other, which some Trainers need."""
+    tried_in_turn: bool = False
+    """Whether those of the first step run one after the other all the same, to find out if a window would add gradients
+    in another order (hf/microbatches.py). Sums then take the same memory as in windows of one."""
     precision: str = "bf16"
     """"bf16" (exact FP32 master as BF16 + residual), "fp32", or "bf16-sr" (no master)."""
     optimizer_compression: bool | str = False
@@ -91,7 +94,7 @@ class Run(metaclass=_Aliased):
             raise SettingsError(f"evaluation must be a number of tokens, not {self.evaluation!r}.")
         if self.head_chunk is not None and (type(self.head_chunk) is not int or self.head_chunk < 0):
             raise SettingsError(f"head_chunk must be a number of tokens, 0 or None, not {self.head_chunk!r}.")
-        for name in ("together", "compile", "clipping", "predictions", "trainer", "padded"):
+        for name in ("together", "tried_in_turn", "compile", "clipping", "predictions", "trainer", "padded"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         moment_width(self.optimizer_compression)

@@ -16,7 +16,15 @@ from typing import Any, Unpack
 import numpy as np
 
 from megatrain.errors import SettingsError
-from megatrain.geometry import GIB, MAX_WINDOW, cached_bytes, transit_bytes, update_threads, window_sizes
+from megatrain.geometry import (
+    GIB,
+    MAX_WINDOW,
+    cached_bytes,
+    transit_bytes,
+    unused_disk_bytes,
+    update_threads,
+    window_sizes,
+)
 from megatrain.hardware.machine import AvailableMemory, Disk, Machine, striped
 from megatrain.hardware.validation import folders, resolved
 from megatrain.model.shapes import ModelShape
@@ -68,7 +76,9 @@ class Search:
         self.capacity = {
             "vram": _capacity("max_vram_gb", machine.vram_bytes, limits.get("max_vram_gb"), free.vram, free.held),
             "ram": _capacity("max_ram_gb", machine.ram_bytes, limits.get("max_ram_gb"), free.ram),
-            "disk": min(int(striped(self.disks, "free_bytes")), UNKNOWN_DISK_BYTES),
+            "disk": min(
+                max(0, int(striped(self.disks, "free_bytes")) - unused_disk_bytes(len(self.disks))), UNKNOWN_DISK_BYTES
+            ),
         }
         # Whether coding pays is measured when training begins.
         coded = run.optimizer_compression == "lossless"
@@ -221,7 +231,7 @@ class Search:
             return self.ledger.totals(self._on_disk(least.replace(resident_layers=layers)))
 
         def fit(layers: Ints) -> Bools:
-            return self.ledger.totals(least.replace(resident_layers=layers))["vram"] <= self.capacity["vram"]
+            return needs(layers)["vram"] <= self.capacity["vram"]
 
         every, none_resident = len(self.ledger.layers), needs(0)
         yield none_resident
@@ -237,7 +247,7 @@ class Search:
     def _groups(self) -> tuple[Decisions, Any]:
         """The groups with a member that fits, and a lower bound for the members of each."""
         chosen = self._choices(range(len(self.ledger.layers) + 1), self._levels(WEIGHT_LEVELS))
-        filled = self._filled(chosen.take(self.ledger.totals(chosen)["vram"] <= self.capacity["vram"]))
+        filled = self._filled(chosen.take(self.ledger.least_vram(chosen) <= self.capacity["vram"]))
         # Members have no more slots and no more stored graphs than this, and more of either is never slower.
         return filled, self.simulator.bounds(filled.replace(slots=SLOTS[0]))
 

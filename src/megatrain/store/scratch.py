@@ -17,6 +17,7 @@ from pathlib import Path
 from megatrain import files
 from megatrain.errors import DiskFailed, DiskFull, SettingsError
 from megatrain.geometry import ALIGN_BYTES
+from megatrain.geometry import DISK_KEPT_FREE as KEPT_FREE
 from megatrain.native import disk as native
 from megatrain.store.private import PrivateDirectory, remove_stale
 from megatrain.telemetry.notices import warn
@@ -24,8 +25,6 @@ from megatrain.telemetry.notices import warn
 MEMORY_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 """File systems in RAM, by the magic number of statfs."""
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
-KEPT_FREE = 64 << 20
-"""Bytes that stay free on a file system."""
 
 
 class ScratchFile:

@@ -49,6 +49,24 @@ def test_states_go_to_disk_only_if_ram_is_short(
     assert [line for line in announced.messages if "are kept on disk" in line]
 
 
+def test_low_bits_of_frozen_weights_count(tmp_path: Path) -> None:
+    """Loaded in FP32, they have a residual as large as their BF16 weights."""
+
+    def adapted() -> Any:
+        model = small.llama(**SIZES).requires_grad_(False)
+        for layer in model.model.layers:
+            layer.input_layernorm.requires_grad_(True)
+        return model
+
+    engine, expected = train(adapted(), precision="bf16")
+    held = engine._placement.ram.allocated_bytes / GIB
+    limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "precision": "bf16"}
+    engine, found = train(adapted(), max_ram_gb=0.85 * held, **limits)
+    assert differences(found, expected) == []
+    assert engine.settings.weights_on_disk
+    assert engine._placement.ram.allocated_bytes <= 0.85 * held * GIB
+
+
 def test_what_fits_nowhere_is_refused_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughMemory, match=r"over max_ram_gb=0\.001"):
         train(max_ram_gb=0.001, offload_dir=tmp_path, allow_tmpfs=True)

@@ -22,8 +22,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 import megatrain as mt
 from megatrain import planner
 from megatrain.errors import NotEnoughMemory, SettingsError
+from megatrain.hardware.machine import Machine
 from megatrain.hf import planning
+from megatrain.model.shapes import describe
 from megatrain.planner.api import dense_shape
+from megatrain.planner.decision import Decision
+from megatrain.planner.run import Run
+from megatrain.planner.search import Search, make_plan
 from megatrain.settings import Settings
 
 MACHINE = "h200-128gb"
@@ -67,6 +72,32 @@ def test_micro_batches_that_run_one_at_a_time_are_planned_so(tmp_path: Path) -> 
     )
     assert (together.run.together, one_at_a_time.run.together) == (True, False)
     assert one_at_a_time.window == 1
+
+
+class Declared(mt.Trainer):
+    micro_batches_are_independent = True
+
+
+def test_classes_that_are_declared_are_planned_so(tmp_path: Path) -> None:
+    plans = [new_trainer(tmp_path, kind=kind).engine.settings.plan for kind in (mt.Trainer, Declared)]
+    assert [plan.run.tried_in_turn for plan in plans] == [False, True]
+
+
+@pytest.mark.parametrize("kind", [mt.Trainer, Declared])
+def test_the_first_step_stays_within_its_plan(kind: Any, tmp_path: Path) -> None:
+    """In the first step of a declared class micro-batches run one after the other, and keep FP32 sums in RAM."""
+    model = small.llama().to(torch.bfloat16)
+    run = Run(micro_batch=2, length=small.LENGTH, accumulation=4, tried_in_turn=kind is Declared)
+    search = Search(describe(model), Machine.load(MACHINE), run)
+    decision = Decision(window=4)
+    plan = make_plan(search, decision, search.simulator.step(decision))
+    trainer = new_trainer(
+        tmp_path, model=model, kind=kind, settings={"plan": plan, "machine": None}, gradient_accumulation_steps=4,
+        bf16=True, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    planned = sum(plan.memory["ram"][role] for role in ("weights", "residuals", "moments", "gradients"))
+    assert 0.9 * planned < trainer.engine._placement.ram.allocated_bytes <= planned
 
 
 def test_a_plan_is_bitwise_neutral(tmp_path: Path) -> None:
@@ -142,6 +173,22 @@ def test_losses_that_read_logits_are_planned(tmp_path: Path, announced: pytest.L
     wide = small.llama(vocab_size=1 << 14, max_position_embeddings=1 << 14)
     assert chunk(kind=OwnLoss, model=wide, settings={"length": 1 << 14, "max_vram_gb": 6.0}) is None
     assert any("does not read logits" in line for line in announced.messages)
+
+
+def test_losses_that_read_logits_are_planned_with_a_disk_if_ram_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: pytest.LogCaptureFixture
+) -> None:
+    def short_of_ram(*given: Any, **options: Any) -> Any:
+        if "offload_dir" not in options:
+            raise NotEnoughMemory("short of RAM")
+        return make(*given, **options)
+
+    make = planning.plan_for_trainer
+    monkeypatch.setattr(planning, "plan_for_trainer", short_of_ram)
+    settings = {"machine": MACHINE, "offload_dir": tmp_path / "scratch"}
+    trainer = new_trainer(tmp_path, settings=settings, compute_loss_func=lambda outputs, labels, **_: outputs.loss)
+    assert trainer.engine.settings.plan.run.head_chunk == 0
+    assert not [line for line in announced.messages if "does not read logits" in line]
 
 
 def test_a_sample_of_a_large_dataset_is_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests import small
 
 import megatrain as mt
-from megatrain.model.dtypes import natural_precision, store_dtype
+from megatrain.model.dtypes import has_low_bits, natural_precision, store_dtype
 from megatrain.model.shapes import describe
 
 
@@ -78,3 +78,13 @@ def test_masters_are_restored_in_fp32_where_the_low_half_is_zero() -> None:
     second.release()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert small.same(small.snapshot(model), small.snapshot(small.llama()))
+
+
+def test_low_bits_are_found_by_dtype_or_by_a_sample() -> None:
+    values = torch.randn(300, 70, generator=torch.Generator().manual_seed(0))
+    values[:100] = 0.0
+    assert has_low_bits(values)
+    assert has_low_bits(values.half())
+    assert has_low_bits(torch.nn.Parameter(values.to("meta"), requires_grad=False))
+    for exact in (values.bfloat16(), values.bfloat16().float(), values.to("meta", torch.bfloat16), torch.zeros(0)):
+        assert not has_low_bits(exact)

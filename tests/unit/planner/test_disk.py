@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from tests.tiny import engine_of
 import megatrain as mt
 from megatrain.engine.placement import staged_bytes
 from megatrain.geometry import ALIGN_BYTES, STAGING_SLOTS
+from megatrain.hardware.machine import Disk, Machine
 from megatrain.model.shapes import describe
 from megatrain.optim.rules import AdamW
 from megatrain.planner.decision import HELD, RESIDENT, Decision, Decisions
 from megatrain.planner.disk import ON_DISK
 from megatrain.planner.memory import Ledger
 from megatrain.planner.run import Run
+from megatrain.planner.search import Search
+from megatrain.store.disk import DiskMemory
 
 LAYERS = 6
 
@@ -53,7 +57,12 @@ def tied() -> torch.nn.Module:
     return small.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True)
 
 
-MODELS = [trained, partly_frozen, some_blocks_frozen, experts, tied]
+def frozen_in_fp32() -> torch.nn.Module:
+    """Frozen weights that were loaded in FP32 keep their low bits."""
+    return partly_frozen()
+
+
+MODELS = [trained, partly_frozen, some_blocks_frozen, experts, tied, frozen_in_fp32]
 DECISIONS = [
     Decision(disk_blocks=LAYERS),
     Decision(disk_blocks=LAYERS, disk_gradients=2, held_gradients=1),
@@ -99,7 +108,7 @@ def allocated(rings: Any) -> int:
 def test_planned_bytes_are_those_of_an_engine(
     tmp_path: Path, make: Callable[[], torch.nn.Module], decision: Decision
 ) -> None:
-    model = make().to(torch.bfloat16)
+    model = make().to(torch.float32 if make is frozen_in_fp32 else torch.bfloat16)
     ledger = Ledger(describe(model), Run(micro_batch=2, length=small.LENGTH, precision="bf16"))
     account_of = ledger.account(decision)
     (weights, _, _, gradients), (staged_weights, staged_states, staged_gradients, cached) = account(ledger, decision)
@@ -111,6 +120,10 @@ def test_planned_bytes_are_those_of_an_engine(
     engine = train(model, precision="bf16", offload_dir=tmp_path, **lists)
     disk = engine._placement.disk
     assert disk is not None
+    residuals = dict.fromkeys(account_of, 0)
+    for slab in engine.slabs:
+        residuals[slab.homes.states.tier] += 0 if slab.residual is None else slab.residual.nbytes
+    assert residuals == {tier: roles["residuals"] for tier, roles in account_of.items()}
     on_disk = [slab for slab in engine.slabs if slab.weight_on_disk]
     assert weights == sum(slab.layout.nbytes for slab in on_disk)
     assert abs(engine.drive.per_step - ledger.disk.written(decision)) <= ALIGN_BYTES * len(engine.slabs) * 3
@@ -214,6 +227,24 @@ def test_as_much_goes_to_disk_as_ram_requires(
     for over, decision in zip(wanted, in_order(ledger, wanted, **placement), strict=True):
         first = int(np.argmax(possible >= over)) if over <= possible.max() else int(np.argmax(possible))
         assert tuple(getattr(decision, name) for name in ON_DISK) == stages[first]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_engine_accepts_a_plan_that_fills_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    folders = [tmp_path / str(number) for number in range(count)]
+    free = (1 << 30) + 4096
+    disks = tuple(Disk(path=str(folder), free_bytes=free, read=3e9, write=2e9, file_system="8:1") for folder in folders)
+    machine = replace(Machine.load("h100-512gb"), disks=disks)
+    usable = Search(describe(trained()), machine, Run(), offload_dir=folders).capacity["disk"]
+    assert usable > 0.7 * free
+    memory = DiskMemory(folders, allow_tmpfs=True)
+    fields = [*os.statvfs("/")]
+    # Bytes per block, and free blocks.
+    fields[1], fields[4] = 1, free
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(fields))
+    memory.require(usable)
 
 
 def test_page_cache_counts_once_anything_is_on_disk() -> None:

@@ -378,6 +378,20 @@ def test_bytes_of_gradient_sums(run, window, per_parameter):
     assert 0 <= found - per_parameter * shape.parameters <= growing * (per_parameter < 4 < run.itemsize + 4) + 2e6
 
 
+@pytest.mark.parametrize("held", [0, 32])
+def test_sums_of_a_first_step_in_turn_are_planned(held):
+    """Whatever the windows are, sums take as much as in windows of one micro-batch, and stay in RAM."""
+    shape, run = shape_of("llama2-7b"), Run(accumulation=4, tried_in_turn=True)
+    in_turn = Ledger(shape, Run(accumulation=4)).account(Decision(window=1, held_gradients=held))
+    for decision in (Decision(window=4, held_gradients=held), Decision(window=2, held_gradients=held)):
+        planned = Ledger(shape, run).account(decision)
+        assert [planned[tier]["gradients"] for tier in planned] == [in_turn[tier]["gradients"] for tier in planned]
+    on_disk = Ledger(shape, run).account(Decision(window=4, disk_blocks=35, disk_gradients=35))["disk"]
+    assert (on_disk["moments"] > 0, on_disk["gradients"]) == (True, 0)
+    once = Run(tried_in_turn=True)
+    assert Ledger(shape, once).account(Decision()) == Ledger(shape, Run()).account(Decision())
+
+
 def test_held_sums_need_no_fp32_sum_in_ram():
     """12 bytes per parameter instead of 18 with windows of one micro-batch."""
     shape = shape_of("llama2-7b")
