@@ -39,7 +39,7 @@ from megatrain.hardware import cgroups, inventory
 from megatrain.hardware.validation import folders
 from megatrain.lazy import ram_bytes
 from megatrain.model.blocks import BlockSpec
-from megatrain.model.dtypes import Dtypes
+from megatrain.model.dtypes import Dtypes, has_low_half
 from megatrain.settings import Settings
 from megatrain.telemetry.notices import announce
 
@@ -108,8 +108,8 @@ class _OnDisk:
         states = block.name in self.states
         weight = slab.weights if block.name in self.weights and (states or not slab.trains) else 0
         goes = states and slab.trains and not slab.shared and block.name in self.gradients
-        # A gradient has the weight's dtype.
-        return slab.states * states, weight, slab.weights * goes
+        # The residual of a frozen weight goes with it. A gradient has the weight's dtype.
+        return slab.states if states or weight else 0, weight, slab.weights * goes
 
 
 def with_states_on_disk(
@@ -263,9 +263,11 @@ def _blocks(
             slab = slabs.setdefault((dtype, parameter.requires_grad), _Slab(parameter.requires_grad))
             seen[id(parameter)] = slab
             slab.weights += numel * dtype.itemsize
-            if parameter.requires_grad:
+            residual = 2 if dtype == torch.bfloat16 and precision != "bf16-sr" else 0
+            if not parameter.requires_grad:
+                slab.states += numel * residual if has_low_half(parameter.dtype) else 0
+            else:
                 width = WIDTHS[settings.moment_width if compresses_moments(parameter.shape) else "fp32"]
-                residual = 2 if dtype == torch.bfloat16 and precision != "bf16-sr" else 0
                 slab.states += int(numel * (residual + OPTIMIZER_MOMENTS[kind] * width.nbytes))
                 slab.gradients += numel * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
         for slab in slabs.values():

@@ -16,6 +16,11 @@ def natural_precision(loaded: torch.dtype) -> str:
     return "fp32" if loaded == torch.float32 else "bf16"
 
 
+def has_low_half(loaded: torch.dtype) -> bool:
+    """Whether weights loaded in this dtype are not BF16 numbers, so that a split master of them has a residual."""
+    return loaded in (torch.float32, torch.float16)
+
+
 class Dtypes:
     """The dtypes of a model's parameters, as loaded and as stored."""
 
