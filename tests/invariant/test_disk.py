@@ -219,7 +219,7 @@ def test_staged_states_survive_a_second_optimizer_with_larger_ones(tmp_path: Pat
 
     def run(**settings: Any) -> Any:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 96))
+        model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 96))
         engine = engine_of(model, **settings)
         optimizer = engine.optimizer(model[0].parameters(), lr=0.1)
         for step in range(4):
