@@ -214,6 +214,26 @@ def test_an_optimizer_with_more_moments_may_follow_at_once(tmp_path: Path, where
     assert differences(run(lanes, **staged), run(SyncLanes())) == []
 
 
+def test_staged_states_survive_a_second_optimizer_with_larger_ones(tmp_path: Path) -> None:
+    """Their staging buffers are allocated again, in a backward that updates."""
+
+    def run(**settings: Any) -> Any:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 96))
+        engine = engine_of(model, **settings)
+        optimizer = engine.optimizer(model[0].parameters(), lr=0.1)
+        for step in range(4):
+            if step == 2:
+                engine.optimizer(model[1].parameters(), lr=0.1)
+            with optimizer.final_backward():
+                model(torch.randn(2, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return roles(engine)
+
+    assert differences(run(**on_disk(tmp_path)), run()) == []
+
+
 def test_on_disk_needs_a_directory() -> None:
     for directories in (None, []):
         with pytest.raises(SettingsError, match="name a directory for them with offload_dir"):

@@ -25,7 +25,7 @@ from megatrain.geometry import TIERS
 from megatrain.hardware import inventory
 from megatrain.lazy import contents, is_lazy, ram_bytes, temporary_bytes
 from megatrain.model.blocks import BlockSpec
-from megatrain.model.dtypes import Dtypes, natural_precision
+from megatrain.model.dtypes import Dtypes, has_low_bits, natural_precision
 from megatrain.model.transformers_api import TransformersApi
 from megatrain.store.export import ExportTensor, exported
 from megatrain.store.layout import lay_out
@@ -151,13 +151,14 @@ class Adoption:
                 nbytes = lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
                 added[homes.weight.tier] += nbytes
                 for parameter in parameters.values():
-                    # The low halves of FP32 originals become residuals.
-                    low_half = target == torch.bfloat16 and parameter.dtype == torch.float32
-                    if low_half and self.precision != "bf16-sr":
-                        added[homes.states.tier] += 2 * parameter.numel()
+                    split = target == torch.bfloat16 and self.precision != "bf16-sr"
+                    residual = 2 * parameter.numel() if split and has_low_bits(parameter) else 0
+                    added[homes.states.tier] += residual
                     freed += ram_bytes(parameter)
-                    on_disk = parameter.numel() * target.itemsize if homes.weight.tier == "disk" else 0
-                    temporary = max(temporary, temporary_bytes(parameter) + on_disk)
+                    # What goes to disk is written there from a copy.
+                    copied = parameter.numel() * target.itemsize if homes.weight.tier == "disk" else 0
+                    copied += residual if homes.states.tier == "disk" else 0
+                    temporary = max(temporary, temporary_bytes(parameter) + copied)
             total = added["ram"] - before
             peak = max(peak, extra + total)
             extra += total - freed

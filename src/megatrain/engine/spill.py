@@ -110,7 +110,7 @@ class _OnDisk:
         states = block.name in self.states
         weight = slab.weights if block.name in self.weights and (states or not slab.trains) else 0
         goes = states and slab.trains and not slab.shared and block.name in self.gradients
-        # A gradient has the weight's dtype.
+        # The residual of a frozen weight goes with it. A gradient has the weight's dtype.
         return slab.states * (states or weight > 0), weight, slab.weights * goes
 
 

@@ -75,6 +75,8 @@ class DiskStream:
             return None
         slab.require_owner()
         self._submitted.append(slab)
+        # A buffer that became too small, because another slab of the ring got more states, no longer holds any.
+        rings.allocate(slab)
         staging = rings.holding(slab)
         if staging is None:
             return self._read(slab, rings.next(slab))

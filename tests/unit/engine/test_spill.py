@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import small
 from tests.tiny import differences, engine_of, roles
 
@@ -87,9 +88,9 @@ def test_resident_blocks_stay(tmp_path: Path) -> None:
     assert not {*engine.settings.on_disk} & {*resident}
 
 
-def frozen(trains: str = "q_proj") -> Any:
+def frozen(trains: str = "q_proj", dtype: torch.dtype = torch.bfloat16) -> Any:
     """Only some parameters of each layer train."""
-    model = small.llama(**SIZES).bfloat16()
+    model = small.llama(**SIZES).to(dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains in name)
     return model
@@ -100,20 +101,24 @@ def in_ram(**settings: Any) -> float:
     return train(**settings)[0]._placement.ram.allocated_bytes / GIB
 
 
-def test_frozen_weights_go_first(tmp_path: Path, announced: pytest.LogCaptureFixture) -> None:
-    """They are only read, so no step writes anything."""
-    _, expected = train(frozen(), precision="bf16")
+@pytest.mark.parametrize(("dtype", "fewest"), [(torch.bfloat16, 4), (torch.float32, 1)])
+def test_frozen_weights_go_first(
+    tmp_path: Path, announced: pytest.LogCaptureFixture, dtype: torch.dtype, fewest: int
+) -> None:
+    """They are only read, so no step writes anything. A ring of staging buffers takes what the first three free, but
+    those loaded in FP32 free residuals too."""
+    _, expected = train(frozen(dtype=dtype), precision="bf16")
     limits: dict[str, Any] = {"offload_dir": tmp_path, "allow_tmpfs": True, "precision": "bf16"}
-    held = in_ram(model=frozen(), precision="bf16")
+    held = in_ram(model=frozen(dtype=dtype), precision="bf16")
     share, weights = 2.0, ()
     while not weights:
         share -= 0.05
-        engine, found = train(frozen(), max_ram_gb=share * held, **limits)
+        engine, found = train(frozen(dtype=dtype), max_ram_gb=share * held, **limits)
         weights = engine.settings.weights_on_disk
     assert differences(found, expected) == []
     assert engine.settings.on_disk == ()
     assert weights == tuple(f"model.layers.{index}" for index in range(10 - len(weights), 10))
-    assert 3 < len(weights) < 10, "fewer than a ring of staging buffers would free nothing"
+    assert fewest <= len(weights) < 10
     assert engine._placement.ram.allocated_bytes <= share * held * GIB
     assert engine.drive.per_step == 0
     assert [line for line in announced.messages if line.startswith("weights of") and "are kept on disk" in line]
@@ -239,3 +244,18 @@ def test_what_is_in_transit_counts_toward_free_ram_and_not_toward_the_cap(
         engine.optimizer(lr=1e-2)
     monkeypatch.undo()
     engine.optimizer(lr=1e-2)
+
+
+def test_copies_of_what_goes_to_disk_are_counted_before_weights_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both halves of an FP32 weight are in RAM while they are written."""
+    layer = torch.nn.Linear(1024, 4096, bias=False)
+    model = torch.nn.Sequential(layer)
+    everything: dict[str, Any] = {"on_disk": ["*"], "weights_on_disk": ["*"], "allow_tmpfs": True}
+    spare, halves = inventory.level(inventory.CRITICAL, cgroups.usable_ram()), 4 * layer.weight.numel()
+    monkeypatch.setattr(inventory, "available_ram", lambda: spare + halves - 1)
+    with pytest.raises(NotEnoughMemory, match="are available, of which"):
+        engine_of(model, precision="bf16", offload_dir=tmp_path, **everything)
+    monkeypatch.setattr(inventory, "available_ram", lambda: spare + halves)
+    engine_of(model, precision="bf16", offload_dir=tmp_path, **everything)
