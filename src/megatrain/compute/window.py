@@ -194,10 +194,8 @@ class WindowThreads:
                 baton.abort(interrupt)
                 ended = baton.join()
             if not ended:
-                # Leave the stuck thread behind. Its task stops if it ever gets the baton again, and then it ends.
-                left, self._workers = self._workers, []
-                for _, jobs in left:
-                    jobs.put(None)
+                # A stuck thread is left behind. Its task stops if it ever gets the baton again.
+                self._end_workers()
         self._baton = None
         if baton.error is not None:
             # The error's frames hold the tensors of the window, so only the caller may keep a reference to it.
@@ -209,10 +207,15 @@ class WindowThreads:
         return [results[number] for number in range(len(tasks))]
 
     def close(self) -> None:
-        for thread, jobs in self._workers:
-            jobs.put(None)
+        for thread, _ in self._end_workers():
             thread.join()
-        self._workers = []
+
+    def _end_workers(self) -> list[tuple[threading.Thread, Jobs]]:
+        """Let the threads end after their present jobs; returns them."""
+        workers, self._workers = self._workers, []
+        for _, jobs in workers:
+            jobs.put(None)
+        return workers
 
 
 def _thread_settings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
