@@ -98,9 +98,9 @@ def make_anchor() -> torch.Tensor:
 def refuse_side_inputs(
     block: str, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], anchor: Any
 ) -> None:
-    """Raise if the graph of a block's outputs reaches a leaf that is neither an input nor a weight of the block.
+    """Raise if the graph of a block's outputs reaches another block, or a parameter that is not one of `leaves`.
 
-    `anchor` is the one of this call. Later ones belong to blocks inside it.
+    `anchor` is the one of this call. Later ones belong to blocks inside it. Other leaves may be made by the forward.
     """
     known = {id(leaf) for leaf in leaves}
     reached = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_leaf]
@@ -116,7 +116,8 @@ def refuse_side_inputs(
         elif (leaf := getattr(node, "variable", None)) is not None:
             reached.append(leaf)
     own: int = anchor.megatrain_number
-    if any(id(leaf) not in known and getattr(leaf, "megatrain_number", -1) < own for leaf in reached):
+    others = [leaf for leaf in reached if id(leaf) not in known]
+    if any(isinstance(leaf, torch.nn.Parameter) or getattr(leaf, "megatrain_number", own) < own for leaf in others):
         raise UnsupportedCall(
             f"{block} used a tensor that requires grad and was not passed to its forward (an attribute, or a parameter "
             "of another module), so its gradient would be lost; pass it to the layer's forward, or detach it."

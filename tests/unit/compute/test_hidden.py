@@ -92,6 +92,24 @@ def test_a_tensor_that_is_not_an_argument_is_refused(own: bool, policy: str) -> 
         assert all(parameter.grad is not None for parameter in model.layers.parameters())
 
 
+class Makes(nn.Module):
+    """Makes a leaf of its own, as MRA does without its CUDA kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + torch.zeros_like(x).requires_grad_()
+
+
+def test_a_leaf_that_the_forward_makes_is_not_refused() -> None:
+    model = Stack(layer=Makes)
+    with engine_of(model):
+        model(inputs(0)).square().mean().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_refusing_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook that referred to its call would form a cycle that the garbage collector may not see."""
     graphs: list[weakref.ref[Any]] = []
