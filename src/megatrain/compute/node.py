@@ -12,7 +12,7 @@ has a backward even behind a frozen embedding. Its outputs are all tensors that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -223,17 +223,6 @@ class _Call:
         if wants_weight_gradients():
             self.runtime.expect_gradients(self.block, self.info.call_id)
 
-    def refuse_hidden_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Raise if a gradient reaches the graph of the forward through a tensor that was not returned.
-
-        `_differentiate` accumulates nothing into leaves. The hook must not refer to this call, which would never be
-        freed: the garbage collector does not see through autograd.
-        """
-        refuse = partial(rebind.refuse_hidden_gradient, self.block.name)
-        for leaf in leaves:
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(refuse)
-
     def detached(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Detach the inputs from the outer graph, keeping `requires_grad`."""
         return [t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(tensors)]
@@ -252,7 +241,7 @@ class _BlockNode(torch.autograd.Function):
             moves = any(not slab.stays_on_device for slab in call.block.slabs)
             rebinder = rebind.Rebinder(views, call.block.name) if may_store and moves else None
             forward = partial(call.run_forward, inputs, weights)
-            before = [] if call.policy == "store" else [tensor._version for tensor in tensors]
+            before = [] if call.policy == "store" else rebind.versions(tensors)
             keeping: AbstractContextManager[Kept] = (
                 nullcontext(Kept()) if call.policy == "store" else call.block.keeping_buffers()
             )
@@ -266,7 +255,7 @@ class _BlockNode(torch.autograd.Function):
                     call.policy = "store"
             leaves = [*inputs, *weights.values()]
             rebind.refuse_side_inputs(call.block.name, made, leaves, anchor)
-            call.refuse_hidden_gradients(leaves)
+            rebind.refuse_hidden_gradients(call.block.name, leaves)
             if call.policy != "store":
                 rebind.refuse_changed_inputs(call.block.name, before, tensors)
             else:

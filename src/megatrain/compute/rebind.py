@@ -88,6 +88,18 @@ def refuse_hidden_gradient(block: str, _: torch.Tensor | None = None) -> NoRetur
     )
 
 
+def refuse_hidden_gradients(block: str, leaves: Iterable[torch.Tensor]) -> None:
+    """Raise in a backward that reaches the graph of a block's forward through a tensor that was not returned.
+
+    The backward of the block's own node accumulates nothing into leaves. The hook must not refer to the call, which
+    would never be freed: the garbage collector does not see through autograd.
+    """
+    refuse = partial(refuse_hidden_gradient, block)
+    for leaf in leaves:
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(refuse)
+
+
 def make_anchor() -> torch.Tensor:
     """A tensor that requires grad, so that a node has a backward even if none of its inputs does."""
     anchor: Any = torch.zeros((), requires_grad=True)
@@ -124,9 +136,14 @@ def refuse_side_inputs(
         )
 
 
-def refuse_changed_inputs(block: str, versions: Sequence[int], inputs: Iterable[torch.Tensor]) -> None:
-    """Raise if inputs of a block that will be recomputed were changed by its forward."""
-    if list(versions) != [tensor._version for tensor in inputs]:
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each was changed in place. Tensors made in inference mode do not count it."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def refuse_changed_inputs(block: str, before: Sequence[int], inputs: Iterable[torch.Tensor]) -> None:
+    """Raise if inputs of a block that will be recomputed were changed by its forward; `before`: their versions."""
+    if before != versions(inputs):
         raise UnsupportedCall(
             f"{block} changed an input in place, so a recompute would start from other values; change a copy of it, or "
             "use policy='store'."
