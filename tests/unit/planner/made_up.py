@@ -107,6 +107,6 @@ def work_of(action: Callable[[], object]) -> dict[str, int]:
 
         return mock.patch.object(owner, method, count)
 
-    with counted(Ledger, "totals", "added up"), counted(Simulator, "seconds", "simulated"):
+    with counted(Ledger, "accounts", "added up"), counted(Simulator, "seconds", "simulated"):
         action()
     return work

@@ -36,13 +36,14 @@ def named_machine(machine, text):
     st.sampled_from(
         [None, None, AvailableMemory(vram=4 * GIB), AvailableMemory(vram=6 * GIB, ram=24 * GIB, held=2 * GIB)]
     ),
+    st.sampled_from([None, None, "/disk"]),
 )  # fmt: skip
-def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, available):
+def test_suggestions_make_it_fit(shape, machine, run, max_vram_gb, max_ram_gb, available, disk):
     options = {
         "machine": machine, "batch": run.micro_batch, "length": run.length, "accumulation": run.accumulation,
         "precision": run.precision, "compile": run.compile, "clipping": run.clipping, "evaluation": run.evaluation,
         "predictions": run.predictions, "optimizer_compression": run.optimizer_compression,
-        "max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "available": available,
+        "max_vram_gb": max_vram_gb, "max_ram_gb": max_ram_gb, "available": available, "offload_dir": disk,
     }  # fmt: skip
     refused = refusal(shape, options)
     if refused is None:
@@ -161,13 +162,17 @@ def test_the_machine_that_is_named_is_enough():
     plan(dense_shape(64, 60), machine=named_machine(tiny, text))
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_vram_gb": 3, "max_ram_gb": 3}], ids=["no caps", "caps"])
-def test_a_refusal_of_a_hundred_layers_is_bounded_work(limits):
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [({}, 400_000), ({"max_vram_gb": 3, "max_ram_gb": 3}, 400_000), ({"offload_dir": "/disk"}, 700_000)],
+    ids=["no caps", "caps", "disk"],
+)
+def test_a_refusal_of_a_hundred_layers_is_bounded_work(limits, most):
     options = {"machine": "gh200", "batch": 64, "length": 32768, "accumulation": 192, "evaluation": 131072, **limits}
     refused = []
     work = work_of(lambda: refused.append(refusal(dense_shape(64, 100), options)))
     assert isinstance(refused[0], Refusal)
-    assert work["added up"] < 400_000
+    assert work["added up"] < most
     assert work["simulated"] == 0
     assert work["calls"] < 1_500
 
