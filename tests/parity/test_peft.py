@@ -14,6 +14,7 @@ from tests.tiny import differences, engine_of, gradients, roles
 import megatrain as mt
 from megatrain.compute.head import Head
 from megatrain.compute.logits import LazyLogits
+from megatrain.errors import UnsupportedCall
 
 peft = pytest.importorskip("peft")
 
@@ -250,3 +251,18 @@ def test_training_with_a_trainer(tmp_path: Path):
     for name, value in again.named_parameters():
         if "lora" in name:
             assert torch.equal(value.detach(), mine[name]), name
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["prefix tuning", "passed by the user"])
+def test_a_filled_cache_is_refused(wrapped: bool) -> None:
+    """It was dropped, so that layers attended to nothing of the prefix."""
+    model = zoo.build("llama")
+    batch = zoo.batch("llama", 0)
+    if wrapped:
+        model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    else:
+        with torch.no_grad():
+            batch["past_key_values"] = model(input_ids=batch["input_ids"], use_cache=True).past_key_values
+        batch.pop("attention_mask", None)
+    with engine_of(model.train()), pytest.raises(UnsupportedCall, match="a filled key/value cache"):
+        model(**batch)

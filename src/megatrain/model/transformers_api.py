@@ -36,7 +36,14 @@ class TransformersApi:
         return OutputCapture(self.collector, outer) if outer else None
 
     def without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Remove caches from a block's arguments: the recompute would write to them again."""
+        """Remove caches from a block's arguments: the recompute would write to them again. Raise if one has content."""
+        caches: list[Any] = [value for value in (*args, *kwargs.values()) if isinstance(value, self.cache)]
+        if any(map(_is_filled, caches)):
+            raise UnsupportedCall(
+                "the model was called with a filled key/value cache while gradients are enabled (prefix tuning does "
+                "so), but streamed blocks are recomputed in the backward, which no cache survives; wrap the call in "
+                "torch.no_grad(), or pass no past_key_values."
+            )
         args = tuple(None if isinstance(value, self.cache) else value for value in args)
         kwargs = {key: None if isinstance(value, self.cache) else value for key, value in kwargs.items()}
         if kwargs.get("use_cache"):
@@ -44,14 +51,20 @@ class TransformersApi:
         return args, kwargs
 
     def refuse_cache(self, training: bool, kwargs: dict[str, Any]) -> None:
-        """Raise if a key/value cache is used while gradients are enabled: a recompute would write to it again."""
-        caches: list[Any] = [value for value in kwargs.values() if isinstance(value, self.cache)]
-        in_use = any(cache.get_seq_length() > 0 for cache in caches)
-        if in_use or (kwargs.get("use_cache") and not training):
+        """Raise if a key/value cache is asked for while gradients are enabled."""
+        if kwargs.get("use_cache") and not training:
             raise UnsupportedCall(
                 "a key/value cache was requested while gradients are enabled, but streamed blocks are recomputed in "
                 "the backward, which no cache survives; wrap the call in torch.no_grad(), or pass use_cache=False."
             )
+
+
+def _is_filled(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:
+        # All its layers are of linear attention.
+        return bool(cache.has_previous_state())
 
 
 def load() -> TransformersApi:
