@@ -266,3 +266,39 @@ def test_a_filled_cache_is_refused(wrapped: bool) -> None:
         batch.pop("attention_mask", None)
     with engine_of(model.train()), pytest.raises(UnsupportedCall, match="a filled key/value cache"):
         model(**batch)
+
+
+PROJECTIONS = {"target_modules": ["q_proj", "v_proj"]}
+METHODS: dict[str, Any] = {
+    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": peft.VeraConfig(r=4, **PROJECTIONS),
+    # Its vectors are one parameter of all layers.
+    "VB-LoRA": peft.VBLoRAConfig(num_vectors=16, vector_length=8, r=2, topk=2, **PROJECTIONS),
+    "AdaLoRA": peft.AdaLoraConfig(r=4, total_step=10, tinit=1, tfinal=1, **PROJECTIONS),
+    "LoKr": peft.LoKrConfig(r=4, **PROJECTIONS),
+    "OFT": peft.OFTConfig(r=0, oft_block_size=8, use_cayley_neumann=False, **PROJECTIONS),
+    "layer norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[1, 2, 3]),
+    "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "adapter prompts": peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_methods_have_the_gradients_of_plain_peft(method: str) -> None:
+    model = zoo.build("llama")
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(model, METHODS[method]).train()
+    model = copy.deepcopy(plain)
+    batch = zoo.batch("llama", 0)
+    plain(**batch).loss.backward()
+    with engine_of(model):
+        model(**batch).loss.backward()
+        found = gradients(model)
+    expected = gradients(plain)
+    assert any(gradient is not None and gradient.any() for gradient in expected.values())
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
