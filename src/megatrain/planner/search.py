@@ -51,6 +51,9 @@ WEIGHT_LEVELS, SUM_LEVELS = 4, 8
 """The number of layers with held weights (or sums) is tried in steps of this fraction of all layers."""
 GROUPS_AT_ONCE = 64
 """Groups that are simulated together, in the order of their bounds."""
+EXACT_DECISIONS, NEGLIGIBLE_GAIN = 4_000, 0.01
+"""After so many simulated decisions, others are simulated only if they may be faster by this share. Models whose steps
+are bound by launches have tens of thousands of decisions that are equally fast."""
 USABLE_SHARE = 0.98
 """The share of a machine's memory that a plan may use. The driver, the kernel and its page cache need the rest."""
 UNKNOWN_DISK_BYTES = 1 << 62
@@ -112,26 +115,25 @@ class Search:
     def best(self) -> tuple[Decision, StepEstimate] | None:
         """The fastest decision that fits, or None."""
         groups, bounds = self._groups()
-        order = np.argsort(bounds, kind="stable")
         best: tuple[tuple[float, ...], Decision] | None = None
-        limit = math.inf
-        for start in range(0, len(order), GROUPS_AT_ONCE):
-            some = order[start : start + GROUPS_AT_ONCE]
-            some = some[bounds[some] <= limit]
-            if not len(some):
+        fastest, simulated = math.inf, 0
+        for some in _promising_first(groups, bounds):
+            # A bound is summed in another order than a step, and may exceed it by a rounding error.
+            limit = fastest * (1 + 1e-12 if simulated < EXACT_DECISIONS else 1 - NEGLIGIBLE_GAIN)
+            promising = some[bounds[some] <= limit]
+            if not len(promising):
                 break
-            members = self._members(groups.take(some))
+            members = self._members(groups.take(promising))
             members = members.take(self.simulator.bounds(members) <= limit)
             if not len(members):
                 continue
+            simulated += len(members)
             seconds = self.simulator.seconds(members)
-            least = min(limit, seconds.min())
-            for index in map(int, np.flatnonzero(seconds <= least)):
+            fastest = min(fastest, seconds.min())
+            for index in map(int, np.flatnonzero(seconds <= fastest)):
                 key = (float(seconds[index]), *_tie_break(members[index]))
                 if best is None or key < best[0]:
                     best = (key, members[index])
-            # A bound is summed in another order than a step, and may exceed it by a rounding error.
-            limit = least * (1 + 1e-12)
         if best is None:
             return None
         decision = self._with_gradients_instead(best[1])
@@ -324,6 +326,17 @@ def window_choices(accumulation: int) -> list[tuple[int, int]]:
     equal = sorted({min(window, MAX_WINDOW) for window in sizes}, reverse=True)
     first = [1 << shift for shift in range(1, MAX_WINDOW.bit_length()) if 1 << shift < accumulation]
     return [(window, window) for window in equal] + [(window, 1) for window in first]
+
+
+def _promising_first(groups: Decisions, bounds: Any) -> Iterator[Any]:
+    """Indices of groups, by their lower bounds. Before them the group with the most in VRAM, which is the fastest for a
+    model that fits, or nearly so."""
+    if len(groups):
+        most = groups.resident_layers + (groups.other_blocks == RESIDENT)
+        yield np.lexsort((bounds, -most))[:1]
+    order = np.argsort(bounds, kind="stable")
+    for start in range(0, len(order), GROUPS_AT_ONCE):
+        yield order[start : start + GROUPS_AT_ONCE]
 
 
 def _tie_break(decision: Decision) -> tuple[int, ...]:

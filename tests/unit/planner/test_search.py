@@ -92,6 +92,18 @@ def test_planning_a_hundred_layers_is_bounded_work(accumulation, name):
     assert work["calls"] < 1_000
 
 
+@pytest.mark.parametrize("name", ["h200-128gb", "rtx4090-64gb"])
+def test_planning_a_hundred_narrow_layers_is_bounded_work(name):
+    """Launches bound their steps, so tens of thousands of decisions are equally fast but for a thousandth."""
+    shape, run = dense_shape(2, 100, 32000), Run(micro_batch=8, length=512, accumulation=4)
+    found = []
+    work = work_of(lambda: found.append(solved(shape, Machine.load(name), run)))
+    assert found[0].held_weights == found[0].weights_on_disk == ()
+    assert len(found[0].resident) >= 100
+    assert work["simulated"] < 10_000
+    assert work["calls"] < 1_000
+
+
 def test_planning_leaves_cuda_alone():
     code = (
         "import torch, megatrain.planner as p; from megatrain.planner.api import dense_shape\n"
