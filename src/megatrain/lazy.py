@@ -275,7 +275,9 @@ def ram_bytes(tensor: torch.Tensor) -> int:
 
 def narrowest_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The narrowest dtype that is known to have a tensor's values exactly."""
-    return tensor.source.narrowest().geometry.dtype if isinstance(tensor, LazyTensor) else tensor.dtype
+    if isinstance(tensor, LazyTensor):
+        return tensor.source.narrowest().geometry.dtype
+    return getattr(tensor, "master_dtype", tensor.dtype)
 
 
 def temporary_bytes(tensor: torch.Tensor) -> int:

@@ -150,15 +150,15 @@ class Adoption:
                 homes = self.placement.homes(spec.label, trains)
                 nbytes = lay_out([(name, p.shape) for name, p in parameters.items()], target).nbytes
                 added[homes.weight.tier] += nbytes
+                split = target == torch.bfloat16 and self.precision != "bf16-sr"
+                # A slab has a residual for all of its parameters or for none.
+                split = split and any(map(has_low_bits, parameters.values()))
+                added[homes.states.tier] += nbytes * split
+                # What goes to disk is written there from a copy.
+                itemsize = target.itemsize * (homes.weight.tier == "disk") + 2 * (split and homes.states.tier == "disk")
                 for parameter in parameters.values():
-                    split = target == torch.bfloat16 and self.precision != "bf16-sr"
-                    residual = 2 * parameter.numel() if split and has_low_bits(parameter) else 0
-                    added[homes.states.tier] += residual
                     freed += ram_bytes(parameter)
-                    # What goes to disk is written there from a copy.
-                    copied = parameter.numel() * target.itemsize if homes.weight.tier == "disk" else 0
-                    copied += residual if homes.states.tier == "disk" else 0
-                    temporary = max(temporary, temporary_bytes(parameter) + copied)
+                    temporary = max(temporary, temporary_bytes(parameter) + parameter.numel() * itemsize)
             total = added["ram"] - before
             peak = max(peak, extra + total)
             extra += total - freed

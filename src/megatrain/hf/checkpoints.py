@@ -213,11 +213,14 @@ class Checkpoints(Optimizing):
             defaults = STOCK[optimizer.kind]([torch.empty(0)]).defaults
             state = optimizer.state_dict()
             groups = [defaults | group for group in state["param_groups"]]
-            for entry in state["state"].values():
-                # The low half of the master: the saved weights have both halves.
-                entry.pop("residual", None)
+            # No residuals: the saved weights have both halves of a master. torch has no state before the first step.
+            stepped = {
+                number: {name: value for name, value in entry.items() if name != "residual"}
+                for number, entry in state["state"].items()
+                if entry["step"]
+            }
             # Cloned, because torch.save writes the whole storage of a view.
-            moments = tree_map(lambda moment: moment.cpu().clone(), state["state"])
+            moments = tree_map(lambda moment: moment.cpu().clone(), stepped)
             torch.save({"state": moments, "param_groups": groups}, path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

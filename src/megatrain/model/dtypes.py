@@ -30,8 +30,10 @@ def has_low_bits(parameter: torch.Tensor) -> bool:
         return False
     if parameter.is_meta or is_lazy(parameter) or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         return True
-    flat = parameter.detach().reshape(-1)
-    sample = flat[:: max(1, len(flat) // SAMPLE)].float()
+    # An odd distance: one that divides the width of a matrix would find a single column.
+    places = torch.arange(0, parameter.numel(), parameter.numel() // SAMPLE | 1, device=parameter.device)
+    # Not of a flat view, which of a transposed matrix would be a copy.
+    sample = parameter.detach().take(places).float()
     return not torch.equal(sample.bfloat16().float(), sample)
 
 

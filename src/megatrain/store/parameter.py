@@ -88,6 +88,11 @@ class StoreTensor(torch.Tensor):
         """The residual of the parameter, flat; the slab must have one."""
         return self.slab.read_residual(self.segment)
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype that has the values exactly."""
+        return self.dtype if self.slab.residual is None else torch.float32
+
     def materialise(self) -> torch.Tensor:
         return self.stored().to(dtype=self.dtype, device=self.device)
 

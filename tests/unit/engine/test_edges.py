@@ -12,6 +12,7 @@ from tests.tiny import Stack, engine_of, inputs
 from torch import nn
 
 import megatrain as mt
+from megatrain.model.shapes import describe
 from megatrain.store.ram import HostMemory
 from megatrain.stream.lanes import ThreadLanes
 
@@ -100,6 +101,22 @@ def test_a_model_that_is_mostly_frozen_keeps_its_dtypes_in_a_second_engine() -> 
         engine.close()
         dtypes.append({slab.layout.dtype for slab in engine.slabs})
     assert dtypes == [{torch.bfloat16}] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plans_for_a_second_engine_count_residuals_of_frozen_weights(dtype: torch.dtype) -> None:
+    """Where they are in a store, their dtype is that of the weights."""
+    model = small.llama().to(dtype).requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+
+    def low_bits() -> list[bool]:
+        return [slab.low_bits for block in describe(model).blocks for slab in block.slabs]
+
+    before = low_bits()
+    assert any(before) == (dtype == torch.float32)
+    with engine_of(model, precision="bf16"):
+        assert low_bits() == before
+    assert low_bits() == before
 
 
 def test_a_second_optimizer_drops_the_state_of_the_first() -> None:

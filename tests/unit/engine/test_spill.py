@@ -16,6 +16,7 @@ from megatrain.errors import NotEnoughMemory
 from megatrain.geometry import ALIGN_BYTES, GIB
 from megatrain.hardware import cgroups, inventory
 from megatrain.store import scratch
+from megatrain.store.ram import HostMemory
 
 SIZES = {"num_hidden_layers": 10, "hidden_size": 128, "intermediate_size": 256}
 
@@ -66,6 +67,25 @@ def test_low_bits_of_frozen_weights_count(tmp_path: Path) -> None:
     assert differences(found, expected) == []
     assert engine.settings.weights_on_disk
     assert engine._placement.ram.allocated_bytes <= 0.85 * held * GIB
+
+
+@pytest.mark.parametrize("low_bits", ["", "norm", "weight"])
+def test_ram_for_frozen_weights_is_required_before_they_move(monkeypatch: pytest.MonkeyPatch, low_bits: str) -> None:
+    """One parameter with low bits gives all of its slab a residual."""
+    model = small.llama(**SIZES).to(torch.bfloat16).float().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if low_bits and low_bits in name:
+            torch.nn.init.normal_(parameter)
+    kept: list[int] = []
+    require = HostMemory.require
+
+    def record(memory: HostMemory, nbytes: int, of_these: int | None = None) -> None:
+        kept.extend([] if of_these is None else [of_these])
+        require(memory, nbytes, of_these)
+
+    monkeypatch.setattr(HostMemory, "require", record)
+    with engine_of(model, precision="bf16") as engine:
+        assert kept[0] == engine._placement.ram.allocated_bytes
 
 
 def test_what_fits_nowhere_is_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -153,6 +153,19 @@ def test_a_large_state_is_not_written_as_optimizer_pt(tmp_path: Path, monkeypatc
     assert not (tmp_path / "large" / "checkpoint-2" / "optimizer.pt").exists()
 
 
+def test_optimizer_pt_has_no_state_of_parameters_without_a_step(tmp_path: Path) -> None:
+    """They have residuals, but a new optimizer of torch has nothing for them."""
+    model = small.llama()
+    model.unused = nn.Linear(8, 8)
+    args = small.arguments(tmp_path, max_steps=2, bf16=True, save_strategy="steps", save_steps=2)
+    trainer = mt.Trainer(model=model, args=args, train_dataset=small.rows())
+    trainer.train()
+    assert model.unused.weight.slab.residual is not None
+    state = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt")["state"]
+    assert len(state) == len([*model.parameters()]) - 2
+    assert all(entry.keys() == {"step", "exp_avg", "exp_avg_sq"} for entry in state.values())
+
+
 def user_optimizer(model: nn.Module, kind: str) -> tuple[torch.optim.Optimizer, Any]:
     groups = [{"params": model.hidden.parameters(), "lr": 0.02}, {"params": model.out.parameters()}]
     if kind == "sgd":

@@ -88,3 +88,15 @@ def test_low_bits_are_found_by_dtype_or_by_a_sample() -> None:
     assert has_low_bits(torch.nn.Parameter(values.to("meta"), requires_grad=False))
     for exact in (values.bfloat16(), values.bfloat16().float(), values.to("meta", torch.bfloat16), torch.zeros(0)):
         assert not has_low_bits(exact)
+
+
+@pytest.mark.parametrize("width", [16, 256])
+def test_the_sample_has_values_of_all_columns(width: int) -> None:
+    """Padding may fill one column with values that BF16 has."""
+    values = torch.randn(4096, width, generator=torch.Generator().manual_seed(0))
+    for exact in (0, width - 1):
+        padded = values.clone()
+        padded[:, exact] = 1.0
+        assert has_low_bits(padded)
+        assert has_low_bits(padded.T)
+        assert not has_low_bits(padded.bfloat16().float().T)
