@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from megatrain.engine.session import Engine
 
 
+SET_BY_USERS = ("attention_implementation", "experts_implementation", "head_chunk")
+"""Of what a checkpoint says of the kernels."""
+
+
 def facts_of_run(engine: Engine) -> dict[str, Any]:
     """What a checkpoint says of its run."""
     written = engine.drive.settled
@@ -66,21 +70,20 @@ def _check_kernels(engine: Engine, manifest: Mapping[str, Any], directory: objec
             )
         return
     eager = not (saved["compile"] or now["compile"])
-    if eager and saved.get("gpu") is None and now["gpu"] is None:
-        return  # PyTorch's own kernels on the CPU
+    plain = eager and saved.get("gpu") is None and now["gpu"] is None
     ignored = {"layers", *(("batch", "triton") if eager else ())}
-    # An older version has not written all of them.
-    names = [name for name in now if name in saved and name not in ignored]
+    # With PyTorch's own kernels on the CPU, what the user has set. An older version has not written all of them.
+    names = [name for name in (SET_BY_USERS if plain else now) if name in saved and name not in ignored]
     other = [f"{name} {saved[name]} → {now[name]}" for name in names if saved[name] != now[name]]
     for compiled in engine.compiled:
         compiled.expect(saved["layers"], lambda change: _differ(engine, directory, [change]))
     if other:
-        _differ(engine, directory, other)
+        _differ(engine, directory, other, refuse=not plain)
 
 
-def _differ(engine: Engine, directory: object, other: list[str]) -> None:
+def _differ(engine: Engine, directory: object, other: list[str], refuse: bool = True) -> None:
     what = f"{directory} was written by a run with other kernels ({', '.join(other)}), so the last bits will differ"
-    if not engine.compile_chosen:
+    if refuse and not engine.compile_chosen:
         raise CheckpointError(
             f"{what}; resume where that run was, or set compile=True or compile=False to continue all the same."
         )

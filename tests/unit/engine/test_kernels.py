@@ -77,6 +77,15 @@ def test_a_compiled_run_is_not_continued_eagerly_unless_the_user_says_so(
     assert warning.endswith("other kernels (compile True → False), so the last bits will differ")
 
 
+def test_an_eager_run_on_the_cpu_warns_of_what_the_user_has_set(
+    tmp_path: Path, announced: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "a", head_chunk=64)
+    resume(tmp_path / "a", head_chunk=7)
+    [warning] = [record.getMessage() for record in announced.records if record.levelname == "WARNING"]
+    assert warning.endswith("other kernels (head_chunk 64 → 7), so the last bits will differ")
+
+
 def test_other_versions_matter_to_compiled_runs(
     tmp_path: Path, announced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
@@ -99,6 +108,7 @@ def test_another_version_of_transformers_may_have_other_layers(
     assert f"other kernels (transformers {installed} → 99.0)" in warning
 
 
+@pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -109,10 +119,10 @@ def test_another_version_of_transformers_may_have_other_layers(
     ],
 )
 def test_other_implementations_and_chunks_matter(
-    tmp_path: Path, announced: pytest.LogCaptureFixture, quick: None, changes: dict[str, Any], said: str
+    tmp_path: Path, announced: pytest.LogCaptureFixture, quick: None, changes: dict[str, Any], said: str, compile: bool
 ) -> None:
     plain = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
-    settings = {"compile": True, "head_chunk": 64}
+    settings = {"compile": compile, "head_chunk": 64}
 
     def attached(model: dict[str, str], **settings: Any) -> mt.Engine:
         return mt.Engine(small.mixtral(**model), device="cpu", **settings)
