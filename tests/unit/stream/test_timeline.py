@@ -127,7 +127,7 @@ def test_every_step_is_timed():
         with waiting(lane, cause, *measured):
             seen.add((lane, cause))
             if {("compute", "h2d"), ("h2d", "update")} <= seen:
-                threading.Timer(0.3, slow.set).start()
+                threading.Timer(1.0, slow.set).start()
             yield
 
     for step in range(3):
@@ -142,8 +142,8 @@ def test_every_step_is_timed():
     times = engine.step_times
     assert times.step == 2
     assert times.waited["update"] > 0.2
-    assert times.waited["update"] > times.waited["d2h"]
-    assert times.busy["update"] >= 0.3
+    assert times.waited["update"] > 10 * times.waited["d2h"]
+    assert times.busy["update"] >= 0.9
     assert times.seconds > times.waited["update"]
     engine.close()
 
